@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all slow-tests test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check types clean
+.PHONY: help venv demo test test-all slow-tests test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check checks types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -51,8 +51,9 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)
 test: $(INSTALLED) ## Run the fast tests, some 5 minutes (WORKERS=N processes)
 	@$(PYTEST) -m "not slow and not gpu and not others"
 
-test-all: test ## Run the fast tests, and then all others
-	@$(PYTEST) -m "slow and not gpu and not others"
+# One run, so that modules are imported and tests collected once. tests/conftest.py puts files with slow tests first.
+test-all: $(INSTALLED) ## Run the fast tests and all others
+	@$(PYTEST) -m "not gpu and not others"
 
 slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (tests/slow_tests.txt)
 	@$(PYTEST) --write-slow
@@ -145,6 +146,11 @@ docs: $(SITE) ## Build the site from docs/ and the docstrings, into build/site; 
 		$(BIN)/mkdocs build --strict
 	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || \
 		{ echo 'the site would load these from elsewhere: keep them in docs/'; exit 1; }
+
+# mypy and mkdocs take a core each. Everything they read is installed before.
+checks: $(INSTALLED) $(SITE) ## Check style, types and the site, some at the same time
+	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync types docs
 
 style: $(INSTALLED) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff format

@@ -18,11 +18,12 @@ FORWARDED = tuple(
 )
 """Signals that are forwarded to the child."""
 FROM_TERMINAL = ("SIGINT", "SIGQUIT")
-"""Signals that a terminal sends to every process of the foreground group. The child gets them without forwarding."""
+"""Signals that a terminal sends to every process of the foreground group. The child gets these signals without
+forwarding."""
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `command` to its end. Return its exit status, or 128 + n if signal n ended the command.
+    """Run `command` to the end. Return the command's exit status, or 128 + n if signal n ended the command.
 
     Raises OSError if the command cannot be started.
     """
@@ -47,10 +48,10 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called for the signals in FORWARDED.
+    """Call `handle` for the signals in FORWARDED that arrive inside the `with` block.
 
-    Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored. The child ignores them too. Handlers
-    that were not set by Python (None) stay too, because Python could not restore them.
+    Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored, also in the child. Handlers that were
+    not set by Python (None) stay too, because Python could not restore such handlers.
     """
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
     replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}

@@ -1,4 +1,5 @@
-"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, check, measure."""
+"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, run checks and
+evaluations."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate import command as cli_plan
 from adacc_hf.reports.explain import explain_policy
+from adacc_hf.reports.text_table import fit_lines, terminal_columns
 
 if TYPE_CHECKING:
     from adacc_hf.compiler.compiled_policy import CompiledPolicy
@@ -140,9 +142,10 @@ def _explain(arguments: argparse.Namespace) -> str:
     if profile_path is None:
         if arguments.html is not None:
             raise ValueError(f"--html needs the profile that {path} was solved from: pass it with --profile")
-        return str(policy)
+        return fit_lines(str(policy), terminal_columns())
     profile = Profile.load(profile_path)
-    text = "\n".join([explain_policy(policy, profile), *_fallback_lines(path)])
+    columns = terminal_columns()
+    text = fit_lines("\n".join([explain_policy(policy, profile, columns), *_fallback_lines(path)]), columns)
     if arguments.html is not None:
         from adacc_hf.reports.report import write_report
 
@@ -171,7 +174,9 @@ def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> 
         from adacc_hf.compiler.graph_report import write_compiled_report
 
         write_compiled_report(arguments.html, policy=policy)
-    return "\n".join([explain_compiled(policy), *_fallback_lines(policy_file(arguments.policy))])
+    columns = terminal_columns()
+    lines = [explain_compiled(policy, columns), *_fallback_lines(policy_file(arguments.policy))]
+    return fit_lines("\n".join(lines), columns)
 
 
 def _report(arguments: argparse.Namespace) -> str:
@@ -200,7 +205,7 @@ def _describe_files(markdown: Path) -> str:
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
-    """Return the policy in a file if it is for compiled graphs, else None.
+    """Return the policy in a file if the policy is for compiled graphs, else None.
 
     For other policies, torch's compiler is not imported.
     """
@@ -270,7 +275,7 @@ RUNNERS = {
     "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
 }
 """(module in `adacc_hf.eval`, description) of each runner, by the runner's name on the command line. Only a source
-checkout has the modules in `repository`, which measure the numbers on its pages."""
+checkout has the modules in `repository`, which measure the numbers on the repository's pages."""
 
 
 def _add_eval_parser(commands: Any) -> None:

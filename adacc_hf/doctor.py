@@ -29,7 +29,7 @@ class Finding:
     subject: str
     status: str
     advice: str | None = None
-    """Suggested change if something is slow or missing. None if the check passed."""
+    """Suggested change if a checked part is slow or missing. None if the check passed."""
 
 
 def add_parser(commands: Any) -> None:
@@ -91,7 +91,7 @@ def examine_blocks(run: Path) -> list[Finding]:
 
 
 def _tracing() -> Finding:
-    """Check that Dynamo can trace, because the guards of blocks come from Dynamo."""
+    """Check that Dynamo, which makes the guards of blocks, can trace."""
     import torch
 
     from adacc_hf.torch_glue.dynamo import NotTraceableError, trace

@@ -149,7 +149,8 @@ def _parse(path: Path) -> Any:
 def child_environment(environment: Mapping[str, str], settings: str, records: str) -> dict[str, str]:
     """Return the environment for the command of `adacc run`.
 
-    This is `environment` with the startup folder first on PYTHONPATH, the `settings` in JSON and the folder `records`.
+    The result is `environment` with the startup folder first on PYTHONPATH, the `settings` in JSON and the folder
+    `records`.
     """
     search_path = [startup_folder(), *filter(None, [environment.get("PYTHONPATH")])]
     return {
@@ -161,7 +162,7 @@ def child_environment(environment: Mapping[str, str], settings: str, records: st
 
 
 def startup_folder() -> str:
-    """Return the folder of the `sitecustomize` module. This does not import the callbacks, which would import torch."""
+    """Return the folder of the `sitecustomize` module, without an import of the callbacks, which would import torch."""
     spec = find_spec("adacc_hf.callbacks")
     assert spec is not None  # a package of this distribution
     assert spec.submodule_search_locations

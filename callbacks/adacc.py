@@ -32,14 +32,15 @@ from adacc_hf.callbacks.preconditions import (
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, checkpoint_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
+from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.host_memory import free_host_bytes
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import them."""
+"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import report
+modules."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):
@@ -47,14 +48,15 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     Before the first step, small parts of the first batch are profiled (the whole batch if the model cannot run on
     parts), and a policy is solved. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
-    ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. The next batch that calls every block is
-    profiled then. During training, the policy is adapted to the data. With `torch_compile=True` the decisions are made
-    inside the compiled graphs. A checkpoint contains the policies and their state. A resumed run uses them if
-    `memory_budget` and the number of ranks are the same. When training ends or fails, the model is restored.
+    ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch that calls
+    every block is profiled. During training, the policy is adapted to the data. With `torch_compile=True` the decisions
+    are made inside the compiled graphs. A checkpoint contains the policies and their state. A resumed run uses these
+    policies if `memory_budget` and the number of ranks are the same. When training ends or fails, the model is
+    restored.
 
-    `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy of a Profile.
-    This policy never changes. A Policy or a file is used from the first step, even if the checkpoint has another one.
-    Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
+    `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. A
+    policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint has
+    another policy. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
 
     | logged key | unit |
     |---|---|
@@ -90,7 +92,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def compiled_policy(self) -> Any:
         """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`. None before the run has finished.
 
-        In such a run, the attribute `policy` is None.
+        In a compiled run, the attribute `policy` is None.
         """
         return self._compiled_policy
 
@@ -141,8 +143,10 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         saved = None
         if checkpoint is not None and not self._is_solved:
             # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-            budget, host_limit = self.config.memory_budget, self.config.host_limit(free_host_bytes())
-            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, budget, host_limit))
+            config, host_limit = self.config, common_host_limit(self.config, session.state.model)
+            saved = broadcast_from_first_rank(
+                lambda: load_from_checkpoint(checkpoint, config.memory_budget, config.host_memory, host_limit)
+            )
         session.begin(saved, state.global_step)
 
     def on_step_begin(
@@ -232,9 +236,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     @contextmanager
     def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
-        """Return a context in which AdaccTrainerMixin calls `train` of `trainer`.
+        """Serve `trainer` inside the `with` block, in which AdaccTrainerMixin calls `train` of `trainer`.
 
-        `checkpoint` is the folder from which training resumes, or None. Within the context the callback does not search
+        `checkpoint` is the folder from which training resumes, or None. Inside the block the callback does not search
         the stack for its Trainer. If training raises, the callback is detached.
         """
         self._trainer_run = trainer, checkpoint
@@ -257,11 +261,11 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._guard, self._own_logs = None, OwnLogs(None)
 
     def report(self) -> Any:
-        """Return the report of the current run, or of the last one, as `adacc report` writes it.
+        """Return the report of the current run, or of the last run, as `adacc report` writes the report.
 
         A notebook shows the report with its pictures. `print` prints its text, and `report.save(folder)` writes
-        report.md and report.html. Raises ValueError before there is a policy, and if the policy was passed in without a
-        profile. Raises ImportError without matplotlib.
+        report.md and report.html. Raises ValueError if the run has no policy yet, and if the policy was passed in
+        without a profile. Raises ImportError without matplotlib.
         """
         if self.policy is None:
             phase = self._compiled_phase
@@ -285,11 +289,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         """The phase of the current run if the run uses torch.compile, else None."""
         phase = None if self.session is None else self._session.phase
         return phase if isinstance(phase, Compiled) else None
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed_settings.items())
-        policy = "" if self.policy is None else self.policy.describe()
-        return f"<AdaccCallback({settings}): {policy}>" if policy else f"AdaccCallback({settings})"
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the settings and, if there is a policy, tables of its actions."""

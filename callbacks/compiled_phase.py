@@ -1,4 +1,7 @@
-"""`Compiled`: phase of a Trainer's run with `torch_compile=True`. Its policies are for compiled graphs."""
+"""`Compiled`: phase of a Trainer's run with `torch_compile=True`.
+
+The policies of this phase are for compiled graphs.
+"""
 
 from __future__ import annotations
 

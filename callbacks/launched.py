@@ -18,7 +18,7 @@ from adacc_hf.callbacks.trainer_guard import calling_trainer
 def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: str) -> None:
     """Add an AdaccCallback to the callbacks of a Trainer that begins to train, and print a line on the main process.
 
-    `settings` are the fields of AdaccConfig in JSON. If the Trainer already has an AdaccCallback, none is added.
+    `settings` are the fields of AdaccConfig in JSON. If the Trainer already has an AdaccCallback, no callback is added.
     """
     config = AdaccConfig(**json.loads(settings))
     callback = next((one for one in handler.callbacks if isinstance(one, AdaccCallback)), None)

@@ -76,8 +76,8 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 
 def refuse_offload(args: TrainingArguments) -> None:
-    """Raise ValueError if a setting of Transformers or TRL moves activations to host memory, because the policy makes
-    this choice."""
+    """Raise ValueError if a setting of Transformers or TRL moves activations to host memory, because the policy decides
+    which activations to move."""
     settings = {f"{name}_kwargs": getattr(args, f"{name}_kwargs", None) for name in (CHECKPOINTING, FLAG)}
     kwargs = {name: each for name, each in settings.items() if isinstance(each, dict)}
     offloads = [f"{name}={{'offload': True}}" for name, each in kwargs.items() if each.get("offload")]
@@ -101,8 +101,8 @@ def refuse_host_memory(config: AdaccConfig) -> None:
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
     """Warn, if gradient checkpointing is on, that a policy replaces checkpointing.
 
-    TRL's arguments switch checkpointing on by default. LLaMA-Factory and ms-swift switch it on in the model, by their
-    own settings.
+    TRL's arguments switch checkpointing on by default. LLaMA-Factory and ms-swift switch checkpointing on in the model,
+    by their own settings.
     """
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(

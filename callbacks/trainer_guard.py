@@ -30,8 +30,8 @@ _ABSENT = object()
 class TrainerGuard:
     """Temporary wrappers around the methods of a Trainer, for one run.
 
-    Several callbacks may share a guard. When `leave` has been called for each of them, the original methods are
-    restored. Create a guard by `around_caller`, or by `of_known` if the Trainer detaches its callback itself after a
+    Several callbacks may share a guard. When `leave` has been called for each callback, the original methods are
+    restored. Create a guard by `around_caller`, or by `of_known` if the Trainer itself detaches the callback after a
     failed run.
     """
 
@@ -46,7 +46,7 @@ class TrainerGuard:
 
     @classmethod
     def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
-        """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer calls it.
+        """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer calls `callback`.
 
         Call this method in `on_train_begin`. The Trainer is found on the call stack. If the Trainer has no guard yet, a
         guard is installed. If the run raises, the guard calls `on_failure`, which must call `leave`.

@@ -74,11 +74,11 @@ class TrainerLoop(TrainingLoop):
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """Return a context for profiling that restores the attributes of `trainer`, and their contents, at its end.
+    """Restore the attributes of `trainer`, and the contents of these attributes, after a profile in the `with` block.
 
-    Logs within the context are dropped. A profile calls `compute_loss` more often than training does. Trainers of
-    preferences and rewards collect metrics in `compute_loss`, and users log metrics there. These metrics must come from
-    training alone. The Trainer's models are not restored here, because the profiler restores them.
+    Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Trainers of
+    preferences and rewards collect metrics in `compute_loss`, and users log metrics there. Metrics must come from
+    training alone. The Trainer's models are not restored here, because the profiler restores models.
     """
     if trainer is None:
         yield
@@ -93,7 +93,7 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing. This function replaces `Trainer.log` during a profile."""
+    """Do nothing, in place of `Trainer.log` during a profile."""
 
 
 def batch_loss(

@@ -22,8 +22,8 @@ else:
 class AdaccTrainerMixin(_Base):
     """Base class that makes a Trainer train within a memory budget, as AdaccCallback does.
 
-    List the mixin before the Trainer's class, which may be a Trainer of TRL. The callback learns from `train` which
-    Trainer it serves and from which checkpoint training resumes. The callback does not search the stack for the
+    List the mixin before the Trainer's class, which may be a Trainer of TRL. The mixin's `train` passes the Trainer,
+    and the checkpoint from which training resumes, to the callback. The callback does not search the stack for the
     Trainer, and wraps only the Trainer's `training_step` and `compute_loss`, until training ends or fails. For example:
 
         class MyTrainer(AdaccTrainerMixin, Trainer):
@@ -36,7 +36,7 @@ class AdaccTrainerMixin(_Base):
 
     adacc_callback: AdaccCallback
     """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. This callback is
-    the Trainer's first one. Therefore TensorBoard and the other reporters get its metrics."""
+    the first in the Trainer's list. Therefore TensorBoard and the other reporters get the callback's metrics."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -57,8 +57,8 @@ class AdaccTrainerMixin(_Base):
         Args:
             args: arguments of the Trainer's class.
             adacc_config: settings. None means the defaults, with `memory_budget="auto"`.
-            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is
-                used instead of the solver, and never changes during the run.
+            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The
+                policy is used instead of the solver, and never changes during the run.
             kwargs: keyword arguments of the Trainer's class.
 
         Raises TypeError for another type of `adacc_config` or `adacc_policy`, and ValueError if `callbacks` has an

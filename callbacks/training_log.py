@@ -13,7 +13,7 @@ LAST_LOGGED = "_globalstep_last_logged"
 """Attribute that the Trainer sets to the current step right before a log. The attribute does not exist before the first
 run."""
 TRAINING_KEYS = frozenset({"loss", "train_loss"})
-"""Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack them."""
+"""Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack these keys."""
 
 
 def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
@@ -29,7 +29,7 @@ def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, f
 
 
 class OwnLogs:
-    """Detector of the Trainer's own logs of training steps, which are made on all ranks.
+    """Detector of the Trainer's own logs of training steps, which the Trainer makes on all ranks.
 
     A user may log a loss on one rank alone. If metrics were then gathered from all ranks, this rank would hang.
     """
@@ -39,7 +39,10 @@ class OwnLogs:
         self._last_step = self._logged_step()
 
     def has_another(self) -> bool:
-        """Return True if the current log is the Trainer's own, or there is no Trainer. Call this once for each log."""
+        """Return True if the current log is the Trainer's own, or there is no Trainer.
+
+        Call this method once for each log.
+        """
         before, self._last_step = self._last_step, self._logged_step()
         return self._trainer is None or self._last_step != before
 

@@ -1,6 +1,7 @@
 """Python interface of _cpu.cpp, which is compiled at first use.
 
-C++ is used because it is fastest. The table compares the time to encode a tensor with the time to copy the tensor.
+The C++ code is the fastest of three implementations. The table compares the time to encode a tensor with the time to
+copy the tensor.
 | implementation | 24 MiB of float32 | 12 MiB of bfloat16 |
 |---|---|---|
 | reference in plain torch | 30 times as long | 131 times as long |
@@ -55,7 +56,10 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library of C++ codec kernels. If it cannot be built, log one warning and return None."""
+    """Return the compiled library of C++ codec kernels.
+
+    If the library cannot be built, log one warning and return None.
+    """
     try:
         compiled_library = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor()])))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: no home folder exists
@@ -83,13 +87,13 @@ def _functions() -> ctypes.CDLL:
 def is_usable(tensor: Tensor) -> bool:
     """Return True if the C++ codec kernels can be used: `tensor` is on the CPU, and the kernels are compiled.
 
-    The dtype is not checked, because `Codec.supports` has checked it.
+    The dtype is not checked, because `Codec.supports` has checked the dtype.
     """
     return tensor.is_cpu and library() is not None
 
 
 def _processor() -> str:
-    """Return a description of the processor. Code compiled with -march=native depends on it."""
+    """Return a description of the processor, on which code compiled with -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -115,12 +119,13 @@ def encode_groups(
     keep: Tensor | None = None,
     channels: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous tensor in A groups of G = `group_size` elements. Return codes and peaks [A].
+    """Encode a contiguous tensor in A groups of G = `group_size` elements. Return (codes, peaks).
 
-    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. A peak is a group's element of largest magnitude. The
-    result equals `_symmetric.encode_ref`, bit for bit. `keep` is a bit mask for the elements of each channel: 0
-    replaces the elements by zeros, -1 keeps them. The mask's integers are as wide as the elements. The mask is
-    periodic, and [channels + G] long. A group that begins at any channel therefore reads a contiguous range.
+    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. A peak is the element with the largest absolute value of a
+    group. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit. `keep` is a bit mask for the
+    elements of each channel: 0 replaces the elements by zeros, and -1 keeps the elements. The mask's integers have as
+    many bits as the elements. The mask has `channels` + G integers and repeats after `channels`, so that a group that
+    begins at any channel reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -137,7 +142,7 @@ def encode_groups(
 
 
 def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
-    """Decode the codes and peaks of `encode_groups` into `out_N`, a contiguous tensor."""
+    """Decode codes and peaks, the results of `encode_groups`, into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
     _functions().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
@@ -169,7 +174,8 @@ def encode_asymmetric(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Encode a contiguous tensor in A groups, each with its own offset and range.
 
-    Return packed codes uint8 [A/2, G], offsets [A] and half ranges [A], equal to `asymmetric_int4.encode_ref`.
+    Return packed codes uint8 [A/2, G], offsets [A] and half ranges [A], which equal the results of
+    `asymmetric_int4.encode_ref`.
     """
     groups = even_groups(flat_N.numel(), group_size)
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
@@ -194,7 +200,11 @@ def decode_asymmetric(
 
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in groups of G rows of one column. Return codes uint8 [A/2, G, C] and peaks [A, C]."""
+    """Encode a contiguous matrix in groups of G rows of one column.
+
+    Return (codes, peaks): codes uint8 [A/2, G, C], and the elements with the largest absolute value of each group, [A,
+    C].
+    """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
@@ -207,7 +217,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
 
 
 def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Decode codes [A/2, G, C] and the groups' peaks [A, C] into a contiguous matrix."""
+    """Decode codes [A/2, G, C] and peaks [A, C], the results of `encode_columns`, into a contiguous matrix."""
     rows, columns = out_RC.shape
     pairs, group_size, _ = codes.shape
     _functions().adacc_decode_columns(
@@ -219,7 +229,8 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix in FP8.
 
-    Return codes uint8 [R, C] and the groups' peaks [A], equal to `fp8.encode_ref`.
+    Return codes uint8 [R, C] and the absmax (largest absolute value) of each group [A]. Both results equal the results
+    of `fp8.encode_ref`.
     """
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
@@ -232,7 +243,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    """Decode FP8 codes [R, C] and the groups' peaks [A] into a contiguous matrix."""
+    """Decode FP8 codes [R, C] and the absmax (largest absolute value) of each group [A] into a contiguous matrix."""
     rows, columns = out_RC.shape
     _functions().adacc_decode_fp8(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,
@@ -241,9 +252,10 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 
 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element, 1 for a nonzero element. Return uint8 [ceil(N / 8)], equal to `bitmask.encode_ref`.
+    """Pack one bit per element, 1 for a nonzero element.
 
-    If `with_pattern`, also return the bit pattern [1] that all nonzero elements share.
+    Return uint8 [ceil(N / 8)], equal to the result of `bitmask.encode_ref`. If `with_pattern`, also return the bit
+    pattern [1] that all nonzero elements share.
     """
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
@@ -256,7 +268,7 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Decode packed bits into a contiguous tensor: 0 where a bit is 0, `pattern` (1 by default) where it is 1."""
+    """Decode packed bits into a contiguous tensor: 0 where a bit is 0, `pattern` (1 by default) where a bit is 1."""
     _functions().adacc_unpack_bits(
         out_N.data_ptr(), packed.data_ptr(), _pointer(pattern), out_N.numel(), packed.numel(),
         out_N.element_size(), _threads(out_N.nbytes),

@@ -1,4 +1,4 @@
-"""Names of codecs whose payloads are in host memory. Without torch, for the solver."""
+"""Names of codecs whose payloads are in host memory. This module imports no torch, because the solver uses it."""
 
 HOST = "host"
 """Name of the codec that stores a tensor unencoded in host memory."""
@@ -17,6 +17,8 @@ def is_on_host(name: str) -> bool:
 
 
 def encoding_of(name: str) -> str:
-    """Return the name of the codec that computes the payload of codec `name`: "int8" for "int8+host". Both have the
-    same errors."""
+    """Return the name of the codec that computes the payload of codec `name`: "int8" for "int8+host".
+
+    Both codecs have the same errors.
+    """
     return name.removesuffix(HOST_SUFFIX)

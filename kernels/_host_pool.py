@@ -1,89 +1,48 @@
-"""Pool of pinned host memory. Codecs can store payloads there instead of in the device's memory.
+"""Pool of pinned host memory. Codecs can store payloads in the pool instead of in the device's memory.
 
 NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
-copy, its stream waits for the stream of the previous copy. A range of the pool can therefore be used again as soon as
-its block is deleted, although the copies of that block may still be pending. On one stream, no copy waits for the host.
+copy, the stream of the copy waits for the stream of the previous copy. A range of the pool can therefore be used again
+as soon as the block in the range is deleted, although copies of this block may still be pending. If all copies are on
+one stream, no copy waits.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import sys
 import threading
+import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adacc_hf.kernels._host_sizes import aligned
+from adacc_hf.kernels._pinned_memory import PinnedMemory
+
 log = logging.getLogger(__name__)
-
-ALIGNMENT = 512
-"""Multiple in bytes to which the tensors of the pool are rounded up."""
-ROUNDING_BYTES = 4 * ALIGNMENT
-"""Upper bound of the bytes by which the tensors of one payload, at most four, are rounded up."""
-
-
-def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of ALIGNMENT."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class _HostMemory(mmap.mmap):
-    """Memory of this process, pinned if possible, and shared with forked processes: a private mapping would be copied
-    at the first write after a fork, and the device would still use the original pages."""
-
-    is_pinned = False
-
-    def pin(self, address: int) -> None:
-        """Pin the memory, if CUDA is available. If that fails, log a warning."""
-        if not torch.cuda.is_available():
-            return
-        code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
-        self._address, self._process, self.is_pinned = address, os.getpid(), code == 0
-        if code:
-            _clear_cuda_error()
-            log.warning(
-                "Adacc: %.2f GiB of host memory cannot be pinned (CUDA error %d): the pool for payloads uses pageable "
-                "memory, whose copies are several times slower. Set a smaller host_memory, or raise the limit on "
-                "locked memory (ulimit -l; WSL2 pins 1 to 2 GiB)",
-                len(self) / 2**30,
-                code,
-            )
-
-    def __del__(self) -> None:
-        is_own = self.is_pinned and self._process == os.getpid()  # a forked process cannot use CUDA
-        if is_own and not sys.is_finalizing():
-            torch.cuda.synchronize()  # copies may be pending
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-
-
-def _clear_cuda_error() -> None:
-    """Clear the error that a failed call of CUDA leaves behind. Otherwise torch's next kernel launch would raise it."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 class _Arena:
-    """One range of host memory, and the parts of it that are free."""
+    """One range of host memory, with a list of the free parts of the range."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        memory = _HostMemory(-1, nbytes)
+        memory = PinnedMemory(nbytes)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        """All of the memory. This tensor and its views keep the memory alive."""
+        """The whole range as one tensor. This tensor and its views keep the memory alive."""
         memory.pin(self.bytes.data_ptr())
         self.is_pinned = memory.is_pinned
         self.free = [(0, nbytes)]
         """(offset, bytes) of the free parts, in order. Neighbours are merged."""
         self.returned: deque[tuple[int, int]] = deque()
-        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. A deque, because blocks
-        may be deleted on any thread, and within any other call."""
+        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. The parts are in a
+        deque, because blocks may be deleted on any thread, and within any other call."""
 
     @property
     def live_bytes(self) -> int:
@@ -91,7 +50,10 @@ class _Arena:
         return self.nbytes - sum(nbytes for _, nbytes in self.free)
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a free part of `nbytes`, which is then in use; None if there is none."""
+        """Mark a free part of `nbytes` as used, and return the part's offset.
+
+        Return None if no free part is large enough.
+        """
         self._collect()
         for place, (offset, size) in enumerate(self.free):
             if size >= nbytes:
@@ -113,12 +75,12 @@ class _Arena:
 
 
 class HostBlock:
-    """Tensors in the pool. Their memory is free again when this object is deleted."""
+    """Tensors in the pool, whose memory is freed when this object is deleted."""
 
-    __slots__ = ("_arena", "_offset", "nbytes", "tensors")
+    __slots__ = ("_arena", "_offset", "nbytes", "process", "tensors")
 
     def __init__(self, arena: _Arena, offset: int, tensors: Sequence[Tensor]) -> None:
-        self._arena, self._offset = arena, offset
+        self._arena, self._offset, self.process = arena, offset, os.getpid()
         self.nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         begin, views = offset, []
         for tensor in tensors:
@@ -134,14 +96,36 @@ class HostBlock:
         self._arena.returned.append((self._offset, self.nbytes))
 
 
+@dataclass(slots=True)
+class _Reservation:
+    """Bytes that a user of the pool has reserved, and the model that the payloads belong to."""
+
+    nbytes: int
+    model: weakref.ref[Any] | None
+    finalizer: weakref.finalize[..., Any]
+    """Callback that ends the reservation when the user is deleted."""
+
+
 class HostPool:
-    """Pool of host memory for payloads. Its size is the sum of the reservations of its users."""
+    """Pool of host memory for payloads. Its size is the sum of the reservations of its users.
+
+    A forked process has an empty pool of its own.
+    """
 
     def __init__(self) -> None:
+        self._reservations: dict[int, _Reservation] = {}
+        """Reservations by id of the user."""
+        self._deleted_users: deque[int] = deque()
+        """Ids of deleted users, whose reservations have not ended yet."""
+        self._begin()
+        _pools.add(self)
+
+    def _begin(self) -> None:
+        """Begin without memory, in a new pool or in a forked process."""
         self._lock = threading.RLock()
+        self._is_busy = False
+        """True while a method that allocates or uses the memory runs."""
         self._arena: _Arena | None = None
-        self._reservations: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        self._reserved_bytes = 0
         self._last_stream: torch.cuda.Stream | None = None
         self._has_warned = False
         self._peak_bytes = 0
@@ -149,47 +133,99 @@ class HostPool:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
-        with self._lock:
+        with self._busy():
             return 0 if self._arena is None else self._arena.nbytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the pool that payloads use now."""
-        with self._lock:
+        with self._busy():
             return 0 if self._arena is None else self._arena.live_bytes
 
     def take_peak(self) -> int:
         """Return the maximum of `live_bytes` since the last call."""
-        with self._lock:
+        with self._busy():
             peak, self._peak_bytes = self._peak_bytes, self.live_bytes
             return peak
 
-    def reserve(self, user: object, nbytes: int) -> None:
+    def reserve(self, user: object, nbytes: int, model: object = None) -> None:
         """Make room for `nbytes` of payloads of `user`, or more if `user` has reserved more already.
 
-        The memory is allocated immediately, because pinning memory waits for the device. If payloads are live, the pool
-        grows later, when no payload is live.
+        The payloads belong to `model`. The reservation ends with `release`, or when `user` is deleted. The memory is
+        allocated immediately, because pinning memory waits for the device. If payloads are live, the pool grows later,
+        when no payload is live. Raises MemoryError if the memory cannot be allocated.
         """
-        with self._lock:
-            if nbytes > self._reservations.get(user, 0):
-                self._reservations[user] = nbytes
-            self._reserved_bytes = sum(aligned(reserved) for reserved in self._reservations.values())
-            self._grow()
+        with self._busy():
+            reservation = self._reservations.get(id(user))
+            if reservation is None:
+                finalizer = weakref.finalize(user, _end_reservation_of_deleted, weakref.ref(self), id(user))
+                finalizer.atexit = False
+                reservation = _Reservation(0, None if model is None else weakref.ref(model), finalizer)
+                self._reservations[id(user)] = reservation
+            earlier_bytes, reservation.nbytes = reservation.nbytes, max(nbytes, reservation.nbytes)
+            try:
+                self._grow()
+            except MemoryError:
+                reservation.nbytes = earlier_bytes
+                raise
+
+    def reserved_for_others(self, model: object) -> int:
+        """Return the bytes that are reserved for payloads of other models than `model`."""
+        with self._busy():
+            others = (each for each in self._reservations.values() if each.model is None or each.model() is not model)
+            return sum(aligned(each.nbytes) for each in others)
 
     def _grow(self) -> None:
         """Allocate the reserved bytes, unless the pool has them or payloads are live."""
-        if self._reserved_bytes > self.nbytes and not self.live_bytes:
+        reserved_bytes = sum(aligned(reservation.nbytes) for reservation in self._reservations.values())
+        if reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
-            self._arena = _Arena(self._reserved_bytes)
+            self._arena = _Arena(reserved_bytes)
             self._has_warned = False
 
     def release(self, user: object) -> None:
         """End the reservation of `user`. The memory is freed with the last reservation, and with its last payload."""
+        with self._busy():
+            if id(user) in self._reservations:
+                self._reservations[id(user)].finalizer.detach()
+                self._end_reservation(id(user))
+
+    def _end_reservation(self, user_id: int) -> None:
+        self._reservations.pop(user_id, None)
+        if not self._reservations:
+            self._arena = self._last_stream = None
+
+    def user_deleted(self, user_id: int) -> None:
+        """End the reservation of a user that was deleted without `release`.
+
+        The garbage collector may call this at any moment, even within a method of this pool. Then the reservation ends
+        with that method.
+        """
+        self._deleted_users.append(user_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_busy:
+                    self._end_reservations_of_deleted()
+            finally:
+                self._lock.release()
+
+    def _end_reservations_of_deleted(self) -> None:
+        while self._deleted_users:
+            self._end_reservation(self._deleted_users.popleft())
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Return a context with the lock, in which no reservation of a deleted user ends."""
         with self._lock:
-            self._reservations.pop(user, None)
-            self._reserved_bytes = sum(aligned(reserved) for reserved in self._reservations.values())
-            if not self._reservations:
-                self._arena = self._last_stream = None
+            was_busy, self._is_busy = self._is_busy, True
+            try:
+                if not was_busy:  # the id of a deleted user may be a new user's
+                    self._end_reservations_of_deleted()
+                yield
+            finally:
+                self._is_busy = was_busy
+                if not was_busy:
+                    self._end_reservations_of_deleted()
 
     def store(self, tensors: Sequence[Tensor]) -> HostBlock | None:
         """Copy `tensors` of one device into the pool. Return None, and warn once, if the pool has no room."""
@@ -199,7 +235,7 @@ class HostPool:
                 "payloads in host memory cannot be copied within a CUDA graph: capture the graph under a policy "
                 "without host memory (AdaccConfig(host_memory=None))"
             )
-        with self._lock:
+        with self._busy():
             self._grow()
             offset = None if self._arena is None else self._arena.take(nbytes)
             if self._arena is None or offset is None:
@@ -214,7 +250,12 @@ class HostPool:
 
     def load(self, block: HostBlock, device: torch.device) -> tuple[Tensor, ...]:
         """Return new tensors on `device` with the contents of `block`."""
-        with self._lock:
+        if block.process != os.getpid():
+            raise RuntimeError(
+                "payloads in host memory cannot be read in a forked process: run forward and backward in one process, "
+                "or start processes with the method spawn, or set AdaccConfig(host_memory=None)"
+            )
+        with self._busy():
             self._follow_last_copy(device)
             copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in block.tensors]
             return tuple(
@@ -245,5 +286,23 @@ class HostPool:
         )
 
 
+def _end_reservation_of_deleted(pool: weakref.ref[HostPool], user_id: int) -> None:
+    """End the reservation of a deleted user, unless `pool` is deleted too."""
+    referent = pool()
+    if referent is not None:
+        referent.user_deleted(user_id)
+
+
+_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 host_pool = HostPool()
 """The pool of this process."""
+
+
+def _begin_in_child() -> None:
+    """Let all pools begin without memory in a forked process. The reservations stay, and are allocated when needed."""
+    for pool in _pools:
+        pool._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)

@@ -1,8 +1,8 @@
 """Conversion of tensors with any strides to flat memory, and back.
 
-A dense tensor (a permutation of a contiguous one) is read and written in memory order without a copy. Any other tensor
-(a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores the tensor's
-strides.
+A dense tensor (a permutation of a contiguous tensor) is read and written in memory order without a copy. Any other
+tensor (a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores the
+tensor's strides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return True if elements of a tensor of this size and stride may share memory.
 
-    This is possible if the stride of a dimension is smaller than the span of the dimensions with smaller strides.
+    Elements may share memory if the stride of a dimension is smaller than the span of the dimensions with smaller
+    strides.
     """
     reach = 0
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
@@ -51,9 +52,9 @@ def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (R, C) of a tensor seen as a matrix: C is the last dimension, R the product of the others.
+    """Return (R, C) of a tensor seen as a matrix:
 
-    A scalar is (1, 1).
+    C is the last dimension, and R the product of all other dimensions. A scalar is (1, 1).
     """
     columns = shape[-1] if shape else 1
     return prod(shape[:-1]), columns
@@ -65,7 +66,10 @@ def even_groups(count: int, group_size: int) -> int:
 
 
 def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype in which codecs store peaks (elements of largest magnitude) of a tensor of this dtype."""
+    """Return the 16-bit dtype in which codecs store peaks of a tensor of this dtype.
+
+    A peak is the element with the largest absolute value of a group.
+    """
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
@@ -116,7 +120,7 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
 
 
 def memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 [N]: for every element in the order of dimensions, its offset in memory, counted in elements."""
+    """Return int64 [N]: the offset in memory of every element in the order of dimensions, counted in elements."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for length, step in zip(size, stride, strict=True):
         positions = positions[..., None] + torch.arange(length, device=device) * step

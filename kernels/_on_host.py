@@ -1,9 +1,8 @@
-"""Payloads in host memory: codec `host`, which stores a tensor unencoded, and `<codec>+host`, which stores the payload
-of another codec.
+"""Codecs that store payloads in host memory: `host`, which stores a tensor unencoded, and `<codec>+host`.
 
-The payload is copied to the pool of pinned memory (`_host_pool.py`) on the stream that encodes, and copied back on the
-stream that decodes. Copies do not overlap with the kernels of this stream. If the pool has no room, the payload stays
-on the device, so that the result is the same in any case.
+`<codec>+host` stores the payload of another codec. The payload is copied to the pool of pinned memory (`_host_pool.py`)
+on the stream that encodes, and copied back on the stream that decodes. Copies do not overlap with kernels of the same
+stream. If the pool has no room, the payload stays on the device, and decoding gives the same result.
 """
 
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ class HostPayload(Payload):
 class OnHost(Codec):
     """Mixin of a codec class that moves the payload to host memory after encoding, and back before decoding."""
 
-    in_host_memory = True
-
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         payload = super().encode(tensor)
@@ -57,13 +54,16 @@ class OnHost(Codec):
         return super().decode(Payload(tensors, payload.dtype, payload.size, payload.stride))
 
     def _own(self, payload: Payload) -> tuple[Tensor, ...]:
-        """Return the tensors of a payload on the device, copied if they may share memory with the encoded tensor."""
+        """Return the tensors of a payload on the device, copied if these may share memory with the encoded tensor."""
         return tuple(part.clone() for part in payload.tensors) if isinstance(self, Unencoded) else payload.tensors
 
 
 class Unencoded(Codec):
-    """Codec that stores the elements unencoded, in memory order. Only `OnHost` uses it: its payload is a view of the
-    tensor if possible, and `decode` returns a view of the payload."""
+    """Codec that stores the elements unencoded, in memory order.
+
+    Only `OnHost` uses this codec, because the payload is a view of the tensor if possible, and `decode` returns a view
+    of the payload.
+    """
 
     name = HOST
     lossless = True
@@ -92,7 +92,10 @@ class Unencoded(Codec):
 
 @cache
 def host_codec(name: str) -> type[Codec]:
-    """Return the class of the codec `name`, which is in host memory. Raises ValueError for an unknown codec."""
+    """Return the class of the codec `name`, which stores payloads in host memory.
+
+    Raises ValueError for an unknown codec.
+    """
     codec_class = Unencoded if name == HOST else codec_type(encoding_of(name))
     attributes = {"name": name, "__doc__": f"Codec {name}: the payload of {codec_class.__name__} in host memory."}
     return cast(type[Codec], type(f"{codec_class.__name__}OnHost", (OnHost, codec_class), attributes))

@@ -3,15 +3,15 @@
 Shapes: a tensor is seen as x_AGB, A groups of G elements in each of B columns, with one peak per [A, B]. Group-wise
 codecs have B = 1, token_int4 has one row per group, channel_int4 has B = channels.
 
-A group is stored as its peak and one code per element. The peak is the group's element of largest magnitude, in 16 bits
-(no relation to peak memory). A code is the element divided by the scale, rounded, and shifted to be non-negative: 4-bit
-codes are 0..15 with 8 for zero, 8-bit codes 1..255 with 128 for zero. A byte holds the 4-bit codes of group a (low) and
-group a + A/2 (high), with A padded to an even number. Packing therefore joins two contiguous halves and never shuffles
-neighbours.
+A group is stored as a peak and one code per element. The peak is the group's element with the largest absolute value,
+in 16 bits (no relation to peak memory). A code is the element divided by the scale, rounded, and shifted to be
+non-negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255 with 128 for zero. A byte holds the 4-bit codes
+of group a (low) and group a + A/2 (high), with A padded to an even number. Packing therefore joins two contiguous
+halves and never shuffles neighbours.
 
-Peaks have 16 bits. A float16 or bfloat16 peak is an element of the tensor, so it is exact. A float32 peak is truncated
-towards zero to bfloat16, which keeps its range (up to 3e38) and never decodes to more than the peak, so nothing
-overflows. Codes are computed from the stored peak. The truncation clips the top 2^-7 of the range.
+Peaks have 16 bits. The peak of float16 or bfloat16 elements is stored exactly. The peak of float32 elements is
+truncated towards zero to bfloat16, which has the same range (up to 3e38). No decoded element exceeds the original peak,
+so nothing overflows. Codes are computed from the stored peak. The truncation clips the top 2^-7 of the range.
 """
 
 from collections.abc import Callable
@@ -65,9 +65,9 @@ def cut_to_bfloat16(x: Tensor) -> Tensor:
 def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
     """Return the peak of each group of `x_AGB` in 16 bits, as [A, B].
 
-    If `signed`, a peak is the group's element of largest magnitude, with its sign. Otherwise a peak is that magnitude.
-    NaN counts as the largest magnitude. `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If `x_AGB`
-    has no columns, [A, G], the peaks are [A].
+    If `signed`, a peak is the group's element with the largest absolute value. Otherwise a peak is this absolute value.
+    NaN counts as the largest absolute value. `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If
+    `x_AGB` has no columns, [A, G], the peaks are [A].
     """
     high, low = x_AGB.amax(1).float(), x_AGB.amin(1).float()
     # If two magnitudes are equal, the negative element is the peak, here and in every other implementation.
@@ -76,7 +76,7 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
-    """Return 1 / (peak * `factor`) in float32 for each peak: the factor from an element to its code.
+    """Return 1 / (peak * `factor`) in float32 for each peak: the factor that scales an element to its code.
 
     Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero.
     """
@@ -115,8 +115,8 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
     """Encode `x_AGB` with plain torch operators. Return (codes, peaks).
 
     `x_AGB` has B columns, each with A groups of G elements. Codes are uint8, with shape [A/2, G, B] for 4 bits (A is
-    even) or [A, G, B] for 8 bits. Peaks have shape [A, B] and 16 bits. The peak of a group is the element of largest
-    magnitude, or only the magnitude of this element if `factor` is positive. Codes of non-finite elements are
+    even) or [A, G, B] for 8 bits. Peaks have shape [A, B] and 16 bits. The peak of a group is the element with the
+    largest absolute value, or this absolute value itself if `factor` is positive. Codes of non-finite elements are
     unspecified.
     """
     offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
@@ -127,7 +127,7 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
 
 
 def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Run `encode(x_AGB, offset)` and pack its 4-bit codes, two per byte.
+    """Run `encode(x_AGB, offset)`, and pack the resulting 4-bit codes, two per byte.
 
     Return the packed codes [A/2, G, B], and the other tensors that `encode` returns.
     """
@@ -139,7 +139,8 @@ def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> t
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
     """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return the codes and the other tensors.
 
-    This is fastest on a CPU. A compiled graph on a GPU would need two kernels that read all of x.
+    This order is the fastest on a CPU. In a compiled graph for a GPU, this order would need two kernels that read all
+    of x.
     """
     codes, *rest = encode(x_AGB, offset)
     half = codes.shape[0] // 2
@@ -149,7 +150,7 @@ def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
     """Encode both halves of the groups side by side with `encode`, and pack the 4-bit codes, two per byte.
 
-    Return the packed codes and the other tensors. Inductor compiles this to one kernel for a GPU.
+    Return the packed codes and the other tensors. Inductor compiles this function to one kernel for a GPU.
     """
     half = x_AGB.shape[0] // 2
     offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
@@ -166,7 +167,7 @@ def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) 
 
 
 def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
-    """Decode the codes and peaks of `encode_ref` with plain torch, to [A, G, B] in `dtype`.
+    """Decode codes and peaks, the results of `encode_ref`, with plain torch, to [A, G, B] in `dtype`.
 
     Every element of a group with a non-finite peak is non-finite.
     """

@@ -1,8 +1,8 @@
 """Shared parts of the Triton kernels: the formulas of `_symmetric.py`, and the launcher.
 
-Results are bit-equal to the references, because every step is exact or rounded in the same way. Peaks are compared as
-integers, and reciprocals use a correctly rounded division. Kernels are launched with enable_fp_fusion=False, because a
-fused multiply-add rounds once where the reference rounds twice.
+Results are bit-equal to the references, because every step is exact or rounded in the same way. Peaks (elements with
+the largest absolute value) are compared as integers, and reciprocals use a correctly rounded division. Kernels are
+launched with enable_fp_fusion=False, because a fused multiply-add rounds once where the reference rounds twice.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def launch(
     `tile` is the number of elements per program, and `thread_elements` the number per thread. A repeated launch uses a
     cached kernel, and skips Triton's inspection of every argument, which takes longer than a GPU needs to encode 16
     MiB. The cache key has the dtypes, numbers and constants that a kernel was compiled for. Cached kernels assume
-    addresses that are multiples of 16. For tensors at other addresses, Triton launches the kernel itself.
+    addresses that are multiples of 16. For tensors at other addresses, the kernel is launched by Triton's own launcher.
     """
     if 0 in grid:
         return
@@ -118,7 +118,7 @@ def peak_keys(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
-    """Convert a key made by `peak_keys` back to the float32 element, which is the group's peak.
+    """Convert a key made by `peak_keys` back to the float32 element, the group's peak.
 
     `dtype` is the dtype of the encoded tensor. If `dtype` is float32, the peak is truncated to a bfloat16 number.
     """
@@ -136,7 +136,10 @@ def upper_half(bits):
 
 @triton.jit
 def in_16_bits(peak, dtype: tl.constexpr):
-    """Convert a group's float32 peak to the 16-bit dtype that is stored: float16 for float16 tensors, else bfloat16."""
+    """Convert a group's float32 peak to the 16-bit dtype in which it is stored.
+
+    float16 tensors store peaks as float16, all other tensors as bfloat16.
+    """
     return peak.to(tl.float16) if dtype == tl.float16 else upper_half(peak.to(tl.uint32, bitcast=True))
 
 
@@ -171,7 +174,8 @@ def codes_up_to(shifted, most):
     """Truncate `shifted`, numbers above -1, to int32 codes of at most `most`. NaN becomes `most`.
 
     Symmetric 4-bit codes need no lower clip. An element is at most 1 + 2^-7 times its group's stored peak, and so at
-    most 8.07 steps below zero, whose code is 8. Clipping would make encoding slower than the memory bandwidth allows.
+    most 8.07 steps below zero. The code of zero is 8. Clipping would make encoding slower than the memory bandwidth
+    allows.
     """
     return tl.minimum(shifted, most).to(tl.int32)
 

@@ -26,8 +26,8 @@ OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] of x's dtype, half ranges bfloat16 [A].
 
-    The N elements are cut into A groups of G = `group_size` elements. A is padded to an even number, because a byte
-    holds two 4-bit codes. Copies of the last element complete the groups. Codes of non-finite elements are unspecified.
+    The N elements are cut into A groups of G = `group_size` elements. A is rounded up to an even number, because a byte
+    holds two 4-bit codes. Copies of the last element fill up the groups. Codes of non-finite elements are unspecified.
     """
     groups = even_groups(flat_N.shape[0], group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)

@@ -24,7 +24,7 @@ DTYPES = (
 
 
 def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Return one bit per element of `patterns_N`, 1 for a nonzero element, as uint8 [ceil(N / 8)].
+    """Return one bit per element of `patterns_N`, packed into uint8 [ceil(N / 8)]. A bit is 1 for a nonzero element.
 
     If `with_pattern`, also return the bit pattern [1] that all nonzero elements share. The pattern is 0 if all elements
     are 0.
@@ -45,15 +45,20 @@ def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
-    """Decode packed bits to [N]: 0 where a bit is 0, `pattern` where a bit is 1. Without a pattern, uint8 0 and 1."""
+    """Decode packed bits to [N]:
+
+    0 where a bit is 0, `pattern` where a bit is 1. If no pattern is passed, return uint8 0 and 1.
+    """
     bits = torch.cat([(packed >> j) & 1 for j in range(8)])[:numel]
     return bits.to(pattern[0].dtype) * pattern[0] if pattern else bits
 
 
 @register
 class Bitmask(Codec):
-    """Codec bitmask: 1 bit per element, and the value that all nonzero elements share. Lossless if `accepts` is
-    True."""
+    """Codec bitmask: 1 bit per element, and the value that all nonzero elements share.
+
+    The codec is lossless for tensors for which `accepts` returns True.
+    """
 
     name = "bitmask"
     lossless = True
@@ -99,7 +104,7 @@ class Bitmask(Codec):
 
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a mask as [N]. In a compiled graph for a GPU, write them to memory before packing.
+    """Return the elements of a mask as [N]. In a compiled graph for a GPU, write the elements to memory before packing.
 
     A byte is packed from eight distant elements. If the mask were not in memory, Inductor would recompute the mask
     while packing, and would store the four-byte random numbers that the mask is computed from. A compiled graph for a

@@ -46,7 +46,7 @@ def _decode_kernel(
 ):
     """Unpack BLOCK bytes, and store one element per bit: 0 if the bit is 0, otherwise the pattern.
 
-    Without `pattern_ptr`, the pattern is 1.
+    If `pattern_ptr` is None, the pattern is 1.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     local = tl.arange(0, BLOCK)
@@ -62,10 +62,10 @@ def _decode_kernel(
 
 
 def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element on a GPU, 1 for a nonzero element. Return uint8 [ceil(N / 8)], as `bitmask.encode_ref`.
+    """Pack one bit per element on a GPU, 1 for a nonzero element.
 
-    If `with_pattern`, also return the bit pattern [1] that all nonzero elements share. If all elements are 0, the
-    pattern is unspecified.
+    Return uint8 [ceil(N / 8)], as `bitmask.encode_ref` does. If `with_pattern`, also return the bit pattern [1] that
+    all nonzero elements share. If all elements are 0, the pattern is unspecified.
     """
     numel = patterns_N.shape[0]
     packed = patterns_N.new_empty(cdiv(numel, 8), dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Channel-wise symmetric INT4 (paper 3.2), for Q, K and V in the layout in which they are saved.
+"""Channel-wise symmetric INT4 (paper 3.2), for Q, K and V in the layout in which autograd saves these tensors.
 
 A channel is an index of the last dimension. Each scale covers `group_size` consecutive rows of a channel, not all rows.
-The scale is then known within one tile, so that encoding reads the tensor once, and the scale follows the data more
-closely. Rows are in memory order, so transposed attention heads are encoded without a copy. Only a view whose last
-dimension is not the innermost in memory is copied first.
+A scale is therefore known within one tile of a kernel, so that encoding reads the tensor once. Scales of few rows also
+follow the data more closely. Rows are in memory order, so transposed attention heads are encoded without a copy. Only a
+view whose last dimension is not the innermost in memory is copied first.
 """
 
 import torch
@@ -17,10 +17,11 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode `x_RC`, R rows of C channels, with plain torch. Return codes uint8 [A/2, G, C] and 16-bit peaks [A, C].
+    """Encode `x_RC`, R rows of C channels, with plain torch. Return (codes uint8 [A/2, G, C], 16-bit peaks [A, C]).
 
-    The rows are cut into A groups of G = `group_size` rows. A is padded to an even number, because a byte holds two
-    4-bit codes. Each group has one peak per channel: the channel's element of largest magnitude in the group's rows.
+    The rows are cut into A groups of G = `group_size` rows. A is rounded up to an even number, because a byte holds two
+    4-bit codes. Each group has one peak per channel: the channel's element with the largest absolute value in the
+    group's rows.
     """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)

@@ -45,9 +45,9 @@ def _encode_half(
     x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Encode one group of rows. Store each column's peak (element of largest magnitude).
+    """Encode one group of rows. Store the peak of each column. Return int32 [G, COLUMNS] codes.
 
-    Return int32 [G, COLUMNS] codes.
+    A peak is the element with the largest absolute value of the group's rows in a column.
     """
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
@@ -132,7 +132,10 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix on a GPU. Return packed codes and peaks, equal to `channel_int4.encode_ref`."""
+    """Encode a contiguous matrix on a GPU.
+
+    Return packed codes and peaks, equal to the results of `channel_int4.encode_ref`.
+    """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = x_RC.new_empty(groups // 2, group_size, columns, dtype=torch.uint8)

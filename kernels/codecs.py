@@ -1,9 +1,9 @@
 """Codec interface, and the registry of codecs.
 
-A codec encodes a tensor to a smaller `Payload` and decodes it again. Each codec is a file of this folder, named after
-the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The planner knows
-only the attributes that the class declares. Files whose stem starts with an underscore or ends in `_triton` are
-helpers, which are not searched. Therefore listing codecs never imports triton.
+A codec encodes a tensor to a smaller `Payload`, and decodes the payload again. Each codec is a file of this folder,
+named after the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The
+planner knows only the attributes that the class declares. Files whose stem starts with an underscore or ends in
+`_triton` are helpers, which are not searched. Therefore listing codecs never imports triton.
 """
 
 import inspect
@@ -29,7 +29,7 @@ MASK = "mask"
 ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other")
 """Roles of tensors that codecs suit (paper, section 3.2): inputs of a block, masks of two values, softmax and scores,
 operands of attention's products, inputs of norms, inputs of other products with parameters, inputs or results of
-activation functions, and all others."""
+activation functions, and all other tensors."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,8 +38,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def without_gradients(function: F) -> F:
     """Decorate a function to run with gradients disabled, as under torch.no_grad().
 
-    If gradients are disabled already, skip torch.no_grad(), which takes ten times as long as the check. Gradients are
-    disabled whenever a block's tensors are encoded or decoded, some hundreds of times a step.
+    If gradients are disabled already, torch.no_grad() is skipped, because it takes ten times as long as the check.
+    Gradients are disabled whenever a block's tensors are encoded or decoded, some hundreds of times a step.
     """
 
     @wraps(function)
@@ -117,8 +117,6 @@ class Codec:
 
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data to compare the errors on."""
-    in_host_memory: ClassVar[bool] = False
-    """True if payloads are in host memory (_on_host.py)."""
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. Only one codec may set this to True."""
 
@@ -151,7 +149,7 @@ class Codec:
     def accepts(self, tensor: Tensor) -> bool:
         """Return True if the codec can encode this tensor.
 
-        Call this only while profiling, because it may read the data.
+        Call this method only while profiling, because the method may read the data.
         """
         return self.supports(tuple(tensor.shape), tensor.dtype)
 
@@ -163,13 +161,13 @@ class Codec:
     def fit(self, tensor: Tensor) -> None:
         """Set the codec's state that depends on data, such as the outlier channels, from `tensor`.
 
-        This is called in tracking steps only. Most codecs have no state.
+        Call this method in tracking steps only. Most codecs have no state.
         """
 
     def count_outliers(self, tensor: Tensor, threshold: float) -> int:
         """Return the number of channels of `tensor` whose Z-score is above `threshold`.
 
-        Call this in tracking steps only, because it synchronises with the device.
+        Call this method in tracking steps only, because the method synchronises with the device.
         """
         raise NotImplementedError(f"codec {self!r} stores no outliers")
 
@@ -199,9 +197,10 @@ class Codec:
         return restore(fill, payload, self.keeps_rows)
 
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
-        """Return the kernels for the device of `tensor`: Triton on a GPU, C++ on a CPU if it can be built.
+        """Return the kernels for the device of `tensor`:
 
-        Return None if there are no kernels. Plain torch is then used.
+        Triton on a GPU, or C++ on a CPU if the C++ code can be built. Return None if the codec has no kernels for the
+        device and plain torch is used.
         """
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
@@ -216,7 +215,7 @@ class Codec:
         raise NotImplementedError
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode `x` with plain torch, and return the tensors to store. This is the reference for all kernels.
+        """Encode `x` with plain torch, as the reference for all kernels, and return the tensors to store.
 
         `x` is [N], or [R, C] if `keeps_rows`.
         """
@@ -225,9 +224,9 @@ class Codec:
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Encode a contiguous tensor with plain torch operators that can be traced into a compiled graph.
 
-        Control flow is static and no operator works in place. The result equals, bit for bit, the tensors that `encode`
-        stores if `fit(tensor)` is called directly before `encode`. Raise NotImplementedError if the codec has no such
-        form, because its result also depends on other state.
+        Control flow is static, and no operator writes in place. The result equals, bit for bit, the tensors that
+        `encode` stores if `fit(tensor)` is called directly before `encode`. Raise NotImplementedError if the codec has
+        no such form, because the codec's result also depends on other state.
         """
         raise NotImplementedError(f"codec {self!r} cannot be used in a compiled graph")
 
@@ -257,7 +256,10 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register(codec_class: C) -> C:
-    """Decorate a codec class to register it under its `name`. Raise ValueError if its attributes are inconsistent."""
+    """Decorate a codec class to register the class under its `name`.
+
+    Raise ValueError if its attributes are inconsistent.
+    """
     name, unknown = codec_class.name, sorted(codec_class.suits.difference(ROLES))
     if unknown:
         raise ValueError(f"codec {name!r}: suits={unknown} are unknown: choose from {', '.join(ROLES)}")
@@ -331,7 +333,7 @@ def codecs_suiting(role: str) -> list[str]:
 
 
 def replacements(name: str, role: str) -> list[str]:
-    """Return the names of the codecs that replace codec `name` on a tensor of `role` if their error is smaller."""
+    """Return the names of the codecs that replace codec `name` on tensors of `role` if their error is smaller."""
     return [other for other in codecs_suiting(role) if registry[other].instead_of == name]
 
 

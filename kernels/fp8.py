@@ -1,13 +1,14 @@
 """FP8 (E4M3) with one scale for `group_size` elements of a row, for tensors with a few very large elements.
 
-An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa. 448 is the largest number, 2^-6 the least normal one, and
-2^-9 the step below that. A row is the last dimension. The last group of a row may be shorter. No group reaches into
-another row. The group's peak, stored in 16 bits as in the other codecs, maps to 448. A float32 peak is truncated by up
-to 2^-7, so its element scales to at most 451.5, which also rounds to 448.
+An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa. The largest number is 448, the smallest normal number is
+2^-6, and numbers below 2^-6 have a step of 2^-9. A row is the last dimension. The last group of a row may be shorter.
+No group reaches into another row. The group's absmax (largest absolute value), stored in 16 bits as in the other
+codecs, maps to 448. A float32 absmax is truncated by up to 2^-7, so the largest element scales to at most 451.5, which
+also rounds to 448.
 
-The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: it rounds by at most 2^-4.
-INT8 is better for elements of similar size, FP8 for small elements next to a large peak. The setting `group_size` does
-not apply: each code has its own exponent, so the group size matters less.
+The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: the rounding error is at
+most 2^-4 of the element. INT8 is better for elements of similar size, FP8 for small elements next to a large element.
+The setting `group_size` does not apply: each code has its own exponent, so the group size matters less.
 
 Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
 Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the
@@ -54,10 +55,11 @@ def numbers_ref(codes: Tensor) -> Tensor:
 
 
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode `x_RC`, R rows of C columns, with plain torch. Return codes uint8 [R, C] and 16-bit peaks [A].
+    """Encode `x_RC`, R rows of C columns, with plain torch.
 
-    Each row is cut into groups of `group_size` elements, the last of which may be shorter. A is the number of groups of
-    all rows. The peak of a group is its largest magnitude.
+    Return codes uint8 [R, C] and the absmax of each group, 16 bits [A]. Each row is cut into groups of `group_size`
+    elements, the last of which may be shorter. A is the number of groups of all rows. The absmax of a group is the
+    largest absolute value of the group's elements.
     """
     rows, columns = x_RC.shape
     x_AG = _groups(x_RC, group_size)
@@ -73,7 +75,7 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
     """Decode the results of `encode_ref` with plain torch, to [R, C] in `dtype`.
 
-    Every element of a group with a non-finite peak is non-finite.
+    Every element of a group with a non-finite absmax is non-finite.
     """
     numbers_AG = numbers_ref(_groups(codes, group_size))
     scales_A = peaks.float() * FACTOR * HALF_SCALE
@@ -101,8 +103,10 @@ def _rows(x_AG: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _is_zero(number: int) -> bool:
-    """Return True if a number in the codec is certainly 0. A number in a compiled graph may be known only when the
-    graph runs."""
+    """Return True if a number in the codec is certainly 0.
+
+    A symbolic number in a compiled graph may be known only when the graph runs.
+    """
     return isinstance(number, int) and number == 0
 
 
@@ -116,7 +120,7 @@ def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -
 
 @register
 class Fp8(Codec):
-    """Codec fp8: FP8 (E4M3) in groups of a row. The largest magnitude of each group is scaled to 448."""
+    """Codec fp8: FP8 (E4M3) in groups of a row. The absmax (largest absolute value) of each group is scaled to 448."""
 
     name = "fp8"
     suits = frozenset({"input"})

@@ -1,7 +1,7 @@
 """Triton kernels of fp8: one launch to encode, one to decode.
 
 Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: see `fp8.py`. If rows consist of whole
-groups, they are treated as one long row. Other rows end in a group of fewer elements.
+groups, all rows are treated as one long row. Other rows end in a group of fewer elements.
 """
 
 import torch
@@ -77,7 +77,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups in FP8, and store their codes and peaks."""
+    """Encode T groups in FP8. Store the codes, and the absmax (largest absolute value) of each group."""
     group, index, is_valid = _places(groups, columns, RAGGED, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
@@ -98,7 +98,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups from their FP8 codes and peaks."""
+    """Decode T groups from FP8 codes and the absmax (largest absolute value) of each group."""
     group, index, is_valid = _places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
@@ -119,7 +119,10 @@ def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to `fp8.encode_ref`."""
+    """Encode a contiguous matrix in FP8 on a GPU. Return codes and the absmax of each group.
+
+    The results equal the results of `fp8.encode_ref`.
+    """
     columns, groups, is_ragged = _shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))

@@ -13,10 +13,12 @@ FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
 def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode with plain torch. Return codes uint8 [A, G], where 128 stands for zero, and 16-bit peaks [A].
+    """Encode with plain torch. Return codes uint8 [A, G] and the absmax of each group, 16 bits [A].
 
-    The N elements are cut into A groups of G = `group_size` elements, the last completed with zeros. The peak of a
-    group is its largest magnitude.
+    The code of zero is 128.
+
+    The N elements are cut into A groups of G = `group_size` elements, the last completed with zeros. The absmax of a
+    group is the largest absolute value of the group's elements.
     """
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
@@ -38,7 +40,7 @@ def _decode_cpu(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> N
 
 @register
 class Int8(Codec):
-    """Codec int8: symmetric INT8 in groups. The largest magnitude of each group is scaled to 127."""
+    """Codec int8: symmetric INT8 in groups. The absmax (largest absolute value) of each group is scaled to 127."""
 
     name = "int8"
     # A block input reaches every gradient of its block, so it gets 8 bits.

@@ -34,7 +34,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups in INT8, and store their codes and peaks."""
+    """Encode T groups in INT8. Store the codes, and the absmax (largest absolute value) of each group."""
     first_group = tl.program_id(0) * T
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -59,7 +59,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups from their INT8 codes and peaks."""
+    """Decode T groups from INT8 codes and the absmax (largest absolute value) of each group."""
     first_group = tl.program_id(0) * T
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -72,7 +72,10 @@ def _decode_kernel(
 
 
 def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous tensor in INT8 on a GPU. Return codes and peaks, equal to `int8.encode_ref`."""
+    """Encode a contiguous tensor in INT8 on a GPU. Return codes and the absmax of each group.
+
+    The results equal the results of `int8.encode_ref`.
+    """
     numel = flat_N.shape[0]
     groups = cdiv(numel, group_size)
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)

@@ -50,7 +50,7 @@ def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
-    """Return (row, column) of the element that is half the tensor after the one at `row` and `column`."""
+    """Return the position (row, column) that is half of the tensor's elements after `row`, `column`."""
     column += half_columns
     wraps = (column >= channels).to(tl.int32)
     return row + half_rows + wraps, column - wraps * channels
@@ -63,8 +63,9 @@ def _outliers_cleared(
 ):  # fmt: skip
     """Return x [T, G] with the elements of outlier channels set to 0. The first element is in column first_column.
 
-    ROW_OF_GROUPS is True if each row consists of whole groups. Then no group continues in the next row, and `keep` is
-    read 128 bits at a time. Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64, ...
+    ROW_OF_GROUPS is True if each row consists of whole groups. In this case, no group continues in the next row, and
+    `keep` is read 128 bits at a time. Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64,
+    ...
     """
     within = tl.arange(0, G)[None, :]
     place = first_column + tl.arange(0, T)[:, None] * G
@@ -87,8 +88,9 @@ def _raw_places(
 ):  # fmt: skip
     """Return, for the outliers in a program's groups, offsets in the tensor, offsets among the raw values, and a mask.
 
-    All are [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the outliers of its own
-    groups, because their elements are in its cache and no other program writes there.
+    All results have shape [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the
+    outliers of its own groups, because the elements of these groups are in the program's cache, and no other program
+    writes to them.
     """
     half = tl.arange(0, 2)[:, None, None]
     first = (first_group + half * rows).to(tl.int64) * G
@@ -107,9 +109,9 @@ def _encode_half(
     PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Encode T groups, starting with first_group. Store their peaks (elements of largest magnitude).
+    """Encode T groups, starting with first_group. Store the peak of each group. Return int32 codes [T, G].
 
-    Return int32 codes [T, G].
+    A peak is the element with the largest absolute value of a group.
     """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -182,7 +184,7 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, first_group, groups_left, numel, factor, T: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """Decode T groups from their unpacked int32 codes [T, G] and peaks, and store the elements.
+    """Decode T groups from unpacked int32 codes [T, G] and the groups' peaks, and store the elements.
 
     Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
     the groups, then the other half.
@@ -267,8 +269,8 @@ def encode(
 
     Return codes and peaks, and with outliers also raw channels and their indices.
 
-    The result equals `outlier_int4.encode_ref`. `indices` and `keep` are fields of `outlier_int4.Outliers`, or None
-    without outliers.
+    The results equal the results of `outlier_int4.encode_ref`. `indices` and `keep` are fields of
+    `outlier_int4.Outliers`, or None without outliers.
     """
     rows_R, channels = x_RC.shape
     groups = even_groups(x_RC.numel(), group_size)

@@ -45,7 +45,9 @@ def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """Compute the peaks (elements of largest magnitude) of T rows, and store the peaks of rows below `last`.
+    """Compute the peaks of T rows, and store the peaks of rows below `last`.
+
+    The peak of a row is the element with the largest absolute value.
 
     `keys` [T, BLOCK] are the results of `peak_keys`. Return the reciprocal scales, float32 [T].
     """
@@ -181,9 +183,9 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix on a GPU, one scale per row.
+    """Encode a contiguous matrix on a GPU, with one scale per row. Return codes and peaks.
 
-    Return codes and peaks, equal to `token_int4.encode_ref`.
+    The results equal the results of `token_int4.encode_ref`.
     """
     rows, columns = x_RC.shape
     pairs = cdiv(rows, 2)

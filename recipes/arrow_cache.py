@@ -1,4 +1,4 @@
-"""Cache of generated rows as an Arrow file, which is reused if its key is the same."""
+"""Cache of generated rows as an Arrow file, which later runs with the same key reuse."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ def cached_rows(
     """Return the rows of `generator(**kwargs)`, from the cache if possible.
 
     `key` (hex digits) identifies everything that the rows depend on. If the generator raises an exception, the
-    exception is raised unchanged, and no file is left.
+    exception is raised unchanged, and no file remains in the cache.
     """
     try:
         return Dataset.from_generator(generator, features, cache_dir, gen_kwargs=kwargs, fingerprint=key)

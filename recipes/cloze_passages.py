@@ -21,7 +21,7 @@ CLOZE_FILE = "cloze.jsonl"
 """Name of the file of passages in a run folder."""
 
 NUM_PASSAGES = 500
-"""Default number of passages. This number gives a standard error of the accuracy of at most 2.2 points."""
+"""Default number of passages, at which the standard error of the accuracy is at most 2.2 points."""
 
 PASSAGE_CHARACTERS = 400
 """Default length of a passage, about the length of LAMBADA's passages."""

@@ -26,15 +26,15 @@ class ComparisonRow:
     peak_bytes: int
     """Peak of live tensor bytes over forward and backward, including parameters and gradients."""
     step_peak_bytes: int
-    """Peak of live tensor bytes over a whole training step, including the optimizer's state. A policy's predicted peak
-    has the same definition."""
+    """Peak of live tensor bytes over a whole training step, including the optimizer's state. The predicted peak of a
+    policy has the same definition."""
     relative_throughput: Spread
-    """Tokens per second divided by plain training's in the same round."""
+    """Tokens per second, divided by the tokens per second of plain training in the same round."""
     final_train_loss: float
     validation_loss: float
 
     def cells(self) -> dict[str, str]:
-        """Return the formatted cells of the row by column heading."""
+        """Return the formatted cells of the row as a dict with column headings as keys."""
         return {
             "method": self.title,
             "peak activation bytes": format_bytes(self.activation_bytes),
@@ -50,7 +50,7 @@ class ComparisonRow:
         return {name: cell for name, cell in self.cells().items() if name == PEAK or not name.startswith("peak of")}
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the row by column."""
+        """Return the numbers of the row as a dict with column names as keys."""
         return {
             "activation_bytes": self.activation_bytes,
             "peak_bytes": self.peak_bytes,

@@ -50,7 +50,7 @@ REPORTED = "adacc-50"  # folder of the row whose policy the report shows
 def compare_methods(run: PreparedRun) -> dict[str, float]:
     """Train and measure every contender, print the table and save it in the run folder.
 
-    Return the numbers of the table, with the keys "<folder>/<column>".
+    Return the numbers of the table as a dict with the keys "<folder>/<column>".
     """
     output_dir = Path(run.args.training.output_dir)
     finished = {}
@@ -119,7 +119,7 @@ def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
 
 @contextmanager
 def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
-    """Put the trained model into training mode, and apply the method of its training while the context is open."""
+    """Put the trained model into training mode, and apply its training method inside the `with` block."""
     model = result.model
     model.train()
     model.zero_grad(set_to_none=True)
@@ -135,7 +135,7 @@ def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
 
 
 def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[str, Spread]:
-    """Return each method's tokens per second divided by plain training's in the same round."""
+    """Return each method's tokens per second, divided by the tokens per second of plain training in the same round."""
     with ExitStack() as stack:
         models = {name: stack.enter_context(training_method(result)) for name, result in finished.items()}
         steps = {name: training_step(model, batch, adamw(model)) for name, model in models.items()}

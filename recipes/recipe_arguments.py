@@ -1,4 +1,4 @@
-"""Command line of the recipe: its own settings, all TrainingArguments, and defaults for the chosen model."""
+"""Command line of the recipe: the recipe's own settings, all TrainingArguments, and defaults for the chosen model."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -156,9 +156,10 @@ _PRETRAINING_DEFAULTS = {
 
 
 def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArguments:
-    """Parse the command line, with the defaults of the chosen model. `docstring` is the recipe's, for `--help`.
+    """Parse the command line, with the defaults of the chosen model.
 
-    Raises ValueError for a setting out of range. If argparse cannot parse a setting, it exits with status 2.
+    `docstring` is the recipe's docstring, which `--help` prints. Raises ValueError for a setting out of range. If
+    argparse cannot parse a setting, argparse exits with status 2.
     """
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, MethodArguments, TrainingArguments), **parser_settings(docstring)

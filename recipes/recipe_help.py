@@ -1,4 +1,4 @@
-"""Layout of a recipe's `--help`: its docstring with line breaks, and a short usage line."""
+"""Layout of a recipe's `--help`: the recipe's docstring with line breaks, and a short usage line."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def parser_settings(docstring: str | None) -> dict[str, Any]:
     """Return keyword arguments of a recipe's parser. `docstring` is the recipe's and becomes the description.
 
-    A recipe accepts about 150 settings. The usage line does not repeat them, because the list below it has them all.
+    A recipe accepts about 150 settings. The usage line does not repeat these settings, because the list below the usage
+    line has all settings.
     """
     return {
         "description": docstring,

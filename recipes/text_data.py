@@ -21,7 +21,7 @@ class TextData:
     train: Dataset | IterableDataset
     validation: Dataset
     held_out: Dataset | IterableDataset
-    """Documents, {"text": str}, of the `validation` sequences. These documents are not used for training."""
+    """Documents, {"text": str}, of the `validation` sequences, which are not used for training."""
 
 
 def load_text_data(
@@ -61,6 +61,9 @@ def _tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: 
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """Return the first sequences. Load a stream's sequences into memory, because evaluation needs a fixed length."""
+    """Return the first `num_sequences` sequences.
+
+    Sequences of a stream are loaded into memory, because evaluation needs data of a known length.
+    """
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

@@ -26,7 +26,8 @@ def stream_pile(pile_id: str) -> IterableDataset:
 def load_documents(dataset: str, cache_dir: Path) -> tuple[Dataset, str]:
     """Return the documents of `stdlib`, a file or a folder of files, and the SHA-256 of their content.
 
-    Raises FileNotFoundError for a missing file and ValueError for unusable text. No cache is left after an error.
+    Raises FileNotFoundError for a missing file and ValueError for unusable text. After an error, no file remains in the
+    cache.
     """
     paths = stdlib_files() if dataset == "stdlib" else checked_files(dataset)
     digest = _content_digest(paths)

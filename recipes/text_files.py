@@ -115,7 +115,8 @@ def _zst_lines(path: str) -> Iterator[bytes]:
 def _zst_chunks(path: str) -> Iterator[bytes]:
     """Yield the decompressed bytes of all frames.
 
-    zstandard.open cannot be used: it stops after the first frame, and does not detect a truncated file.
+    zstandard.open cannot be used, because zstandard.open stops after the first frame and does not detect a truncated
+    file.
     """
     try:
         import zstandard

@@ -75,7 +75,7 @@ def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[i
 def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
     """Return sequences of `seq_len` tokens, [seq_len] int64 each: cached as Arrow for a Dataset, streamed for a stream.
 
-    Raises ValueError if the text does not fill one sequence. `part` names the text in the message.
+    Raises ValueError, with the name `part` in the message, if the text does not fill one sequence.
     """
     features = Features({"input_ids": List(Value("int32"), length=seq_len)})
     kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}
@@ -87,10 +87,11 @@ def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) 
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch of packed rows, [B, T]. Labels are equal to the inputs, because the model shifts them.
+    """Return a batch of packed rows, [B, T].
 
-    There is no attention mask, because there is no padding. Unlike transformers' collator for language modelling, this
-    function keeps the labels of <|endoftext|>.
+    Labels are equal to the inputs, because the model shifts the labels. The batch has no attention mask, because packed
+    rows have no padding. Unlike transformers' collator for language modelling, this function keeps the labels of
+    <|endoftext|>.
     """
     input_ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}

@@ -16,7 +16,7 @@ MIN_VOCAB_SIZE = 257  # the 256 bytes and <|endoftext|>
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a hub id or folder. Raises ValueError if it cannot be loaded."""
+    """Load the tokenizer of a hub id or folder. Raises ValueError if the tokenizer cannot be loaded."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -31,8 +31,8 @@ def trained_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE trained on the first `num_documents` documents, from the cache if possible.
 
-    `text_key` identifies the text in the cache's key. The vocabulary is smaller than `vocab_size` if the text has no
-    more pairs to merge. An interrupted run leaves no tokenizer in the cache.
+    `text_key` identifies the text in the cache's key. If the text has too few pairs to merge, the vocabulary is smaller
+    than `vocab_size`. An interrupted run leaves no tokenizer in the cache.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(

@@ -106,7 +106,7 @@ def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[Com
 
 
 def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
-    """Train a fresh model with `method`, evaluate it, and save the model, the metrics and the policy."""
+    """Train a fresh model with `method`, evaluate the model, and save the model, the metrics and the policy."""
     callbacks, overrides = method_callbacks(method, memory_budget)
     training = run.args.training
     compact = compact_optimizer(

@@ -44,10 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark slow tests, and put files with slow tests first.
+
+    The last tests are then short, so that no worker waits long for the others. Tests of one file stay together, because
+    they share fixtures.
+    """
     slow = set(SLOW_TESTS.read_text(encoding="utf-8").split())
+    slow_files = {function.partition("::")[0] for function in slow}
     for item in items:
         if _function(item.nodeid) in slow:
             item.add_marker("slow")
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in slow_files)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

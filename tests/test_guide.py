@@ -1,14 +1,12 @@
 """The guide's code runs unchanged, and its table of settings agrees with AdaccConfig."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from forked_runs import run_forked
 
 from adacc_hf import AdaccConfig
 
@@ -19,10 +17,8 @@ RANGES = {name: ast.literal_eval(text) for name, _, text in SETTINGS if text.sta
 
 def test_guide_code_runs_in_its_order(tmp_path):
     code = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    (tmp_path / "guide.py").write_text(code, encoding="utf-8")
+    process = run_forked(tmp_path / "guide.py", cwd=tmp_path, ACCELERATE_USE_CPU="true")
     assert process.returncode == 0, process.stderr
     budgets = [line.split()[0] for line in process.stdout.splitlines() if "blocks" in line]
     assert budgets == ["0.8", "0.6", "0.4", "0.2"]

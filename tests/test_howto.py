@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config import load_config_from_file
+from forked_runs import run_forked
 
 PAGES = sorted((Path(__file__).parent.parent / "docs" / "howto").glob("*.md"))
 NOT_RUN = "<!-- not run by the tests"
@@ -36,18 +36,11 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return [(language, code) for mark, language, code in matches if not mark.startswith((NOT_RUN, "<!-- saved"))]
 
 
-def run(folder: Path, *arguments: str) -> str:
+def run(folder: Path, code: str, *arguments: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        **os.environ,
-        "PATH": path,
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    script = folder / "script.py"
+    script.write_text(code, encoding="utf-8")
+    process = run_forked(script, *arguments, cwd=folder, PATH=path, ACCELERATE_USE_CPU="true")
     assert process.returncode == 0, process.stderr
     assert "the least possible" not in process.stderr, "a page's budget can be met"
     return process.stdout

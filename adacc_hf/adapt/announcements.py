@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adacc_hf.adapt.fallback_stats import describe_fallbacks, full_recomputation
+from adacc_hf.adapt.fallback_stats import describe_fallbacks
 from adacc_hf.artifacts.policy import BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
-
-PASSES_OF_A_STEP = 3
-"""Time of the blocks in a plain step, as a multiple of their forward: a backward takes about two forwards.
-
-`Profile.step_ms` is no reference here: on a CPU, recording the memory of the measured step takes longer than the step.
-"""
 
 
 def describe_costs(policy: Policy, profile: Profile | None) -> str:
-    """Describe the actions of `policy` and, if there is a profile, memory and time relative to plain training."""
+    """Describe the actions of `policy` and, if a profile is given, memory and time relative to plain training."""
     if profile is None or not profile.plain_stored_bytes:
         return policy.summary()
     share = policy.predicted_stored_bytes / profile.plain_stored_bytes
-    blocks_ms = PASSES_OF_A_STEP * full_recomputation(profile).predicted_overhead_ms
+    blocks_ms = plain_blocks_ms(profile)
     slowdown = f" (about {policy.predicted_overhead_ms / blocks_ms:+.0%} of the blocks' time)" if blocks_ms > 0 else ""
     host = f" and {format_bytes(policy.predicted_host_bytes)} in host memory" if policy.predicted_host_bytes else ""
     return (
@@ -36,7 +31,7 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
 def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence[Mapping[str, Any]]) -> str:
     """Describe how many block calls have an action for each activation, and how many steps followed `policy`.
 
-    If there is a profile, also give its reasons for the block calls under torch's checkpoint.
+    If a profile is given, also describe why block calls run under torch's checkpoint.
     """
     counts = policy.block_counts()
     parts = [

@@ -1,4 +1,4 @@
-"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget. One warning per size."""
+"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget, one warning per size."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from adacc_hf.artifacts.files import (
 )
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, shapes_from_json, shapes_to_json
 from adacc_hf.torch_glue.distributed import num_ranks
 from adacc_hf.torch_glue.progress import announce
@@ -55,9 +56,10 @@ class SavedSizePolicy:
     memory_budget: str | float | int | None = None
     """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
     prices: Profile | None = None
-    """Profile with the current prices. None if they are the prices in `profile`, from which the policy was made."""
+    """Profile with the current bytes, times and errors of codecs. None if these have not changed since the policy was
+    made from `profile`."""
     searched: Profile | None = None
-    """Profile for which the solver ran last. None if that was `profile`."""
+    """Profile for which the solver ran last. None if the solver ran last for `profile`."""
     is_provisional: bool = False
     """True if the policy has little memory, and is to be replaced once the memory of a step has been measured."""
     is_told: bool = False
@@ -74,7 +76,7 @@ class SavedSizePolicy:
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
         """Load the size policy with this `number` from the checkpoint in `folder`.
 
-        `record` is the result of `to_json`. Keys that older checkpoints lack get their defaults.
+        `record` is the result of `to_json`. Fields that older checkpoints lack get their defaults.
         """
         values: dict[str, Any] = {}
         for name, file in FILES.items():
@@ -105,6 +107,8 @@ class Saved:
     """Step from which tracking steps are counted. None means the step at which the run resumes."""
     memory_budget: str | float | int | None = None
     """Budget in the run's config. None if there is only a policy."""
+    host_memory: str | float | int | None = None
+    """The setting `host_memory` in the run's config."""
     tightened: float | int | None = None
     """Smaller budget for new policies, if a step ran out of memory under `memory_budget`, else None."""
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -112,7 +116,7 @@ class Saved:
     suspicion: str | None = None
     """Reason to check gradients in the next step (see `LossGuard.suspicion`)."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
-    """Codecs that new policies must not use, because they degraded gradients."""
+    """Codecs that new policies must not use, because these codecs degraded gradients."""
     is_unproven: bool = False
     """True if codecs were switched off, and the next policy, which avoids these codecs, was not followed yet."""
     tracking_ms: float = 0.0
@@ -152,8 +156,10 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context for writing into `folder`. An OSError is not raised but logged as a warning, which contains
-    `consequence`."""
+    """Log an OSError inside the `with` block, which writes into `folder`, as a warning instead of raising the error.
+
+    The warning contains `consequence`.
+    """
     try:
         yield
     except OSError as error:
@@ -194,8 +200,8 @@ def save_first_steps(folder: str | Path, records: list[dict[str, Any]]) -> None:
 def save_in_checkpoint(folder: Path, saved: Saved) -> None:
     """Write the state into `folder`, a checkpoint without files of an earlier run (see `drop_files`).
 
-    The file of the first policy is written last. Without this file a resumed run reads no other file, so an incomplete
-    state is never read.
+    The file of the first policy is written last. If this file is missing, a resumed run reads no other file, so an
+    incomplete state is never read.
     """
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run will profile again", folder)
@@ -206,12 +212,15 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
 
 
 def load_from_checkpoint(
-    folder: str | Path, memory_budget: str | float | int, host_limit_bytes: int = 0
+    folder: str | Path,
+    memory_budget: str | float | int,
+    host_memory: str | float | int | None = None,
+    host_limit_bytes: int = 0,
 ) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`.
 
-    Return None if the checkpoint has no policy, or if its policies are for another budget or another number of ranks,
-    or store more than `host_limit_bytes` in host memory.
+    Return None if the checkpoint has no policy, or if its policies are for another `memory_budget`, `host_memory` or
+    number of ranks, or store more than `host_limit_bytes` in host memory. A message then says why.
     Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
     """
     folder = Path(folder)
@@ -228,13 +237,18 @@ def load_from_checkpoint(
     if saved_budget != memory_budget:
         announce("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
         return None
+    if saved.host_memory != host_memory:
+        announce("Adacc: %s has host_memory=%r, not %r: profiling again", folder, saved.host_memory, host_memory)
+        return None
     host_bytes = max(size_policy.policy.predicted_host_bytes for size_policy in saved.size_policies)
     if host_bytes > host_limit_bytes:
-        log.info(
-            "Adacc: %s has policies with %d bytes in host memory, more than the limit of %d: profiling again",
+        announce(
+            "Adacc: %s has policies with %s in host memory, and host_memory=%r allows %s of the memory that is free "
+            "now: profiling again",
             folder,
-            host_bytes,
-            host_limit_bytes,
+            format_bytes(host_bytes),
+            host_memory,
+            format_bytes(host_limit_bytes),
         )
         return None
     if saved.num_ranks != num_ranks():

@@ -2,7 +2,7 @@
 
 A gradient is degraded if its relative error exceeds DEGRADED_ERROR. Gradients are checked in the sampled blocks of
 every tracking step. If a logged loss is suspicious, the next step also checks one block of every kind (blocks that run
-the same operators). The codecs that degrade gradients are not used from then on. The first step of the next policy
+the same operators). Codecs that degrade gradients are not used in later policies. The first step of the next policy
 checks every kind again, because a policy may recompute, from compressed values, a value that must be exact.
 """
 
@@ -49,7 +49,7 @@ class LossGuard:
         self.suspicion: str | None = None
         """Reason to check the gradients of all kinds of blocks in the next step. None if no check is due."""
         self.switched_off = frozenset(switched_off)
-        """Codecs that have degraded gradients. No batch size uses them any more."""
+        """Codecs that have degraded gradients, which new policies of all batch sizes must not use."""
         self.is_unproven = False
         """True if codecs were switched off, and the next policy, which avoids these codecs, is not followed yet."""
         self._is_on = config.guard
@@ -61,10 +61,10 @@ class LossGuard:
         return self._detector.losses
 
     def logged(self, logs: Mapping[str, float], is_lossy: bool) -> None:
-        """Check the loss and the gradient norm in `logs`. If they are suspicious, request a check of gradients.
+        """Check the loss and the gradient norm in `logs`.
 
-        `is_lossy` is True if any policy compresses with loss. Without lossy compression, no check is requested. All
-        ranks have to log at the same steps.
+        If the loss or the norm is suspicious, request a check of gradients. `is_lossy` is True if any policy compresses
+        with loss. Without lossy compression, no check is requested. All ranks have to log at the same steps.
         """
         if not self._is_on or self.suspicion is not None:
             return

@@ -1,8 +1,8 @@
 """Checks that every block trains under a policy, for `AdaccConfig(on_uncovered="error")`.
 
 A block is uncovered if no policy selects actions for its activations, so that the block runs plainly or under torch's
-checkpoint. Reasons: its operators cannot be replayed, there is no policy, or a call cannot follow the policy. Steps
-before the first policy are allowed up to `profile_steps`.
+checkpoint. Reasons are: the operators of the block cannot be replayed, the run has no policy, or a call cannot follow
+the policy. Steps before the first policy are allowed up to `profile_steps`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, UNRECORDED, UNTRAINED
+from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNRECORDED, UNTRAINED
 from adacc_hf.tape.fallbacks import Fallbacks
 
 MOST_NAMES = 4
-"""Most names of blocks in a message."""
+"""Maximum number of names of blocks in a message."""
 ALL_BLOCKS = "all blocks"
 CHANGE_BLOCKS = "change what the reason names (docs/LIMITS.md, Whole blocks instead of activations)"
 SAME_OPERATORS = "let all batches run the operators of the first one (pad all of them, or none; train in one mode)"
@@ -28,13 +28,13 @@ REMEDIES = {
     UNTRAINED: "begin with a batch that trains every block",
     OUT_OF_PLACE: "switch or merge adapters between steps only, and begin a new run after that",
 }
-"""Remedies by the reason of a fallback. For all other reasons it is CHANGE_BLOCKS."""
+"""Remedies by the reason of a fallback. The remedy for all other reasons is CHANGE_BLOCKS."""
 
 
 def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str) -> None:
     """Raise UncoveredBlockError if `on_uncovered` is "error".
 
-    `blocks` names the blocks, `reason` says why they have no policy, and `remedy` is an instruction, such as "pad
+    `blocks` names the blocks, `reason` says why the blocks have no policy, and `remedy` is an instruction, such as "pad
     batches to one size".
     """
     if config.on_uncovered == "error":
@@ -59,9 +59,13 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
 
 def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
     """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
-    plan."""
+    plan.
+
+    Calls with a `TRANSIENT` reason are allowed, because the block's next call is recorded and planned.
+    """
     for reason, names in fallbacks.blocks.items():
-        refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
+        if reason not in TRANSIENT:
+            refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 
 
 def describe_blocks(names: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ class PolicySet(Event):
     peak_bytes: int
     overhead_ms: float
     host_bytes: int | None = None
-    """Predicted bytes in host memory; None if there are none."""
+    """Predicted bytes in host memory. None if the policy stores nothing in host memory."""
     fallback_steps: int | None = None
     """Number of steps under torch's checkpoint before the run's first policy."""
     reason: str | None = None
@@ -64,7 +64,7 @@ class OutliersTracked(Event):
     name = "tracking"
     reason: str
     num_outliers: dict[str, int]
-    """Outlier channels by activation."""
+    """Number of outlier channels by activation."""
     errors: dict[str, float]
     """Relative L2 round-trip error by compressed activation."""
     compression_rate: float

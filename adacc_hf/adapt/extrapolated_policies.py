@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 USED_UP = 0.9
 """Fraction of the budget. A policy of another size class that fits at a new size and needs at least this fraction is
-used permanently. A policy that needs less is used until a solver run pays (`PolicyChoice`)."""
+used permanently. A policy that needs less is used until a solver run is worth its time (`PolicyChoice`)."""
 
 FAR_ABOVE = 0.05
-"""Fraction of the budget. If the least-memory policy of another size exceeds the budget by more, the solver is not
-called. The fraction is a margin, because a policy with the least memory at one size may not have the least memory at
-another size."""
+"""Fraction of the budget. If the least-memory policy of another size exceeds the budget by more than this fraction, the
+solver is not called. The fraction is a margin, because a policy with the least memory at one size may not have the
+least memory at another size."""
 
 
 class ExtrapolatedPolicies:
@@ -45,7 +45,7 @@ class ExtrapolatedPolicies:
     def solver_ms(self) -> float:
         """Time in ms of the last solver run for a size class.
 
-        If there was none, the time of the solver run for the run's first policy.
+        If the solver has not run for a size class yet, the time of the solver run for the run's first policy.
         """
         if self._solver_ms is None:
             facts = dict(self._cache.size_model()[0].replanner.policy.facts)
@@ -55,9 +55,9 @@ class ExtrapolatedPolicies:
     def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
         """Return (profile, policy) for the size class `sizes`, without a solver run.
 
-        The policy is the fastest that fits, of another class or of full recomputation. Return None if none fits the
-        budget. Also return None if the fastest policy is plain training or uses up the budget. In these cases, `solve`
-        decides at once, and no solver run follows later.
+        The policy is the fastest policy that fits, among the policies of other classes and full recomputation. Return
+        None if no policy fits the budget, if the fastest policy is plain training, or if the fastest policy uses up the
+        budget. If None is returned, call `solve`.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
@@ -174,7 +174,7 @@ class ExtrapolatedPolicies:
             raise
 
     def _solve(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Run the solver and note how long it took. Raises InfeasibleBudgetError."""
+        """Run the solver, and note the time of the run. Raises InfeasibleBudgetError."""
         start = time.perf_counter()
         try:
             return solve_policy(profile, memory_budget, with_margin(self._config))
@@ -207,7 +207,7 @@ class ExtrapolatedPolicies:
             raise InfeasibleBudgetError(message, needed, bound_bytes=0, least=least)
 
     def _with_room(self, profile: Profile) -> str | float | int:
-        """Return the budget, reduced by the uncertainty of predicted peaks."""
+        """Return the budget for `profile`, reduced by the uncertainty of predicted peaks."""
         budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         uncertainty = self._uncertainty
         if budget.limits_peak and uncertainty:
@@ -228,10 +228,9 @@ class ExtrapolatedPolicies:
         self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """Return the largest size class at which policy `least` fits the budget, of the classes with shorter sequences
-        than `sizes`.
+        """Return the largest size class with shorter sequences than `sizes` in which policy `least` fits the budget.
 
-        Return None if there is no such class.
+        Return None if `least` fits in no such class.
         """
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):

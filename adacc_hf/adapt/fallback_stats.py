@@ -1,7 +1,8 @@
 """FallbackStats: counts fallback steps during a run. DivergedBatches: counts micro-batches that did not follow plans.
 
 A fallback step is a step in which at least one call of a block did not follow a policy. The counts are stored in
-records of the run's history. The functions below read them for the Trainer's log and the reports.
+records of the run's history. The functions at the end of this module read the counts for the Trainer's log and the
+reports.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class FallbackStats:
         self._early_shapes.clear()
 
     def end_step(self, step: int, history: list[dict[str, Any]]) -> bool:
-        """Count the finished step in `history` if it was a fallback step. Return True if so."""
+        """Count the finished step in `history` if it was a fallback step.
+
+        Return True if the step was a fallback step.
+        """
         if not self.reasons:
             return False
         ((reason, _),) = self.reasons.most_common(1)
@@ -91,7 +95,7 @@ class FallbackStats:
     def overhead_ms(self) -> float | None:
         """Mean predicted overhead of the micro-batches since the last log.
 
-        Without a micro-batch since then, this is the value at the last log. None before the first log.
+        If no micro-batch has run since the last log, the mean at the last log. None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
 
@@ -99,9 +103,9 @@ class FallbackStats:
 class DivergedBatches:
     """Counts and cost estimates of micro-batches whose block calls diverged from their plans during the run.
 
-    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. Both
-    are estimated to cost as much as full recomputation. In the methods, `reference` is the size policy with the best
-    profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
+    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. The
+    time of a diverged call is estimated as the time of full recomputation. In the methods, `reference` is the size
+    policy with the best profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
     """
 
     def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:
@@ -113,8 +117,8 @@ class DivergedBatches:
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the last profile and its policy."""
         self._reported: set[bool] = set()
-        """Reports made by `_report_excess`: contains False after any report, and True after one with a predicted
-        excess."""
+        """Kinds of reports that `_report_excess` has made: contains False after any report, and True after a report
+        with a predicted excess."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which a fraction `share` of the block calls diverged."""
@@ -207,7 +211,8 @@ def num_fallback_steps(history: Sequence[Mapping[str, Any]]) -> int:
 def fallback_reasons(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the number of fallback steps by reason.
 
-    Steps before the first policy have the reason BEFORE. Their number is in the record of the first policy.
+    Steps before the first policy have the reason BEFORE. The number of these steps comes from the history's record of
+    the first policy.
     """
     counts: dict[str, int] = {}
     for record in history:
@@ -218,7 +223,10 @@ def fallback_reasons(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def describe_fallbacks(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the fallback steps: a line with their number, and a line for each reason. Empty without a history."""
+    """Describe the fallback steps: a line with the number of steps, and a line for each reason.
+
+    The list is empty if `history` is empty.
+    """
     if not history:
         return []
     reasons, number = fallback_reasons(history), num_fallback_steps(history)

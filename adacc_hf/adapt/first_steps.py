@@ -1,4 +1,4 @@
-"""FirstSteps: how long each of a run's first steps took, and what training waited for. Reports show these times."""
+"""FirstSteps: times of a run's first steps, and of the work that training waited for, for reports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from adacc_hf.torch_glue.progress import PROFILING, SOLVING, interruptions_since
 
 NUM_FIRST_STEPS = 12
-"""Number of recorded steps. With the default settings, they include the profile, the first policy, the step whose
-memory is measured, and the first three tracking steps."""
+"""Number of recorded steps. With the default settings, the first steps include the profile, the first policy, the step
+whose memory is measured, and the first three tracking steps."""
 
 CHECKPOINT = "torch's checkpoint"
 FOLLOWING = "policy"
@@ -19,7 +19,7 @@ MEASURING = "policy, memory measured"
 TRACKING = "policy, outliers and gradients measured"
 COMPILING = "graphs are compiled"
 COMPILED = "compiled graphs"
-"""What a step runs under, and what it does besides training."""
+"""Values of a step's activity: the policy or checkpointing of the blocks, and the step's tasks besides training."""
 
 EVENTS = {"policy": "policy set", "change": "policy changed", "guard": "guard"}
 """Names of the history's events that a recorded step shows, with the text in the report."""

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.errors import UnrestorableError
+from adacc_hf.artifacts.errors import UnrecordedCallError, UnrestorableError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import RETAIN, Action, Plan
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.compat import forward_needs_all_ranks
+from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.model_state import SMALL_COPY, ModelState
 from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
@@ -98,7 +99,7 @@ class _RecordedCall:
         self.state: ModelState | None = None
         """State, before the call, of the objects that the call has changed."""
         self.obstacle: str | None = None
-        """Reason why the call cannot be run again, or None if it can."""
+        """Reason why the call cannot be run again, or None if the call can be run again."""
 
 
 class BlockSample:
@@ -140,9 +141,9 @@ class BlockSample:
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
         """Return the gradient's error if all activations are compressed as planned, except the activations `bypassed`.
 
-        Return None if the block was not called, got no gradient, or has a forward that needs all
-        ranks. Warn and return None if there is not enough memory to run the block, or if running it again would
-        change the model's state.
+        Return None if the block was not called, got no gradient, or has a forward that needs all ranks. Warn and return
+        None if memory runs out while the block runs again, or if running the block again would change the model's
+        state.
         """
         call = self._call
         if call is None or not call.gradients or forward_needs_all_ranks(call.block):
@@ -155,10 +156,12 @@ class BlockSample:
             if self._exact is None:
                 self._exact = _gradient(call, lambda fn, args, kwargs: fn(*args))
             other = _gradient(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
-        except _FreedGraphError as error:
+        except (_FreedGraphError, UnrecordedCallError) as error:
             self._warn_uncompared(str(error))
             return None
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             log.warning(
                 "Adacc: not enough memory to compare the gradient of %s with the exact one: set guard_blocks=0, or a "
                 "smaller memory_budget",
@@ -177,7 +180,7 @@ class BlockSample:
 
 
 _reported_obstacles: set[str] = set()
-"""Obstacles to a comparison of gradients for which a warning was logged."""
+"""Obstacles to a comparison of gradients about which a warning was logged."""
 
 
 class _FreedGraphError(Exception):
@@ -234,8 +237,8 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
     """Return the peak of live bytes while a block's gradient is compared after a step, by the name of the block.
 
-    The exact backward runs first. Its gradients are kept during the backward under the policy, which stores no more
-    activations than the exact run.
+    The exact backward runs first, and the exact gradients are kept during the backward under the policy. The run under
+    the policy stores no more activations than the exact run.
     """
     peaks = []
     for kind in profile.kinds:
@@ -280,8 +283,8 @@ def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, ext
 
     `peaks` are the peaks of the step without a sample. The sample keeps the block's inputs (`input_bytes`) from the
     forward on. Until the block's backward, the sample adds only `extra_bytes`, because the plan retains the other
-    inputs for backward. From the backward on, the sample also keeps the gradient of the output. This gradient is as
-    large as the inputs, because the block adds its result to its input.
+    inputs for backward. From the backward on, the sample also keeps the gradient of the output. The gradient of the
+    output is as large as the inputs, because the block adds its result to its input.
     """
     peak_bytes = sample_bytes = 0
     for label, live_bytes in peaks.items():

@@ -22,13 +22,14 @@ class LoopHooks:
         self.is_on = False
         """True within a micro-batch."""
         self.num_forwards = 0
-        """Number of forwards in train mode and with gradients on, in the current step."""
+        """Number of forwards in the current step that run in train mode with gradients enabled."""
         self._run, self._compute_loss = run, compute_loss
         self._batch: Any = None
         self._is_busy = False
-        """True while the phase handles an event. Calls of the model then come from the profiler, and send no events."""
+        """True while the phase handles an event. The profiler may then call the model, and these calls send no
+        events."""
         self._num_calls = 0
-        """Number of forwards in train mode and with gradients on, in the current micro-batch."""
+        """Number of forwards in the current micro-batch that run in train mode with gradients enabled."""
         self._hooks: list[Any] = []
 
     def begin(self, watches_optimizer: bool = True) -> None:

@@ -52,15 +52,15 @@ class LiveMemory:
     gradient_bytes: int
     optimizer_bytes: int
     other_bytes: int
-    """All other live bytes. On a CPU, whose allocator has no statistics, these are only the tensors that Python code
-    refers to."""
+    """All other live bytes. On a CPU, whose allocator has no statistics, only tensors that Python code refers to are
+    counted."""
     unused_bytes: int | None
-    """Bytes that torch's allocator has reserved and does not use, or None on a CPU."""
+    """Bytes that torch's allocator has reserved and that no tensor uses, or None on a CPU."""
     largest: tuple[LiveTensor, ...]
     host_bytes: int = 0
     """Bytes in the pool of host memory that payloads use."""
     host_pool_bytes: int = 0
-    """Bytes of the pool of host memory."""
+    """Size in bytes of the pool of host memory."""
 
     @classmethod
     def measure(cls, model: nn.Module, optimizer: Any) -> LiveMemory:
@@ -157,7 +157,10 @@ def _new_storages(
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of `tensor`. Empty if it has no storage, as within torch.func."""
+    """Return the tensors that hold the memory of `tensor`.
+
+    The list is empty if `tensor` has no storage, for example inside a torch.func transform.
+    """
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]

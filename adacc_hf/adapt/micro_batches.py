@@ -26,7 +26,8 @@ class MicroBatches:
         self.nbytes = 0
         """Bytes of the tensors in the current or last micro-batch."""
         self.has_shapes = False
-        """True if `shapes` belong to the current or last micro-batch. False before its tensors are known."""
+        """True if `shapes` belong to the current or last micro-batch. False before the tensors of the current
+        micro-batch are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
 
@@ -37,7 +38,7 @@ class MicroBatches:
 
     @property
     def known_shapes(self) -> BatchShapes | None:
-        """Shapes of the current or last micro-batch, or None before its tensors are known."""
+        """Shapes of the current or last micro-batch, or None before the micro-batch's tensors are known."""
         return self.shapes if self.has_shapes else None
 
     def begin(self) -> None:
@@ -51,9 +52,9 @@ class MicroBatches:
             self._last.begin()
 
     def read_shapes(self, inputs: Any) -> bool:
-        """Read the micro-batch's shapes from `inputs`. Return True if these are its first tensors.
+        """Read the micro-batch's shapes from `inputs`. Return True if `inputs` are the micro-batch's first tensors.
 
-        In reinforcement learning the tensors are sampled within the step, so they may be unknown when the micro-batch
+        In reinforcement learning, the tensors are sampled within the step and may not exist when the micro-batch
         begins.
         """
         if self.has_shapes or not isinstance(inputs, Mapping):
@@ -82,7 +83,7 @@ class MicroBatches:
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
         """Return (batch, compute_loss) of the most recent batch, and stop keeping batches.
 
-        The batch is None if no batch is suitable for a profile. See `LastBatch`.
+        `batch` is None if no batch is suitable for a profile. See `LastBatch`.
         """
         assert self._last is not None
         result = self._last.batch, self._last.compute_loss
@@ -101,8 +102,8 @@ class LastBatch:
 
     If training uses the `loss` of the model's output, `batch` has the arguments of the model's call, and `compute_loss`
     is None. If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`) or calls the model
-    several times, `compute_loss` is the loop's function, and `batch` is its argument. Without such a function, both are
-    None.
+    several times, `compute_loss` is the loop's function, and `batch` is its argument. If the loop computes the loss
+    without such a function, `batch` and `compute_loss` are None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,11 +112,11 @@ class LastBatch:
         self._loss_call: tuple[dict[str, Any], ComputeLoss] | None = None
         """Argument and function of the loop's last call of a `compute_loss`."""
         self._own_node: Node | None = None
-        """`grad_fn` of the model's own loss, until the loop's loss is known and compared with it."""
+        """`grad_fn` of the model's own loss, until the loop's loss is known and compared with the model's own loss."""
         self._num_calls = 0
         """Number of calls of the model since the micro-batch began or `note_loss_call` was called."""
         self._counts_per_batch = False
-        """True if `begin` is called for each micro-batch. Then `_num_calls` counts within one micro-batch."""
+        """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one micro-batch."""
         self._is_certain = False
         self._hook = model.register_forward_hook(ModelHook(self._keep), with_kwargs=True)
 
@@ -129,10 +130,10 @@ class LastBatch:
         self._num_calls, self._counts_per_batch = 0, True
 
     def note_loss_call(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Record that `compute_loss` is about to be called with `inputs`. None means that the model computes the loss.
+        """Record that `compute_loss` is about to be called with `inputs`.
 
-        If `is_certain` is True, a profile needs `compute_loss`. Otherwise `note_loss` decides, because the result may
-        be the model's own loss, scaled.
+        If `compute_loss` is None, the model computes the loss. If `is_certain` is True, a profile needs `compute_loss`.
+        Otherwise `note_loss` decides, because the result may be the model's own loss, scaled.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return

@@ -60,7 +60,10 @@ class SavedGradients:
         ]
 
     def restore(self) -> str | None:
-        """Restore the gradients after a failed backward. Return None, or the reason why that is impossible."""
+        """Restore the gradients after a failed backward.
+
+        Return None, or the reason why the gradients cannot be restored.
+        """
         for parameter, gradient, version in self._gradients:
             if gradient is not None and version_of(gradient) != version:
                 return "the failed backward has changed gradients of earlier micro-batches in place"
@@ -81,10 +84,10 @@ def run_with_retry(
     """Call `run` and return its result. If memory runs out, call `run` once more with the same random numbers.
 
     Before the second attempt, `tighten` is called to apply a policy with less memory. `tighten` returns None, or the
-    reason why that is impossible. Raises torch.OutOfMemoryError, whose message includes the result of `advice`, if the
-    first attempt cannot be repeated, or if the second attempt runs out of memory too. In both cases the result of
-    `report` is logged, which describes the memory of the failed attempt. `report` is called while the tensors of this
-    attempt are alive.
+    reason why no policy with less memory can be applied. Raises torch.OutOfMemoryError, whose message includes the
+    result of `advice`, if the first attempt cannot be repeated, or if the second attempt runs out of memory too. In
+    both cases the result of `report` is logged, which describes the memory of the failed attempt. `report` is called
+    while the tensors of this attempt are alive.
     """
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
@@ -116,8 +119,7 @@ def run_with_retry(
 
 @contextmanager
 def memory_reported(report: Callable[[], str]) -> Iterator[None]:
-    """Return a context that logs the result of `report` if memory runs out within the context. The error is raised
-    again."""
+    """Log the result of `report` if memory runs out inside the `with` block. Raise the error again."""
     try:
         yield
     except RuntimeError as error:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class InnerSteps:
-    """A detector of optimizer steps within a micro-batch, such as DeepSpeed's.
+    """A detector of optimizer steps within a micro-batch, such as the steps of DeepSpeed's optimizers.
 
     Steps are detected from `open` to `close`.
     """
@@ -25,17 +25,18 @@ class InnerSteps:
     def __init__(self) -> None:
         self.has_detected = False
         self.expected: Any = None
-        """The session's own optimizer, whose steps are ignored: a user's loop may step it within a micro-batch."""
+        """The session's own optimizer, whose steps are ignored: a user's loop may call this optimizer within a
+        micro-batch."""
         self.hook: Any = None
         """Handle of the registered hook between `open` and `close`, else None."""
 
     def open(self) -> None:
-        """Begin to detect optimizer steps. Has no effect if detection has begun already."""
+        """Begin to detect optimizer steps. Do nothing if detection has begun already."""
         self.close()
         self.hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
-        """Stop detecting optimizer steps. Has no effect if detection has not begun."""
+        """Stop detecting optimizer steps. Do nothing if detection has not begun."""
         if self.hook is not None:
             self.hook.remove()
         self.hook = None
@@ -51,8 +52,7 @@ class OptimizerProbe:
         self.nbytes = 0
         """Peak temporary bytes of gradient clipping and the optimizer's step, without parameters, gradients and state.
 
-        0 if there is no measurement.
-        """
+        0 if no step was measured."""
         self.has_seen = False
         """True once a step was measured, or could not be measured because another profiler was active."""
         self.meter: OptimizerMeter | None = None
@@ -61,8 +61,8 @@ class OptimizerProbe:
     def begin(self, clips: bool, model: nn.Module) -> None:
         """Begin to measure the optimizer's step.
 
-        If the loop `clips` gradients, the clipping has already happened. Its memory is therefore measured by another
-        clipping, which leaves the gradients unchanged.
+        If the loop clips gradients (`clips`), the gradients were clipped before this call. The memory of clipping is
+        therefore measured by computing the norm for clipping once more, which does not change the gradients.
         """
         self.has_seen = True
         device = next(model.parameters()).device
@@ -76,7 +76,7 @@ class OptimizerProbe:
         self.meter = meter
 
     def end(self) -> None:
-        """End the measurement after the optimizer's step. Has no effect if no measurement is running."""
+        """End the measurement after the optimizer's step. Do nothing if no measurement is running."""
         if self.meter is not None:
             with suppress(ProfilerConflictError):
                 self.meter.__exit__(None, None, None)

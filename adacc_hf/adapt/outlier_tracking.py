@@ -41,7 +41,7 @@ class Observation:
 
     The keys of the dicts have either the indices of one profile, or names: (block call, activation, codec), such as
     ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices may
-    differ between profiles. For example, if a step calls a block twice, the profile of this step has more kinds.
+    differ between profiles. For example, the profile of a step that calls a block twice has more kinds.
     """
 
     num_outliers: dict[Any, int]
@@ -81,7 +81,7 @@ class Observation:
         return self._with_keys([(names, numbers) for numbers, names in _activations(profile)], blocks)
 
     def _with_keys(self, activations: Iterable[tuple[Any, Any]], blocks: Iterable[tuple[Any, Any]]) -> Observation:
-        """Return the measurements with replaced keys. Both arguments contain pairs (old key, new key)."""
+        """Return the measurements with replaced keys. `activations` and `blocks` contain pairs (old key, new key)."""
         new_keys: dict[Any, list[Any]] = {}
         for old, new in (*activations, *blocks):
             new_keys.setdefault(old, []).append(new)

@@ -53,7 +53,7 @@ class PeakCheck:
 
     @property
     def counting_ms(self) -> float:
-        """Time in ms that it took to begin and end the last measurement."""
+        """Time in ms that beginning and ending the last measurement took."""
         return self._meter.counting_ms
 
     def start(self, model: nn.Module, optimizer: Any, installation: Installation) -> None:
@@ -69,7 +69,7 @@ class PeakCheck:
         self._meter.end_backward()
 
     def close(self) -> None:
-        """Stop measuring memory. Has no effect if memory is not being measured."""
+        """Stop measuring memory. Do nothing if memory is not being measured."""
         self._meter.close()
         self.is_on = False
 
@@ -117,10 +117,10 @@ class PeakCheck:
     def _settle(
         self, step: int, size_policy: SizePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
     ) -> bool:
-        """Replace the policies that were used until the first measurement of a step. Return True if one changed.
+        """Replace the provisional policies (`is_provisional`) after the first measurement of a step.
 
-        These are the policies with `is_provisional`. `peak` is the measured peak under `size_policy`, and
-        `moments` has the peaks by moment of the step. `largest` are the sizes of the largest micro-batch of all ranks.
+        Return True if one changed. `peak` is the measured peak under `size_policy`, and `moments` has the peaks by
+        moment of the step. `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         size_policy.measured_peak_bytes, size_policy.must_measure, size_policy.is_provisional = peak, False, False

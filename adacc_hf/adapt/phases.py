@@ -5,8 +5,8 @@ NOTE [Phases of a run]
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
 | WarmUpPhase | torch's checkpoint | a run without a policy | the first policy: before a forward, or after a step |
-| FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
-| AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
+| FixedPolicyPhase | the user's policy, unchanged | a policy that is passed in, or its checkpoint | the run's end |
+| AdaptivePhase | policies that follow the data | the first solved policy, or a checkpoint with one | the run's end |
 | Compiled | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
 """
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 MOST_STEPS = 64
 """Maximum number of steps to wait for a batch that calls every block. After these steps, an error is raised.
 
-If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000."""
+If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
 
 
 class WarmUpPhase(Phase):
@@ -170,9 +170,11 @@ class WarmUpPhase(Phase):
             return
         if self._profiler.must_wait(run.model):
             reason, remedy = "a torch profiler is active", "let it end within the first profile_steps"
-        elif not is_ready(self._checkpointing, num_more):
-            skipped = describe_blocks(self._checkpointing.skipped_blocks())
-            reason, remedy = f"the batch leaves out {skipped}", "begin with a batch that calls every block"
+        elif skipped := skipped_on_any_rank(self._checkpointing, num_more):
+            reason, remedy = (
+                f"the batch leaves out {describe_blocks(skipped)}",
+                "begin with a batch that calls every block",
+            )
         else:
             self._set_policy_after_step(step)
             return
@@ -200,10 +202,14 @@ class WarmUpPhase(Phase):
     def ends(self) -> None:
         num_steps, config = self._run.num_steps, self._run.config
         if num_steps:
-            reason = f"training ended after {num_steps} step{'' if num_steps == 1 else 's'}, before a policy was set"
-            remedy = f"train for more steps than profile_steps={config.profile_steps}"
-            refuse_uncovered(config, ALL_BLOCKS, reason, remedy)
-            log.warning("Adacc: %s, and all blocks ran under torch's checkpoint: %s", reason, remedy)
+            # No error even with on_uncovered="error", which allows profile_steps steps: all steps are done.
+            log.warning(
+                "Adacc: training ended after %d step%s, before a policy was set, and all blocks ran under torch's "
+                "checkpoint: train for more steps than profile_steps=%d, or set a smaller profile_steps",
+                num_steps,
+                "" if num_steps == 1 else "s",
+                config.profile_steps,
+            )
 
     def remove(self) -> None:
         self._checkpointing.remove()
@@ -212,7 +218,10 @@ class WarmUpPhase(Phase):
 
 
 class FullRecompute(Installation):
-    """Installation of torch's own checkpoint in every block. The head is chunked if the config allows no other head."""
+    """Installation of torch's own checkpoint in every block.
+
+    The model's head is chunked if the config allows no other head.
+    """
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
@@ -234,8 +243,8 @@ class FullRecompute(Installation):
     def skipped_blocks(self) -> list[str]:
         """Return the blocks that the most recent batch did not call.
 
-        If other blocks were trained, a block that ran without gradients counts as called, because it has nothing to
-        store.
+        If other blocks were trained, a block that ran without gradients counts as called, because such a block has
+        nothing to store.
         """
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
@@ -252,18 +261,17 @@ class FullRecompute(Installation):
             self._head.remove()
 
 
-def is_ready(installation: FullRecompute, num_waited: int) -> bool:
-    """Return True if the most recent batch of every rank called all blocks, which a profile requires.
+def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[str]:
+    """Return the blocks that the most recent batch of some rank did not call. A profile requires that there are none.
 
-    If not all blocks were called and `num_waited`, the number of steps waited so far, is at least MOST_STEPS, raise
+    If there are any and `num_waited`, the number of steps waited so far, is at least MOST_STEPS, raise
     UncalledBlocksError.
     """
-    skipped_blocks = installation.skipped_blocks()
-    if all(gather_from_all_ranks(not skipped_blocks)):
-        return True
-    if num_waited >= MOST_STEPS:
+    skipped = set().union(*gather_from_all_ranks(installation.skipped_blocks()))
+    skipped_blocks = [name for name in installation.blocks if name in skipped]
+    if skipped_blocks and num_waited >= MOST_STEPS:
         raise UncalledBlocksError(describe_uncalled(installation, skipped_blocks, f"by the last of {num_waited} steps"))
-    return False
+    return skipped_blocks
 
 
 def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: int) -> FixedPolicyPhase:

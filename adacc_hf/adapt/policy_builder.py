@@ -16,7 +16,7 @@ from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_selection import UNCERTAINTY
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
 from adacc_hf.adapt.run_context import RunContext
-from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
@@ -57,12 +57,12 @@ class PolicyBuilder:
     def before_first_step(
         self, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
-        """Return (profile, policy) for the first batch, before any step. The result is the same on all ranks.
+        """Return (profile, policy) for the first batch, before the first step. The result is the same on all ranks.
 
-        If the budget is a limit on peak memory, the policy is plain training if that fits, else a policy with little
-        memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch leaves
-        blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may run
-        different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget is a limit on peak memory, the policy is plain training if plain training fits, else a policy with
+        little memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch
+        leaves blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may
+        run different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         if forward_needs_all_ranks(model):
@@ -106,8 +106,8 @@ class PolicyBuilder:
         """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
         If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
-        peak. Then `is_provisional` is True: the policy has the least memory, and is replaced after the first measured
-        step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        peak. In this case, `is_provisional` is True: the policy has the least memory, and is replaced after the first
+        measured step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         try:
             profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
@@ -168,7 +168,10 @@ class PolicyBuilder:
 
     @contextmanager
     def _refusing_size(self) -> Iterator[None]:
-        """Return a context for profiling. If the batch leaves blocks out or memory runs out, raise RefusedSizeError."""
+        """Convert errors of profiling in the `with` block to RefusedSizeError.
+
+        The converted errors are running out of memory, and a batch that leaves blocks out.
+        """
         try:
             yield
         except UncalledBlocksError as error:
@@ -211,6 +214,7 @@ class PolicyBuilder:
             if not isinstance(policy, Policy):
                 raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
             refuse_above_budget(policy, self._config.memory_budget, profile.plain_stored_bytes)
+            refuse_above_host_memory(policy, self._config, self._config.host_limit(profile.host_free_bytes))
             return policy
         allowed = without_codecs(profile, switched_off) if switched_off else profile
         allowed = allowed.without_codecs_below(self._config.min_compress_bytes)
@@ -262,3 +266,18 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
             f"memory_budget={memory_budget!r} allows {format_bytes(allowed)}, and the policy that was passed with it "
             f"{what} {format_bytes(needed)}: leave one of the two out, or pass a policy that was solved for this budget"
         )
+
+
+def refuse_above_host_memory(policy: Policy, config: AdaccConfig, limit_bytes: int) -> None:
+    """Raise ValueError if the user passed a policy that stores more than `limit_bytes` in host memory.
+
+    `limit_bytes` is the limit by `config.host_memory` and by the free memory of the hosts.
+    """
+    if policy.predicted_host_bytes <= limit_bytes:
+        return
+    needed = format_bytes(policy.predicted_host_bytes)
+    raise ValueError(
+        f"host_memory={config.host_memory!r} allows {format_bytes(limit_bytes)} of the host's free memory, and the "
+        f"policy that was passed with it stores {needed} there: set host_memory to at least {needed}, which may be "
+        f"{HOST_SHARE:.0%} of the free memory, or pass a policy that was solved for this limit"
+    )

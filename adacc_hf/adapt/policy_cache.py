@@ -3,8 +3,8 @@
 Sizes are grouped into size classes. Each class is 25 % larger than the class below (artifacts/size_model.py). A class
 gets a policy before the first batch of the class runs. The policy is solved for a profile that is extrapolated from a
 measured one. If the model cannot run on slices of a batch, profiles cannot be extrapolated. A batch then runs under the
-policy of the smallest profiled size that it fits in, or under torch's checkpoint if it is larger than each profiled
-size. Once batches of this size have occurred often enough, one of them is profiled.
+policy of the smallest profiled size that the batch fits in, or under torch's checkpoint if the batch is larger than
+each profiled size. Once batches of this size have occurred often enough, one such batch is profiled.
 
 Buckets (torch_glue/batch_shapes.py) group the batches that belong to no size class.
 """
@@ -35,7 +35,7 @@ ENOUGH_SEEN = 8
 A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
-"""Maximum number of size policies of a run. These policies are adapted to the data. Later size classes get fixed
+"""Maximum number of size policies of a run. Size policies are adapted to the data. Later size classes get fixed
 plans."""
 MAX_UNTRACKED = 64
 """Maximum number of size classes with fixed plans. If there are more, the least recently used class is dropped."""
@@ -86,7 +86,7 @@ class PolicyCache:
 
     @property
     def idle_blocks(self) -> set[str]:
-        """Names of the blocks that ran without gradients when profiled. The policies have no actions for them."""
+        """Names of the blocks that ran without gradients when profiled, for which policies have no actions."""
         return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self.all))
 
     @property
@@ -122,8 +122,9 @@ class PolicyCache:
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the policy made for the smallest size in which a batch of `shapes` fits, or None if it fits in no
-        size.
+        """Return the policy made for the smallest size in which a batch of `shapes` fits, or None.
+
+        None means that the batch fits in no size.
 
         Call this for a batch that belongs to no size class. If no policy was made for the batch's bucket, add the batch
         to the counts in `unplanned`, which `most_wanted` reads.

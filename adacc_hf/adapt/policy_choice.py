@@ -5,7 +5,7 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 |---|---|
 | in a size class with a policy | that policy |
 | in a new class, before the first measured step | the run's first policy if it fits, else one with little memory |
-| in a new class, later | another class's policy, or full recomputation, if one fits, until a solver run pays |
+| in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
 | in a new class, if no policy fits or from then on | a policy solved for the class's extrapolated profile |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
@@ -66,7 +66,10 @@ class PolicyChoice:
 
     @property
     def shown(self) -> SizePolicy:
-        """Size policy of the most recent micro-batch, or the run's first size policy if the micro-batch had none."""
+        """Size policy of the most recent micro-batch.
+
+        If the micro-batch has no size policy, the run's first size policy.
+        """
         return self.current or self.cache.all[0]
 
     def begin_step(self) -> None:
@@ -75,7 +78,7 @@ class PolicyChoice:
         self.largest, self.batch_bytes = (), 0
 
     def choose(self, shapes: BatchShapes, nbytes: int) -> None:
-        """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of its tensors."""
+        """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of the micro-batch's tensors."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
         if not self._lasts or shapes != self.shapes:
             self._choose(shapes)
@@ -107,7 +110,8 @@ class PolicyChoice:
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """Return the size policy for a batch of `shapes`, whose size class is `sizes`.
 
-        If the class is new, make a policy for it. Return None if the class has only plans, without a size policy.
+        If the class is new, make a policy for the class. Return None if the class has only plans, without a size
+        policy.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None and size_policy.is_borrowed:
@@ -137,7 +141,8 @@ class PolicyChoice:
         """Count a batch that runs under a policy that was not solved for its size class (`is_borrowed`).
 
         If the overhead of these batches has taken as long as a solver run, solve for the batch's own class, and follow
-        the new policy if it is faster. In all, that takes at most twice the time of the better choice.
+        the new policy if it is faster. The batches and the solver run together take at most twice the time of the
+        better choice.
         """
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
@@ -165,7 +170,7 @@ class PolicyChoice:
         """Return the size policy for a new class `sizes` before the memory of a step has been measured.
 
         The result is `measured`, the run's first size policy, if it fits the budget at this size. Otherwise add a
-        policy with little memory. With several ranks, store only its plans and return None.
+        policy with little memory. With several ranks, store only the plans of this policy and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
         policy = current_policy(profile, measured.replanner.policy)
@@ -256,7 +261,7 @@ class PolicyChoice:
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
-        """Return the size policies of the step's micro-batches, with None for plans without a size policy."""
+        """Return the size policies of the step's micro-batches, and None for each plan without a size policy."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:

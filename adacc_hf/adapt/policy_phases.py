@@ -2,11 +2,12 @@
 
 NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step has only part 2.
 1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
-2. Micro-batch: the policy for its size is applied (policy_choice.py). If the micro-batch runs out of memory, it runs
-   again under a tighter policy.
-3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
-   `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
-   that occurred often, and batches that train more blocks, are requested for a profile (profile_requests.py).
+2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
+   runs again under a tighter policy.
+3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
+   solver runs that began `takeover_steps` steps ago are applied; c) solver runs start where predictions have changed
+   (replanning.py); d) sizes that occurred often, and batches that train more blocks, are requested for a profile
+   (profile_requests.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
-"""Interval, in steps, at which all ranks decide together whether to profile a batch. The decision takes collectives."""
+"""Number of steps between decisions of all ranks whether to profile a batch. A decision takes collectives."""
 
 
 TASKS = {
@@ -67,7 +67,7 @@ class FixedPolicyPhase(Phase):
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result.
 
-        There is no retry, because the policy is fixed.
+        After an error, `run` is not called again, because the policy is fixed.
         """
         with memory_reported(self._run.memory_report):
             return run()
@@ -75,7 +75,7 @@ class FixedPolicyPhase(Phase):
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         """Begin to follow `policy`, made for `profile`, at the end of a step.
 
-        If `is_provisional`, the policy is replaced as soon as the memory of a step has been measured.
+        If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
         """
         self._run.stats.estimate_early_overheads(profile, None)
 
@@ -127,7 +127,13 @@ class FixedPolicyPhase(Phase):
     def _saved(self) -> Saved:
         run = self._run
         saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
-        return Saved(size_policies=saved, memory_budget=run.config.memory_budget, history=run.history, step=run.step)
+        return Saved(
+            size_policies=saved,
+            memory_budget=run.config.memory_budget,
+            host_memory=run.config.host_memory,
+            history=run.history,
+            step=run.step,
+        )
 
     def ends(self) -> None:
         run = self._run
@@ -156,8 +162,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
-        self._report = ExitStack()
-        """Context that reports the current step if it is slow."""
+        self._report: SlowReport | None = None
+        """Report of the current step if it is slow, or None."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -207,7 +213,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _report_slow_step(self) -> None:
         """Report the step if it does other work than training, and takes more than twice as long as a normal step."""
-        self._report.close()
+        self._end_report()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:
             return
@@ -215,7 +221,13 @@ class AdaptivePhase(FixedPolicyPhase):
         if normal_ms is None and current is not None:
             normal_ms = current.replanner.profile.step_ms * self._run.loop.num_micro
         phase = f"step {self.context.step}, {task}"
-        self._report.enter_context(reported_if_slow(phase, 2e-3 * (normal_ms or 0.0)))
+        self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
+
+    def _end_report(self, has_failed: bool = False) -> None:
+        """End the report of the current step, if any."""
+        if self._report is not None:
+            self._report.end(has_failed)
+            self._report = None
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
@@ -268,8 +280,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler.remove()
 
     def _cancel(self) -> None:
-        """Stop the measurements of the current step. Has no effect if none is running."""
-        self._report.close()
+        """Stop the measurements and the report of a step that has failed. Has no effect if none is running."""
+        self._end_report(has_failed=True)
         self._tracking.cancel()
         self._peaks.close()
 
@@ -286,6 +298,9 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_optimizer_step(self) -> None:
         if self._profiler.optimizer.meter is not None:
             self._profiler.optimizer.end()
+        # The optimizer may step outside the session's contexts. Then the step ends with the next one, and what the
+        # loop does until then, such as an evaluation, is not part of the step.
+        self._end_report()
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
@@ -297,7 +312,7 @@ class AdaptivePhase(FixedPolicyPhase):
         is_busy = self._tracking.is_on or self._peaks.is_on or is_due
         if self._tracking.is_on:
             self._tracking.finish(step)
-        self._report.close()  # what follows has reports of its own
+        self._end_report()  # what follows has reports of its own
         if self._peaks.is_on:
             has_changed |= self._peaks.compare(step)
             self._peaks.close()
@@ -344,7 +359,10 @@ class AdaptivePhase(FixedPolicyPhase):
         return self._requests.num_tries > 0 and self._restart(step)
 
     def _add_size(self, sizes: BatchShapes, step: int) -> bool:
-        """Profile the step's batch, resized to `sizes`, and add a policy for this size. Return False if that failed."""
+        """Profile the step's batch, resized to `sizes`, and add a policy for this size.
+
+        Return False after a failure.
+        """
         self._profiler.all_sizes = True
         try:
             with self.handle.suspend():
@@ -364,7 +382,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch, and replace all policies by one for this batch. Return False if that failed.
+        """Profile the step's batch, and replace all policies by one for this batch. Return False after a failure.
 
         The replaced policies were made for the operators and the trained blocks of earlier batches.
         """
@@ -400,7 +418,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled, or None if they are unknown.
+        """Return the sizes of the batch that was profiled, or None if the sizes are unknown.
 
         All ranks use the first rank's profile, and therefore the first rank's sizes.
         """
@@ -440,6 +458,7 @@ class AdaptivePhase(FixedPolicyPhase):
             size_policies=[size_policy.saved() for size_policy in (shown, *others)],
             policy_step=context.policy_step,
             memory_budget=context.config.memory_budget,
+            host_memory=context.config.host_memory,
             tightened=context.tightened,
             history=self._run.history,
             losses=guard.losses,

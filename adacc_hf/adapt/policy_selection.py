@@ -1,6 +1,7 @@
 """Choice between the current and a newly solved policy during the run, and a search for codecs that degrade gradients.
 
-The prices of a profile (predicted bytes, times and errors) change during the run, because they are measured again.
+The predictions of a profile (bytes, times and errors) change during the run, because codecs and memory are measured
+again.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 MIN_GAIN = 0.02
-"""Smallest gain, as a fraction of the current overhead, for which a new policy is followed while the old one fits the
-budget. Prices vary by a few percent from one profile to the next, so a smaller gain is noise."""
+"""Minimum gain of a new policy, as a fraction of the current overhead. If the old policy fits the budget, a new policy
+with a smaller gain is not followed. Predicted times vary by a few percent from one profile to the next, so a smaller
+gain is noise."""
 
 UNCERTAINTY = 0.25
 """Relative amount by which a step may exceed its predicted peak before the memory of a step was measured. The loop may
 allocate memory that a profile does not see. A policy for these steps leaves as much of the budget free, if possible."""
 
 MIN_FREED = 0.01
-"""Memory that codecs must have saved since the last solver run for the solver to run again, as a fraction of the bytes
-that the policy stores. The overhead falls by one to three times the fraction by which memory grows, so a smaller
-saving cannot reach MIN_GAIN. A solver run takes as long as some steps of a small model."""
+"""Minimum memory that codecs save in addition to the savings at the last solver run, for the solver to run again. The
+minimum is a fraction of the bytes that the policy stores. If memory grows by a fraction, the overhead falls by one to
+three times this fraction, so a smaller saving cannot reach MIN_GAIN. A solver run takes as long as some steps of a
+small model."""
 
 HEADROOM = 0.005
 """Fraction of the budget that policies solved during a run leave free if possible. The number of outlier channels
@@ -43,14 +46,14 @@ ERROR_MARGIN = 0.05
 """Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
 
 NOTHING_FITS = "no policy fits the budget any more"
-"""Part of the reason if no policy fits the budget at the current prices."""
+"""Part of the reason if no policy fits the budget with the current predictions."""
 
 SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanResult:
-    """Result of `replan`: the policy to follow after prices have changed, and the reason."""
+    """Result of `replan`: the policy to follow after predictions have changed, and the reason."""
 
     policy: Policy | None
     """A better policy, or None to keep the current one."""
@@ -62,7 +65,7 @@ class ReplanResult:
 def replan(
     profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, last_solved: Profile
 ) -> ReplanResult:
-    """Choose between `policy` and a newly solved policy, with the current prices of `profile`.
+    """Choose between `policy` and a newly solved policy, with the current predictions of `profile`.
 
     The result is the new policy, or the actions of `policy` with the current outlier channels. `last_solved` is the
     profile for which the solver ran last. If little has changed since then, the solver does not run.
@@ -216,10 +219,11 @@ def find_culprits(
     the error cannot be measured. The function is called at most 2 * len(lossy) + 1 times. Return None if a call returns
     None, or if the error exceeds the bound even with all of `lossy` bypassed.
 
-    First, each activation is compressed alone. Then the activations that are harmless alone are compressed together,
-    one after the other in the order of these errors. If the error exceeds the bound, the latest activation is left
-    uncompressed. So the result has every activation that degrades the gradient alone. Of activations that degrade the
-    gradient only in combination, the result has no more than necessary.
+    First, each activation is compressed alone. After that, the activations that are harmless alone are compressed
+    together: they are added one after the other, in the order of the errors that each activation causes alone. If the
+    error exceeds the bound, the latest activation is left uncompressed. The result therefore contains every activation
+    that degrades the gradient alone. Of activations that degrade the gradient only together, the result contains as few
+    as possible.
     """
     everything = bypassed = frozenset(lossy)
     errors_alone: dict[int, float] = {}

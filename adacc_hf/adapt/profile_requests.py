@@ -32,7 +32,7 @@ class ProfileRequests:
         self.why = ""
         """Reason to restart."""
         self.num_tries = 0
-        """Number of further steps in which a batch for a restart is searched. 0 means that there is no search."""
+        """Number of further steps in which a batch for a restart is searched. 0 if no batch is searched."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
         """Reasons for which a search was begun."""

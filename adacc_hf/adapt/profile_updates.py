@@ -22,7 +22,7 @@ step."""
 
 
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
-    """Return `profile` with new sizes of the codecs that store outliers.
+    """Return `profile` with new payload sizes for the codecs that store outliers.
 
     `counts` has the number of outlier channels that were counted for each activation.
     """
@@ -85,10 +85,7 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
 
 
 def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """Yield the option of the precise codec (INT8), if this codec supports `value`.
-
-    Its times are the times of `option`.
-    """
+    """Yield the option of the precise codec (INT8), with the times of `option`, if this codec supports `value`."""
     import torch
 
     codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
@@ -113,7 +110,7 @@ def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
     """Return `choice` (an action of a policy) with the current codec options of `value` in `kind`.
 
-    Return `choice` itself if its codec is no longer an option.
+    Return `choice` unchanged if the choice's codec is no longer an option.
     """
     options = (option for option in kind.codec_options(value) if option.codec == choice.codec)
     option = next(options, None)

@@ -1,9 +1,8 @@
-"""Replanner: updates the prices of a profile during the run, and solves again (the paper's rectifier, section 3.4).
+"""Replanner: updates a profile's predictions during the run, and solves again (the paper's rectifier, section 3.4).
 
-Prices are the predicted bytes, times and errors in the profile. At a tracking step, the codecs count the outlier
-channels of the activations that they encode, choose the channels to store as outliers, and measure round-trip errors.
-Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training
-continues.
+The predictions of a profile are bytes, times and errors. At a tracking step, the codecs count the outlier channels of
+the activations that they encode, choose the channels to store as outliers, and measure round-trip errors. Other steps
+make no measurements, and do not synchronize with the device. The solver runs on a thread while training continues.
 """
 
 from __future__ import annotations
@@ -80,25 +79,27 @@ class Tracking:
 class Replanner:
     """A policy of a run and its profile, which are adapted to the data while training.
 
-    Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If the result's
-    `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and pass the
-    policy of its result, if there is one, to `handle.replace`. All ranks have to make these calls at the same steps.
+    Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after the tracking step. If the
+    result's `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and
+    pass the policy in the result of `take_over`, unless None, to `handle.replace`. All ranks have to make these calls
+    at the same steps.
     """
 
     def __init__(
         self, profile: Profile, policy: Policy, config: AdaccConfig, memory_budget: str | float | int | None = None
     ) -> None:
         self.profile = profile
-        """Profile with the current prices."""
+        """Profile with the current predictions."""
         self.policy = policy
         self.priced = profile
-        """Profile from which `policy` was made. Its prices may be older than the prices of `profile`."""
+        """Profile from which `policy` was made. The predictions in this profile may be older than the predictions in
+        `profile`."""
         self.searched = profile
         """Profile for which the solver ran last."""
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
         self.switched_off: frozenset[SwitchedOff] = frozenset()
-        """Codecs that new policies must not use, because they degraded gradients."""
+        """Codecs that new policies must not use, because these codecs degraded gradients."""
         self._plans: BlockPlans | None = None
         self._measurements = Measurements()
         self._samples: dict[str, BlockSample] = {}
@@ -140,7 +141,7 @@ class Replanner:
         self.num_tracked += 1
 
     def finish_tracking(self) -> Tracking:
-        """End the tracking step, and update the prices from the measurements of all ranks."""
+        """End the tracking step, and update the profile's predictions from the measurements of all ranks."""
         return self.reprice(self.observed())
 
     def observed(self) -> Observation:
@@ -156,14 +157,14 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """End the tracking step without a result. Has no effect outside tracking steps."""
+        """End the tracking step without a result. Do nothing outside tracking steps."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
         self._plans, self._measurements, self._samples = None, Measurements(), {}
 
     def predicted_peak_bytes(self) -> int:
-        """Return the peak memory of a step under the policy, predicted from the current prices."""
+        """Return the peak memory of a step under the policy, as currently predicted."""
         return current_policy(self.profile, self.policy).predicted_peak_bytes
 
     def is_over_budget(self, peak_bytes: int) -> bool:
@@ -179,14 +180,15 @@ class Replanner:
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
         """Exclude `codecs` from new policies.
 
-        If the config names no codecs, offer the precise codec (INT8) in their place.
+        If the config names no codecs, new policies may use the precise codec (INT8) for the activations that lost a
+        codec.
         """
         self.switched_off |= frozenset(codecs)
         if self.switched_off:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
-        """Set the current prices to the prices of `profile`, and solve. Set and return the new policy.
+        """Replace the current profile by `profile`, and solve. Set and return the new policy.
 
         The first rank solves for all ranks. If no policy fits the budget, the old policy remains, and
         InfeasibleBudgetError is raised.
@@ -198,12 +200,12 @@ class Replanner:
         return self.policy
 
     def adopt(self, policy: Policy) -> None:
-        """Set the policy to `policy`, which was solved for the current prices."""
+        """Set the policy to `policy`, which was solved for the current profile."""
         self.policy = policy
         self.priced = self.searched = self.profile
 
     def start_solving(self) -> None:
-        """Begin to solve for the current prices, on a thread of the first rank."""
+        """Begin to solve for the current profile, on a thread of the first rank."""
         profile, policy, budget = self._allowed_profile(), self.policy, self.memory_budget
         last_solved = self.searched.without_codecs_below(self.config.min_compress_bytes)
         self._solver_profile = self.profile
@@ -235,7 +237,7 @@ class Replanner:
         return self.policy
 
     def _allowed_profile(self) -> Profile:
-        """Return `profile`, which has the current prices, without the codecs that new policies must not use."""
+        """Return the current profile without the codecs that new policies must not use."""
         # An estimated profile has codecs for every value that reaches min_compress_bytes at some batch size.
         allowed = without_codecs(self.profile, self.switched_off)
         return allowed.without_codecs_below(self.config.min_compress_bytes)
@@ -263,10 +265,10 @@ class Replanner:
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison.
-        This is the block that was degraded most recently, else the first block, which needs the least memory. If
-        `every_kind` is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive
-        tracking steps choose the blocks in turn.
+        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison:
+        the block that was degraded most recently, else the first block, which needs the least memory. If `every_kind`
+        is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive tracking steps
+        choose the blocks in turn.
         """
         names = self.lossy_blocks()
         if every_kind:
@@ -339,7 +341,7 @@ class Replanner:
         return frozenset((kind, value, lossy[value]) for value in off_values | values)
 
     def reprice(self, observed: Observation) -> Tracking:
-        """Update the prices from the measurements `observed`, which may come from another batch size."""
+        """Update the profile's predictions from the measurements `observed`, which may come from another batch size."""
         before = self.profile
         observation = observed.for_profile(before)
         repriced = with_outlier_counts(before, observation.num_outliers)

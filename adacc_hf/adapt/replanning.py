@@ -1,6 +1,7 @@
-"""Replanning: runs the solver again during the run for a batch size whose prices have changed, and applies the result.
+"""Replanning: runs the solver again during the run for a batch size whose predictions have changed.
 
-All ranks do this at the same steps. Prices are the predicted bytes, times and errors in a profile.
+The predictions of a profile are bytes, times and errors. All ranks start the solver, and apply the result, at the same
+steps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 class Replanning:
     """Solver runs during the run, for the policies of all batch sizes.
 
-    If prices have changed, the solver runs on a thread while training continues. Training waits for the solver after
-    the first step whose memory was measured, and after a step that ran out of memory.
+    If predictions have changed, the solver runs on a thread while training continues. Training waits for the solver
+    after the first step whose memory was measured, and after a step that ran out of memory.
     """
 
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
@@ -39,7 +40,7 @@ class Replanning:
     def start(self, step: int, size_policy: SizePolicy) -> None:
         """Start the solver for `size_policy` on a thread.
 
-        If the solver is already running, run it again after `take_over`.
+        If the solver is already running, the solver runs again after `take_over`.
 
         Do nothing if the policy is provisional: such a policy is replaced after the first measured step anyway.
         """
@@ -99,7 +100,7 @@ class Replanning:
     def tighten(self, step: int) -> str | None:
         """Solve for a smaller budget and follow the new policy, after a micro-batch of `step` ran out of memory.
 
-        Return None, or the reason why that is impossible.
+        Return None, or the reason why no policy with less memory can be followed.
         """
         size_policy = self._choice.current
         if num_ranks() > 1:

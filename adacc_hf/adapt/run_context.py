@@ -12,8 +12,8 @@ from adacc_hf.adapt.profile_updates import SwitchedOff
 from adacc_hf.artifacts.config import AdaccConfig
 
 RECORDED_STEPS = 2
-"""Number of first steps under a policy in which calls of blocks may be recorded. These steps take longer than later
-steps, and more memory if no profile has recorded the model before."""
+"""Number of first steps under a policy in which calls of blocks may be recorded. A step with recordings takes longer
+than later steps, and more memory if no profile has recorded the model before."""
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class RunContext:
 
     @property
     def memory_budget(self) -> str | float | int:
-        """Budget of new policies: the config's budget, or a smaller one after a step ran out of memory."""
+        """Budget of new policies: the config's budget, or a smaller budget after a step ran out of memory."""
         return self.config.memory_budget if self.tightened is None else self.tightened
 
     @property
     def switched_off(self) -> frozenset[SwitchedOff]:
-        """Codecs that new policies must not use, because they degraded gradients."""
+        """Codecs that new policies must not use, because these codecs degraded gradients."""
         return self.guard.switched_off
 
     def note_memory(self, reason: str) -> None:
@@ -68,8 +68,8 @@ class RunContext:
     def end_measurement(self, in_vain: bool) -> None:
         """Record that the measurement of the current step's memory has ended.
 
-        If the measurement gave no usable result (`in_vain`), schedule another one. There is no usable result if no
-        profile predicts the step's memory, or if another profiler is active. The pause before the next attempt grows:
+        If the measurement gave no usable result (`in_vain`), schedule another one. The result is not usable if no
+        profile predicts the step's memory, or if another profiler was active. The pause before the next attempt grows:
         0, 1, 3, 7, ... steps.
         """
         self.must_measure = in_vain

@@ -60,7 +60,7 @@ class RunProfiler:
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if profiling must wait because a torch profiler is active on some rank, and warn once.
 
-        This is the case only on a CPU, where a memory profile would end that profiler.
+        Only on a CPU must profiling wait, because a memory profile would end the torch profiler.
         """
         if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
@@ -79,9 +79,9 @@ class RunProfiler:
     ) -> Profile | None:
         """Return this rank's profile of the first batch, estimated from small parts of the batch.
 
-        If the model cannot run on parts, log this and measure the whole batch. If the model cannot run on the whole
-        batch outside training either, or leaves blocks out, log why and return None. If one rank runs out of memory,
-        torch.OutOfMemoryError is raised on all ranks.
+        If the model cannot run on parts, log a message and measure the whole batch. If the whole batch cannot be
+        measured outside training either, or leaves blocks out, log the reason and return None. If one rank runs out of
+        memory, torch.OutOfMemoryError is raised on all ranks.
         """
         with self._training_mode(model), interruption(PROFILING, "profiling the first batch"):
             try:
@@ -143,7 +143,10 @@ class RunProfiler:
         return profile_resized(sizes, batch, shapes, model, profile)
 
     def with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
-        """Return an out-of-memory error with the message of `error`, raised while profiling `batch`, and advice."""
+        """Return an out-of-memory error with the message of `error`, extended by advice.
+
+        `error` was raised while profiling `batch`.
+        """
         return type(error)(
             f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which takes the "
             f"activations of one block on top of full recomputation: use a smaller batch or shorter sequences"
@@ -186,7 +189,7 @@ class RunProfiler:
 
     @contextmanager
     def _training_mode(self, model: nn.Module) -> Iterator[None]:
-        """Return a context for profiling, with train mode and the loop's autocast. Errors are raised on all ranks."""
+        """Set train mode and the loop's autocast inside the `with` block, for profiling. Raise errors on all ranks."""
         was_training = model.training
         model.train()
         try:
@@ -215,8 +218,8 @@ class RunProfiler:
         steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted.
         The plan then includes the state only after the memory of a step has been measured.
 
-        After `profile_steps` steps the optimizer usually has all of its state. In fp16 it may have none, because the
-        Trainer skips the updates of steps whose gradients overflow.
+        After `profile_steps` steps the optimizer usually has all of its state. In fp16 the optimizer may have no state
+        yet, because the Trainer skips the updates of steps whose gradients overflow.
         """
         if optimizer is None or self.inner_steps.has_detected:
             return 0

@@ -1,4 +1,4 @@
-"""RunState: state and files of one training run. Phase: base class of the run's phases, which handle its events."""
+"""RunState: state and files of one training run. Phase: base class of the phases, which handle the run's events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training continues, and reports may be incomplete"
 HISTORY_PARTS = 64
-"""The history is saved when at least one in this many of its events is unsaved. Each save writes all events."""
+"""The history is saved again when at least 1 / HISTORY_PARTS of the events are unsaved, because each save writes all
+events."""
 
 
 class Phase:
@@ -46,15 +47,20 @@ class Phase:
         """Begin a training step (one optimizer step)."""
 
     def begin_micro_batch(self, inputs: Any) -> None:
-        """Begin a micro-batch. If `inputs` is not a mapping of its tensors, `begin_forward` gets the tensors later."""
+        """Begin a micro-batch.
+
+        If `inputs` is not a mapping of the micro-batch's tensors, `begin_forward` gets the tensors later.
+        """
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result."""
         return run()
 
     def tighten(self) -> str | None:
-        """Follow a policy with less memory after the step ran out of memory. Return None, or the reason why that is
-        impossible."""
+        """Follow a policy with less memory after the step ran out of memory.
+
+        Return None, or the reason why no policy with less memory can be followed.
+        """
         return "no policy that can change was active"
 
     def advice(self) -> str:
@@ -64,8 +70,8 @@ class Phase:
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Handle the start of a forward on `inputs`. If `compute_loss` is None, the model computes the loss itself.
 
-        If `is_certain` is False, the result of `compute_loss` may turn out to be the model's own loss, scaled. Then a
-        profile does not need `compute_loss` (see `LastBatch`).
+        If `is_certain` is False, the result of `compute_loss` may turn out to be the model's own loss, scaled. In this
+        case, a profile does not need `compute_loss` (see `LastBatch`).
         """
 
     def note_loss(self, result: Any, inputs: Any) -> None:
@@ -75,7 +81,7 @@ class Phase:
         """
 
     def end_micro_batch(self) -> None:
-        """End the micro-batch. Record its predicted overhead and its fallbacks."""
+        """End the micro-batch, and record the micro-batch's predicted overhead and fallbacks."""
 
     def abandon_step(self) -> None:
         """Stop the measurements of a step that an error has ended."""
@@ -90,7 +96,7 @@ class Phase:
         """Handle the end of the optimizer's step."""
 
     def end_step(self, step: int) -> None:
-        """End a step. This may set or replace a policy."""
+        """End a step. A policy may be set or replaced."""
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
         """Return the metrics to add to `logs`, the training loop's metrics at the current step.
@@ -113,7 +119,7 @@ class Phase:
 
 
 class RunState:
-    """State of one training run, shared by the run's phases. Also writes the files that describe the run."""
+    """State of one training run, shared by the run's phases, and writer of the files that describe the run."""
 
     def __init__(
         self, config: AdaccConfig, source: PolicySource | None, model: nn.Module, optimizer: Any, loop: TrainingLoop
@@ -146,8 +152,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. If building the table fails, the result names that
-        error instead of raising it. Otherwise that error would replace the out-of-memory error.
+        Call this while the tensors of the failed step are alive. If building the table fails, the result names the
+        error. Raising the error would hide the out-of-memory error.
         """
         self.phase.show()
         try:
@@ -183,7 +189,7 @@ class RunState:
     def watch_optimizer(self) -> None:
         """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured already.
 
-        Steps before step number `profile_steps` are not measured, because the first one allocates the optimizer's
+        Steps before step number `profile_steps` are not measured, because the first step allocates the optimizer's
         state.
         """
         if not self.profiler.optimizer.has_seen and self.num_steps >= self.config.profile_steps - 1:
@@ -208,7 +214,7 @@ class RunState:
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the history into the run's folder, and also the policy if it `changed`.
+        """Write the history into the run's folder, and also the policy if the policy has `changed`.
 
         A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
         """
@@ -240,7 +246,7 @@ class RunState:
 def check_called(installation: Installation) -> None:
     """Raise RuntimeError if no wrapper of a block was called in the first step.
 
-    Then another package has replaced the forward of the blocks' class.
+    The probable cause is a package that has replaced the forward of the blocks' class.
     """
     uncalled = installation.uncalled()
     if len(uncalled) == len(installation.blocks):

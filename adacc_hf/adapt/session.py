@@ -1,7 +1,7 @@
 """AdaccSession: keeps a user's own training loop within a memory budget.
 
-AdaccCallback uses a session too, and passes the Trainer's events on to it. The run's current phase handles each event
-(phases.py).
+AdaccCallback uses a session too, and passes the Trainer's events to the session. The run's current phase handles each
+event (phases.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, drop_files, 
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
 from adacc_hf.adapt.phases import WarmUpPhase, resume
-from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget
+from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget, refuse_above_host_memory
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
@@ -27,9 +27,9 @@ from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.host_memory import free_host_bytes
 from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ NO_FORWARD = (
 )
 TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 MANY = 2
-"""Number of micro-batches assumed in the first step if there may be several: with 2 or more, gradients accumulate."""
+"""Number of micro-batches assumed in the first step if the step may have several. With 2 or more, gradients
+accumulate."""
 RETRY = (
     "Adacc: out of memory within session.step(batch), which cannot repeat a step. Write forward, backward and the "
     "optimizer's step as a function step(batch), and call session.run(step, batch): if memory runs out, the function "
@@ -96,11 +97,12 @@ class AdaccSession:
         """
         Args:
             model: the module that the loop calls. The module may be wrapped in DistributedDataParallel.
-            optimizer: the optimizer that the loop steps. The budget includes its state, even before the first step, and
-                the temporary memory of its step. None only if the adapter (`loop`) passes the optimizer later.
+            optimizer: the optimizer that the loop steps. The budget includes the optimizer's state, even before the
+                first step, and the temporary memory of the optimizer's step. None only if the adapter (`loop`) passes
+                the optimizer later.
             config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is used
-                instead of the solver, and never changes during the run.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
+                is used instead of the solver, and never changes during the run.
             compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
                 output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
                 about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a mapping.
@@ -110,7 +112,7 @@ class AdaccSession:
 
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
         range, nn.DataParallel, or a device other than CPU and CUDA. The first step raises ValueError if `policy` needs
-        more than `memory_budget`.
+        more than `memory_budget` or `host_memory`.
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._is_own = loop is None
@@ -132,12 +134,14 @@ class AdaccSession:
         """True inside the context of `step`."""
         self._num_unseen = 0
         """Number of the latest consecutive steps in which no optimizer step was observed."""
+        self._untrained_step: str | None = None
+        """If the last step had no forward for training, the probable cause. Else None."""
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy, or None before there is one."""
+        """The current policy, or None before the first policy is set."""
         return self.state.policy
 
     @property
@@ -171,11 +175,11 @@ class AdaccSession:
         return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
-        """Return metrics of the policy and of the steps since the last call. Empty before there is a policy.
+        """Return a dict with metrics of the policy and of the steps since the last call.
 
-        The keys are the same as in AdaccCallback's logs. `logs` are the loop's own metrics: in `loss` and `grad_norm`,
-        the accuracy guard looks for spikes, which codecs may have caused. All ranks must call this method at the same
-        steps.
+        The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
+        loop's own metrics: in `loss` and `grad_norm`, the accuracy guard looks for spikes, which codecs may have
+        caused. All ranks must call this method at the same steps.
         """
         return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
@@ -183,10 +187,11 @@ class AdaccSession:
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one optimizer step: forward, backward and the optimizer's step.
+        """Run one optimizer step in the `with` block: forward, backward and the optimizer's step.
 
-        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has the micro-batches that run
-        `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
+        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has one micro-batch for each
+        `with micro_batch(...)` in the block. A step without a forward in train mode and with gradients on is not
+        counted.
         """
         if self._is_explicit or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
@@ -206,10 +211,10 @@ class AdaccSession:
 
     @contextmanager
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one micro-batch: forward and backward.
+        """Run one micro-batch in the `with` block: forward and backward.
 
-        The optimizer's step belongs in the context of a step's last micro-batch, or right after this context. `batch`
-        is needed only with a `compute_loss`.
+        The optimizer's step belongs in the `with` block of a step's last micro-batch, or right after this block.
+        `batch` is needed only with a `compute_loss`.
         """
         if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
@@ -244,7 +249,7 @@ class AdaccSession:
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
 
-        The folder may be the loop's own checkpoint folder. Before there is a policy, no file is written.
+        The folder may be the loop's own checkpoint folder. If the run has no policy yet, no file is written.
         """
         folder = Path(folder)
         if self.state.loop.is_first_rank:
@@ -255,14 +260,16 @@ class AdaccSession:
     def load(self, folder: str | Path) -> bool:
         """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
 
-        Return False if the folder has no policy, or a policy for another `memory_budget` or number of ranks. The model
-        is then profiled again. Call this method before the first step. Raises AdaccError for a damaged
-        file, and FileNotFoundError if the folder does not exist or a file next to the policy is missing.
+        Return False if the folder has no policy, or a policy for another `memory_budget`, `host_memory` or number of
+        ranks, or if its policies store more in host memory than is allowed and free. The model is then profiled again.
+        Call this method before the first step. Raises AdaccError for a damaged file, and FileNotFoundError if the
+        folder does not exist or a file next to the policy is missing.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config))
+        host_limit = common_host_limit(self.config, self.state.model)
+        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config, host_limit))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None
@@ -307,6 +314,8 @@ class AdaccSession:
         if saved is None and isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_above_budget(policy, self.config.memory_budget)
+            if policy.predicted_host_bytes:
+                refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))
             saved = Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
         if saved is None:
             run.phase = WarmUpPhase(run)
@@ -321,7 +330,7 @@ class AdaccSession:
         self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count them.
+        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count steps.
 
         `optimizer` replaces the session's optimizer, unless None.
         """
@@ -329,6 +338,10 @@ class AdaccSession:
             self.begin()
         if optimizer is not None:
             self.state.optimizer = optimizer
+        if self.state.has_stepped and self._is_own:  # outside the context of the last step
+            with self._detaching():
+                self._refuse_untrained_step()
+        self._untrained_step = None
         self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
         self.hooks.num_forwards = 0
         self.state.first_steps.begin_step(self.state.history)
@@ -345,7 +358,7 @@ class AdaccSession:
         return result
 
     def end_micro_batch(self) -> None:
-        """Tell the current phase of the run that the micro-batch's forward and backward have ended."""
+        """Notify the current phase of the run that the micro-batch's forward and backward have ended."""
         self.hooks.is_on = False
         with self._detaching():
             self.phase.end_micro_batch()
@@ -356,9 +369,9 @@ class AdaccSession:
         self.phase.begin_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """End a step. This may profile the model, solve a policy, or apply a new policy.
+        """End a step. The model may be profiled, a policy solved, or a new policy applied.
 
-        `step` is the number of finished steps, or None if the training loop does not count them. `optimizer` replaces
+        `step` is the number of finished steps, or None if the training loop does not count steps. `optimizer` replaces
         the session's optimizer, unless None.
         """
         if optimizer is not None:
@@ -380,7 +393,9 @@ class AdaccSession:
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
-            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
+            self._untrained_step = why
+            if self.state.has_stepped:
+                self._refuse_untrained_step()
             self.state.warn_once(f"Adacc: {NO_FORWARD}", why)
             return False
         if self._num_micro:
@@ -391,6 +406,15 @@ class AdaccSession:
         if self._num_unseen == UNSEEN_STEPS:
             self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
+
+    def _refuse_untrained_step(self) -> None:
+        """If `on_uncovered` is "error", raise UncoveredBlockError if the last step had no forward for training.
+
+        Call this when the optimizer has stepped: without that, the loop may only have skipped a batch.
+        """
+        why, self._untrained_step = self._untrained_step, None
+        if why is not None:
+            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
 
     def _begin_micro_batch(self, batch: Any) -> None:
         if not self._is_explicit:
@@ -407,13 +431,16 @@ class AdaccSession:
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End the previous step if it is still open, as when the optimizer stepped after the last micro-batch."""
+        """End the previous step if it is still open.
+
+        The step stays open, for example, if the optimizer stepped after the last micro-batch.
+        """
         if self._is_in_step:
             self.end_step()
 
     @contextmanager
     def _detaching(self) -> Iterator[None]:
-        """Return a context that restores the model if an UncoveredBlockError ends the run, and raises it again."""
+        """Restore the model if an UncoveredBlockError is raised inside the `with` block, and raise the error again."""
         try:
             yield
         except UncoveredBlockError:
@@ -422,7 +449,7 @@ class AdaccSession:
 
     @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
-        """Return a context that abandons the current step if an error is raised in it. The error is raised again.
+        """Abandon the current step if an error is raised inside the `with` block. Raise the error again.
 
         If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
         """
@@ -439,11 +466,11 @@ class AdaccSession:
             raise
 
 
-def _loaded(folder: str | Path, config: AdaccConfig) -> Saved | None:
+def _loaded(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
     """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
-    return load_from_checkpoint(folder, config.memory_budget, config.host_limit(free_host_bytes()))
+    return load_from_checkpoint(folder, config.memory_budget, config.host_memory, host_limit_bytes)

@@ -6,8 +6,8 @@ NOTE [States of a size policy]
 | `is_provisional` | the policy has little memory, because no step was measured yet | the first measured step |
 | `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
 | `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
-| `must_solve` | prices changed while the solver ran | the next start of the solver |
-| `is_borrowed` | the policy was not solved for this size, and leaves budget unused | a solver run, once it pays |
+| `must_solve` | predictions changed while the solver ran | the next start of the solver |
+| `is_borrowed` | the policy, not solved for this size, leaves budget unused | a solver run that is worth its time |
 | `is_fresh` | no step has run under the present plans | the end of the first step under these plans |
 """
 
@@ -31,13 +31,13 @@ class SizePolicy:
     """Policy for one batch size during a run, with its replanner, its plans and measurements of its steps."""
 
     shapes: BatchShapes | None
-    """Sizes of the batch that the policy was made for, or None if the sizes are not known."""
+    """Sizes of the batch that the policy was made for, or None if unknown."""
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
     """Step at the end of which the solver's result is applied, or None if the solver does not run."""
     must_solve: bool = False
-    """True if prices changed while the solver ran."""
+    """True if the profile's predictions changed while the solver ran."""
     is_provisional: bool = False
     """True if the policy has little memory, and is to be replaced once the memory of a whole step is measured."""
     must_measure: bool = True
@@ -51,7 +51,7 @@ class SizePolicy:
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
-    """True before the first step under the present plans. This step prepares the plans."""
+    """True before the first step under the present plans, which prepares the plans."""
     predicted_step_ms: float | None = None
     error: float | None = None
     """Largest round-trip error in the last tracking step."""
@@ -78,7 +78,7 @@ class SizePolicy:
     def resume(self, record: SavedSizePolicy) -> None:
         """Restore the state in a checkpoint's `record`.
 
-        If the solver was running when the state was saved, start it again.
+        If the solver was running when the state was saved, start the solver again.
         """
         self.replanner.num_tracked, self.due = record.num_tracked, record.due
         self.is_provisional, self.is_borrowed = record.is_provisional, record.is_borrowed

@@ -23,11 +23,12 @@ class StepMeter:
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
-        """Peak memory of the last measured step, without the optimizer's step. None if there is no measurement."""
+        """Peak memory of the last measured step, without the optimizer's step. None if no step was measured."""
         self.counting_ms = 0.0
         """Overhead of the last measurement in ms: the time to begin and to end the measurement."""
         self.moments: dict[str, int] = {}
-        """Peak memory of each moment of the step (see `StepMarker`). Empty if `count_memory` got no `functions`."""
+        """Peak memory of each moment of the step (see `StepMarker`). The dict is empty if `count_memory` got no
+        `functions`."""
         self._marks: StepMarker | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
@@ -70,7 +71,7 @@ class StepMeter:
             self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def close(self) -> None:
-        """End the measurement of memory without a result. Has no effect if memory is not being measured."""
+        """End the measurement of memory without a result. Do nothing if memory is not being measured."""
         if self._memory is not None:
             with suppress(ProfilerConflictError):  # another profiler was started within the step: no result
                 self._memory.__exit__(None, None, None)
@@ -105,11 +106,11 @@ class StepTimes:
         """Times of the latest normal steps, including steps under earlier plans, which take nearly the same time."""
         self._num_waiting, self._waiting_ms = 0, 0.0
         """Number and total time of the other steps that wait for ENOUGH normal steps. If every step is a tracking step,
-        they wait forever."""
+        these steps wait forever."""
 
     @property
     def median_ms(self) -> float | None:
-        """Median time of normal steps under the current plans. None before the first."""
+        """Median time of normal steps under the current plans. None before the first normal step."""
         return statistics.median(self.ms) if self.ms else None
 
     def start_over(self) -> None:
@@ -124,11 +125,11 @@ class StepTimes:
         return self._extra_ms()
 
     def add_other(self, ms: float) -> float:
-        """Add the time of a step that is not normal, such as a tracking step. Return its extra time in ms.
+        """Add the time of a step that is not normal, such as a tracking step. Return the step's extra time in ms.
 
         The extra time is the time above the median of normal steps. Return 0 if there are too few normal steps so far.
         A later `add_normal` then returns the extra time of this step. The extra time is negative if the step was faster
-        by chance. Over many steps, chance cancels out.
+        by chance. Over many steps, these errors cancel out.
         """
         self._num_waiting += 1
         self._waiting_ms += ms

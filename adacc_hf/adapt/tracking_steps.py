@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class TrackingSteps:
     """Measurements of a tracking step for the policies of all batch sizes that compress with loss.
 
-    `start` is called at the beginning of the step, and `finish` at its end.
+    `start` is called at the beginning of the step, and `finish` at the end of the step.
     """
 
     def __init__(self, choice: PolicyChoice, replanning: Replanning, context: RunContext) -> None:
@@ -59,9 +59,10 @@ class TrackingSteps:
         )
 
     def finish(self, step: int) -> None:
-        """Update the prices from the measurements of the tracking step, and start the solver where prices changed.
+        """Update the predictions from the measurements of the tracking step.
 
-        Measurements at one batch size are also used for the same blocks at all other batch sizes.
+        Start the solver for each size whose predictions changed. Measurements at one batch size are also used for the
+        same blocks at all other batch sizes.
         """
         self.is_on = False
         guard, size_policies = self._context.guard, self._choice.cache.all
@@ -95,7 +96,7 @@ class TrackingSteps:
         return is_degraded
 
     def cancel(self) -> None:
-        """Stop the measurements and drop their results. Has no effect outside tracking steps."""
+        """Stop the measurements and drop their results. Do nothing outside tracking steps."""
         for size_policy in self._choice.cache.all:
             size_policy.replanner.cancel_tracking()
         self.is_on = False

@@ -1,6 +1,7 @@
 """TrainingLoop and SessionAdapter: base classes of the adapters that connect an AdaccSession to other trainers.
 
-TrainingLoop itself is for a user's own loop. Its subclass for the Trainer is in `callbacks/trainer_loop.py`.
+TrainingLoop itself is for a user's own loop. The subclass of TrainingLoop for the Trainer is in
+`callbacks/trainer_loop.py`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class TrainingLoop:
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro
-        """Micro-batches per step. In a user's own loop, this is the number in the previous step, and a guess in the
-        first step."""
+        """Micro-batches per step. In a user's own loop, the number of micro-batches in the previous step, or a guess in
+        the first step."""
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
         self.autocast: tuple[torch.dtype, bool] | None = None
@@ -80,7 +81,10 @@ class TrainingLoop:
         return 0
 
     def num_before_step(self, device: torch.device) -> int:
-        """Return the number of batches on `device` when a step begins. Measurements of the step do not include them."""
+        """Return the number of batches on `device` when a step begins.
+
+        Measurements of the step do not include these batches.
+        """
         return int(device.type == "cpu")
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
@@ -92,22 +96,25 @@ class TrainingLoop:
 
 
 class SessionAdapter:
-    """Base class of the callbacks for other trainers: their settings, and the policy and history of the current run."""
+    """Base class of the callbacks that connect a trainer to an AdaccSession, such as AdaccCallback.
+
+    The class has the callback's settings, and gives access to the policy and the history of the current run.
+    """
 
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._source = policy
         self._session: Any = None
-        """The session of the current run, or of the last one. None only before the first event of a run."""
+        """The session of the current run, or of the last run. None only before the first event of a run."""
 
     @property
     def session(self) -> AdaccSession | None:
-        """The AdaccSession of the current run, or of the last one. None before the first run."""
+        """The AdaccSession of the current run, or of the last run. None before the first run."""
         return self._session
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy, or None before there is one."""
+        """The current policy, or None before the first policy is set."""
         return None if self.session is None else self.session.policy
 
     @property
@@ -125,16 +132,17 @@ class SessionAdapter:
 
     @property
     def first_steps(self) -> list[dict[str, Any]]:
-        """Times of the first steps of the current run, or of the last one (`AdaccSession.first_steps`)."""
+        """Times of the first steps of the current run, or of the last run (`AdaccSession.first_steps`)."""
         return [] if self.session is None else self.session.first_steps
 
     @property
     def _is_solved(self) -> bool:
-        """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another one."""
+        """True if the user passed a Policy or a file, which is used even if a checkpoint has another policy."""
         return isinstance(self._source, (str, Path, Policy))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config!r})"
+        text = f"{type(self).__name__}({self.config.describe_changes()})"
+        return text if self.policy is None else f"<{text}: {self.policy.describe()}>"
 
 
 def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:

@@ -25,12 +25,12 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     """Return the memory and time of one block under torch's checkpoint, which stores only the inputs for backward.
 
     - An input lives until the block's backward ends. A compressed input is encoded at the end of the forward and
-      decoded before the second forward; its payload lives until the block's backward ends too. A payload in host memory
-      is on the device only while it is copied.
+      decoded before the second forward; the payload lives until the block's backward ends too. A payload in host memory
+      is on the device only while the payload is copied.
     - A saved tensor with a reference outside the block (`Value.is_kept`) stays live, and the second forward computes a
       second copy.
     - The second forward stops at the last saved tensor (early stop of `torch.utils.checkpoint`). An operator saves its
-      inputs before it runs. Therefore the matrix product at the end of a block is not computed again.
+      inputs before the operator runs. Therefore the matrix product at the end of a block is not computed again.
     - If a block cannot be replayed, its whole backward was measured under torch's checkpoint.
     """
     plain = plain_plan(kind)

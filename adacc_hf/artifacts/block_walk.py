@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 DECODED_CACHE_UNPACKS = 4
-"""Number of unpacks for which the executor caches a decoded value. If none of these unpacks reads the value, the value
-is freed. The slots of one operator are unpacked one after the other, followed by the slots of its neighbour. A mask
-that replay reads at the start of backward, and autograd at the end, is therefore decoded twice. Otherwise the decoded
-mask would take 32 times its payload during the whole backward."""
+"""Number of unpacks for which the executor caches a decoded value. If none of this number of unpacks reads the value,
+the value is freed. The slots of one operator are unpacked one after the other, followed by the slots of its neighbour.
+A mask that replay reads at the start of backward, and autograd at the end, is therefore decoded twice. Otherwise the
+decoded mask would take 32 times its payload during the whole backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class BlockOutcome:
     blocks store."""
     live_bytes: int
     """Part of `stored_bytes` that adds to the live bytes of the model's forward. Cast parameters in autocast's cache
-    are left out, because they live until the end of the forward anyway."""
+    are left out, because the cache keeps them alive until the end of the forward anyway."""
     host_bytes: int = 0
     """Bytes that the forward stores in host memory for backward."""
 
@@ -71,11 +71,12 @@ class BlockWalk:
 
     - Roots (the tensors and payloads that forward stored) are live from the start. A root is freed when the last slot
       that needs the root is released. A slot that is never released lives until the end of the block's backward.
-    - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated.
-      An output that is also a root, or that no operator reads, is freed immediately.
+    - An operator is replayed at most once, at the first unpack that needs the operator, in order. All outputs of the
+      operator are allocated. An output that is also a root, or that no operator reads, is freed immediately.
     - A payload is decoded just before its use, and decoded again for a much later use.
     - A payload in host memory takes no bytes, except while it is copied: after encoding, and for decoding.
-    - A replayed or decoded value is freed after its last use, and not before autograd has released all its slots.
+    - A replayed or decoded value is freed after its last use, and not before autograd has released all slots of the
+      value.
     - For an autograd Function written in Python, a tensor that a replay reads is copied, because the Function's
       backward may write into the tensor. No copy is made if no other reference remains after the unpack. The copy is
       freed when autograd releases the slot.
@@ -214,8 +215,8 @@ class BlockWalk:
         """Return the live bytes of this block at each moment of its forward.
 
         A payload is live from the moment at which its value is saved. A retained value counts from the moment at which
-        its last non-autograd reference is freed, because before that the profile counts it as live. A generator's state
-        counts from the moment at which its slot is filled.
+        its last non-autograd reference is freed, because until that moment the profile counts the value as live. A
+        generator's state counts from the moment at which its slot is filled.
         """
         stored = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_compressed(value) and not self._is_saved(value)
@@ -240,9 +241,9 @@ class BlockWalk:
     def _generator_state_bytes(self) -> dict[int, int]:
         """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
 
-        Slots are filled in order. The profile records when a value is first saved, which is when its first slot is
-        filled. A further slot of the value is filled later, at a moment that is not recorded. The slot is assumed to be
-        filled together with the previous slot.
+        Slots are filled in order. The profile records when a value is first saved, which is the moment at which its
+        first slot is filled. A further slot of the value is filled later, at a moment that is not recorded. The slot is
+        assumed to be filled together with the previous slot.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
@@ -290,7 +291,10 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return the bytes of decoded values and copies (during, after) each event of the backward."""
+        """Return (bytes during the event, bytes after the event) for each event of the backward.
+
+        The bytes are of decoded values, and of copies for autograd Functions.
+        """
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):

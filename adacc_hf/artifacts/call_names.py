@@ -2,7 +2,7 @@
 
 A model may call a block several times before backward, if layers share their weights or the loss calls the model twice.
 Each call has its own name and its own plan. The first call is named by the block's module path ("path"), and further
-calls are named "path#2" and "path#3".
+calls are named "path#2", "path#3" and so on.
 """
 
 from __future__ import annotations

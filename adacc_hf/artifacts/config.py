@@ -165,8 +165,9 @@ class AdaccConfig:
     """Reaction to blocks that train without a policy for their activations: blocks that can only run plainly or under
     torch's checkpoint, and calls that do not follow the policy. "warn" trains them so, and reports them when training
     ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known: before the first
-    step, or in the micro-batch. Steps that come before the first policy are allowed up to `profile_steps`. If a policy
-    is passed in without its profile, only calls that do not follow the policy are known."""
+    step, or in the micro-batch. Steps that come before the first policy are allowed up to `profile_steps`. Also allowed
+    is a single call that fills a table or differs from its record, because the block's next call is recorded. If a
+    policy is passed in without its profile, only calls that do not follow the policy are known."""
     length_buckets: bool | None = None
     """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
@@ -218,8 +219,12 @@ class AdaccConfig:
         settings = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: value for field, value in settings if value != field.default}
 
+    def describe_changes(self) -> str:
+        """Return the settings that differ from their defaults as keyword arguments, such as "memory_budget=0.5"."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings.items())
+
     def __repr__(self) -> str:
-        return f"AdaccConfig({', '.join(f'{name}={value!r}' for name, value in self.changed_settings.items())})"
+        return f"AdaccConfig({self.describe_changes()})"
 
     @property
     def heads(self) -> tuple[str, ...]:

@@ -30,9 +30,9 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
     `smallest_budget_bytes` is the smallest budget for which the solver found a policy. If the budget was set in bytes,
     this number is the peak bytes of a step. If the budget was set as a fraction, this number is the bytes stored for
-    backward. `bound_bytes` is a lower bound on the budget that any policy needs. The two numbers are equal if no
-    smaller budget is feasible. `least` is the policy for `smallest_budget_bytes`, or None if the error does not come
-    from the solver.
+    backward. `bound_bytes` is a lower bound on the budget that any policy needs. `bound_bytes` equals
+    `smallest_budget_bytes` if no smaller budget is feasible. `least` is the policy for `smallest_budget_bytes`, or None
+    if the error does not come from the solver.
     """
 
     def __init__(
@@ -56,8 +56,10 @@ class NoBlocksError(AdaccError, ValueError):
 
 
 class UncalledBlocksError(AdaccError, ValueError):
-    """Error raised if the profiled batch did not call every block. A policy of all blocks needs a profile of all
-    blocks."""
+    """Error raised if the profiled batch did not call every block.
+
+    A policy for all blocks needs a profile of all blocks.
+    """
 
 
 class UncoveredBlockError(AdaccError, RuntimeError):
@@ -77,8 +79,10 @@ class SavedTensorMismatchError(TapeMismatchError):
 
 
 class ProfilerConflictError(AdaccError, RuntimeError):
-    """Error raised if CPU memory is to be measured while another torch profiler is running. That profiler would lose
-    its trace."""
+    """Error raised if CPU memory is to be measured while another torch profiler is running.
+
+    The other profiler would lose its trace.
+    """
 
 
 class ConcurrentCallError(AdaccError, RuntimeError):
@@ -87,6 +91,10 @@ class ConcurrentCallError(AdaccError, RuntimeError):
 
 class UnrestorableError(AdaccError, RuntimeError):
     """Error raised if a measurement run changed state of the model that cannot be restored."""
+
+
+class UnrecordedCallError(AdaccError, RuntimeError):
+    """Error raised if a block must be recorded to run it once more, and the budget has no room for the recording."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):
@@ -99,8 +107,8 @@ class TilesError(AdaccError, RuntimeError):
 
 
 class NestedHooksError(AdaccError, RuntimeError):
-    """Error raised if another pair of saved-tensor hooks is active around or inside a block. Only the innermost pair
-    would run."""
+    """Error raised if another pair of saved-tensor hooks is active around or inside a block. torch would call only the
+    innermost pair."""
 
 
 class CompiledBlockError(AdaccError, RuntimeError):

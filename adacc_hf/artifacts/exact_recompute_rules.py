@@ -9,12 +9,13 @@ branches are near each other too.
 A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
 sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
 of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
-statistics of the recomputed rows are used, because these match the rows.
+statistics of the recomputed rows are used, because the recomputed statistics match the recomputed rows.
 
 Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element's chance of being dropped
-may depend on its magnitude), and no recorded operator shows the dependence. The outputs count as index values.
+may depend on its magnitude), and no recorded operator shows the dependence. The outputs of such a Function count as
+index values.
 
-Other values with a large error are found by measurement when a block is profiled (`price/codec_gradient_error.py`).
+Other values with a large error are found by a measurement in a block's profile (`price/codec_gradient_error.py`).
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def is_function(name: str) -> bool:
 
 
 def is_index(dtype: str) -> bool:
-    """Return True if a tensor of this dtype may contain indices. Integers of one byte are quantized codes or
-    booleans."""
+    """Return True if a tensor of this dtype may contain indices.
+
+    Integers of one byte do not count, because they are quantized codes or booleans.
+    """
     return dtype.lstrip("u") in ("int16", "int32", "int64")
 
 
@@ -86,7 +89,7 @@ def source_activations(
 def upstream_activations(
     value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return all activations from which `value` is computed, directly or indirectly."""
+    """Return all activations from which `value` is computed directly or indirectly."""
     return frozenset(filter(is_activation, walk_back(reads(value), reads)[1]))
 
 

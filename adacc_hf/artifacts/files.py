@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
-"""Environment variable with the path of the folder of cached prices."""
+"""Environment variable with the path of the folder of cached measurements (times of operators, costs of codecs)."""
 __version__ = "0.2.0"
 """Version of this package, which is also written to files."""
 
@@ -18,7 +18,8 @@ __version__ = "0.2.0"
 def write_json(path: str | Path, record: Any, indent: int | None = 1) -> None:
     """Write `record` to `path` atomically: a reader sees the complete old file or the complete new file.
 
-    Dataclasses are written as dictionaries of their fields. indent=None writes one line, and is ten times as fast.
+    Dataclasses are written as dictionaries of their fields. With `indent=None`, the file has one line, and writing is
+    ten times as fast.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +62,11 @@ def read_json(path: str | Path, error_class: type[Exception], file_type: str) ->
 
 
 class RecordFolder:
-    """Folder of JSON records, one file for each.
+    """Folder of JSON records, one file for each record.
 
-    Files are written atomically. Several processes may therefore use the folder at the same time. The first `put`
-    creates the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the
-    file names.
+    Files are written atomically, so that several processes may use the folder at the same time. The first `put` creates
+    the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the file
+    names.
     """
 
     def __init__(self, folder: Path, record_type: str, version: int, error_class: type[Exception]) -> None:
@@ -115,13 +116,13 @@ SEARCHED_FILE = "adacc_searched_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
 FIRST_STEPS_FILE = "adacc_first_steps.json"
-"""File with the times of a run's first steps. Checkpoints do not have this file."""
+"""File with the times of a run's first steps, which checkpoints do not have."""
 COMPILED_FILE = "adacc_compiled.json"
 """File with the policy of a run with `torch_compile=True`."""
 
 
 def policy_file(path: str | Path, names: tuple[str, ...] = (POLICY_FILE, COMPILED_FILE)) -> Path:
-    """Return `path`, or the policy file in it if `path` is the folder of a run or a checkpoint.
+    """Return `path`, or the policy file in the folder `path` if `path` is the folder of a run or a checkpoint.
 
     Raises FileNotFoundError if the folder has no file of one of the `names`.
     """

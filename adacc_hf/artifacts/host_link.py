@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.kernels._host_names import HOST, on_host
+from adacc_hf.kernels._host_sizes import MOST_TENSORS, most_pool_bytes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption
@@ -20,19 +21,21 @@ class HostLink:
     copy_ms: float
     """Time of a small copy, added to the time of each copy."""
     limit_bytes: int | None = None
-    """Most bytes that a block may store in host memory. None if only the limit of all blocks together applies."""
+    """Maximum number of bytes that a block may store in host memory. None if only the limit of all blocks together
+    applies."""
 
     def moved(self, option: CodecOption) -> CodecOption:
         """Return the codec `option` with its payload in host memory. Times of copies are added to the codec's times.
 
-        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change.
+        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change. The
+        bytes in host memory include the most that the pool adds by rounding, so that a limit holds for the pool.
         """
         is_encoded = option.codec != HOST
         return replace(
             option,
             codec=on_host(option.codec) if is_encoded else HOST,
             nbytes=0,
-            host_bytes=option.nbytes,
+            host_bytes=most_pool_bytes(option.nbytes, MOST_TENSORS if is_encoded else 1),
             staging_bytes=option.nbytes if is_encoded else 0,
             encode_ms=option.encode_ms + self.copy_ms + option.nbytes / self.to_host_bytes_per_ms,
             decode_ms=option.decode_ms + self.copy_ms + option.nbytes / self.to_device_bytes_per_ms,

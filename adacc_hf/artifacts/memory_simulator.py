@@ -1,7 +1,7 @@
 """Simulation of the memory and time of one training step under a policy, moment by moment, in whole bytes.
 
-The simulator checks the solver and shares no code with the solver, which optimises totals. `block_outcome.py` simulates
-a single block.
+The simulator checks the solver's results and shares no code with the solver, which optimises totals. `block_outcome.py`
+simulates a single block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Outcome:
     """Peak of the step in bytes."""
     overhead_ms: float
     """Time of replay, encoding and decoding in all blocks (the paper's equation 4), plus the time of the head minus the
-    time of the plain head. Negative if a faster head saves more than the blocks cost."""
+    time of the plain head. The time is negative if a faster head saves more time than the blocks take."""
     timeline: tuple[tuple[str, int], ...]
     """(label of the running part of the step, live bytes) of each simulated moment, in order."""
     host_bytes: int = 0
@@ -82,7 +82,7 @@ class EarlierBlocks(NamedTuple):
     """Shared tensors that the blocks' replays read."""
 
     def with_block(self, outcome: BlockOutcome) -> EarlierBlocks:
-        """Return the sums with the next block added. `outcome` is the outcome of that block."""
+        """Return the sums with the next block added. `outcome` is the outcome of the next block."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
             self.live_bytes + outcome.live_bytes,
@@ -90,7 +90,8 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes live in (forward, backward) of block `index`, the next block, without that block's bytes."""
+        """Return the bytes live in (forward, backward) of block `index`, the next block, without the block's own
+        bytes."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
@@ -111,7 +112,8 @@ class EarlierBlocks(NamedTuple):
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     """Return the peak of a step in which the i-th block has `outcomes[i]`.
 
-    Equal to `simulate_blocks(profile, outcomes).peak_bytes`, but faster, because no timeline is built.
+    The result equals `simulate_blocks(profile, outcomes).peak_bytes`, and is faster to compute, because no timeline is
+    built.
     """
     peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
     earlier = EarlierBlocks()

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 ACTION_COLORS = {"retain": "#0072B2", "compress": "#E69F00", "recompute": "#D5D9DE"}
-"""Blue, orange and light grey. Colour-blind readers can distinguish them, also by lightness in grey prints."""
+"""Colours of actions: blue, orange and light grey. Colour-blind readers can distinguish these colours, also by
+lightness in grey prints."""
 TEXT_COLORS = {"retain": "#fff", "compress": "#1f2328", "recompute": "#1f2328"}
 """Text colours on `ACTION_COLORS`, readable on light and dark pages."""
 
 CELL = "padding:2px 10px;text-align:{side};border-bottom:1px solid rgba(128,128,128,0.4);white-space:nowrap"
 MAX_ROWS = 60
-"""Maximum number of rows in a table. If a block has more activations, the last row gives the number of those left
-out."""
+"""Maximum number of rows in a table. If a block has more activations, the last row gives the number of activations that
+are left out."""
 
 
 def table_html(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> str:
@@ -100,7 +101,7 @@ def profile_html(profile: Profile) -> str:
         "stored for backward by plain training": format_bytes(profile.plain_stored_bytes),
         "live before a step: parameters, optimizer, batch": format_bytes(profile.static_bytes),
         "available on the device": format_bytes(profile.available_bytes),
-        "forward and backward under full recomputation": f"{profile.step_ms:.2f} ms",
+        "forward and backward under full recomputation, with their memory recorded": f"{profile.step_ms:.2f} ms",
     }
     kinds = [
         [

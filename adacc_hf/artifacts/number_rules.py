@@ -3,7 +3,7 @@ measured batches.
 
 A number that is a sum of few products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`).
 The live bytes at a moment may be a sum of more products than the batches determine, but differ by one or two tensors
-from the live bytes at the previous moment. The rule is then the rule of a nearby number plus an exactly fitted
+from the live bytes at the previous moment. In this case, the rule is the rule of a nearby number plus an exactly fitted
 difference. A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is approximated.
 """
 
@@ -19,12 +19,12 @@ from adacc_hf.artifacts.polynomials import MIN_LEAST_SQUARES_CALLS, Basis, Colum
 MAX_TERMS_OF_SUM = 4
 MAX_TERMS_OF_DIFFERENCE = 2
 MIN_CHECKS = 3
-"""Minimum number of calls that check a fitted difference. A number has many neighbours, and with fewer checks the
-difference from one of them may fit by chance."""
+"""Minimum number of calls that check a fitted difference. A number has many neighbours. With fewer checks, the
+difference from one of the neighbours may fit by chance."""
 NEIGHBOURS = 8
-"""Number of distinct numbers before and after a number from which its difference is fitted."""
+"""Number of neighbours on each side of a number: distinct numbers from which the number's difference is fitted."""
 MIN_LINE_RATIO = 1.25
-"""Minimum ratio of the sizes of two points that define a line for sizes above both."""
+"""Minimum ratio of the sizes of two points that define a line for sizes above both points."""
 
 
 class Rule(Protocol):
@@ -38,8 +38,8 @@ class Rule(Protocol):
 class RuleFit:
     """Fit of rules to numbers measured on a few batches.
 
-    `basis` has the products of sizes of these batches, and `num_elements` their elements. If `uses_lines`, a number
-    that is not a sum of products is interpolated linearly over the elements.
+    `basis` has the products of sizes of these batches, and `num_elements` the batches' numbers of elements. If
+    `uses_lines`, a number that is not a sum of products is interpolated linearly over the elements.
     """
 
     def __init__(self, basis: Basis, num_elements: Sequence[int], uses_lines: bool) -> None:
@@ -52,7 +52,7 @@ class RuleFit:
         """Return the rule of each column. A column has the values of one number in all measured batches.
 
         The columns are in the order of the profile's numbers. Rules are tried from the most to the least certain. After
-        each fitted number, its neighbours are tried as this number plus a difference.
+        a number gets a rule, neighbouring numbers are fitted as this number plus a difference.
         """
         distinct = list(dict.fromkeys(columns))
         rules: dict[Column, Rule] = {}
@@ -80,7 +80,10 @@ class RuleFit:
         return Interpolation(sorted(zip(self._num_elements, column, strict=True)))
 
     def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
-        """Add a rule for each column that differs from a neighbour with a rule by an exactly fitted polynomial."""
+        """Add rules for columns that are the sum of a neighbouring column and an exactly fitted polynomial.
+
+        The neighbouring column must have a rule.
+        """
         if self._max_difference_terms < 1:
             return
         num_rules = -1
@@ -91,7 +94,11 @@ class RuleFit:
                     rules[column] = rule
 
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
-        """Return the rule of a neighbouring column plus a polynomial with as few terms as possible."""
+        """Return a rule for the column at `place`: a neighbour's rule plus a polynomial with as few terms as possible.
+
+        A neighbour is a column near `place`. Return None if no neighbour with a rule leaves an exactly fitted
+        difference.
+        """
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
         for neighbour in _neighbours(columns, place):
@@ -128,8 +135,10 @@ def _sum_of(rule: Rule, difference: Polynomial, measured: int) -> Rule:
 
 
 class Exact:
-    """Rule of a number that is exactly a polynomial of the sizes. Gives the measured number if the result is not an
-    integer."""
+    """Rule of a number that is exactly a polynomial of the sizes.
+
+    If the polynomial's value is not an integer, the result is the measured number.
+    """
 
     def __init__(self, polynomial: Polynomial, measured: int) -> None:
         self.polynomial, self._measured = polynomial, measured
@@ -150,8 +159,10 @@ class Difference:
 
 
 class LeastSquares:
-    """Rule of a number that is approximated by a sum of products of sizes. The largest shortfall of the fit is
-    added."""
+    """Rule that approximates a number by a sum of products of sizes, fitted by least squares.
+
+    The rule adds the largest amount by which the fit is below a measured number.
+    """
 
     def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
         self._terms, self._shortfall = terms, shortfall

@@ -31,8 +31,8 @@ COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
-"""Placeholder for the tape's digest in the plan of an idle block. An idle block is one that the profiled batch ran only
-without gradients. Its plan has no actions. See `adacc_hf/price/idle_blocks.py`."""
+"""Placeholder for the tape's digest in the plan of an idle block. The profiled batch ran an idle block only without
+gradients, and the plan of an idle block has no actions. See `adacc_hf/price/idle_blocks.py`."""
 
 Place = tuple[int | str, ...]
 """Place of a tensor among the arguments of a call: the argument's position or name, then the keys into containers."""
@@ -58,7 +58,7 @@ class Action(str, Enum):
     COMPRESS = "compress"
     """Keep a codec's payload in place of the tensor, and decode the payload in backward."""
     RECOMPUTE = "recompute"
-    """Free the tensor in forward, and replay the operators that compute it when backward needs the tensor."""
+    """Free the tensor in forward. When backward needs the tensor, replay the operators that compute the tensor."""
 
     @classmethod
     def parse(cls, name: str | Action) -> Action:
@@ -108,7 +108,7 @@ class Plan:
     kind: str
     choices: tuple[tuple[int, Choice], ...]
     is_checkpointed: bool = False
-    """True if torch's checkpoint runs the whole block. Then only the block's inputs are retained or compressed."""
+    """True if torch's checkpoint runs the whole block. A checkpointed block retains or compresses only its inputs."""
     places: tuple[tuple[int, Place], ...] = ()
     """(value index, argument place) of each compressed input of a checkpointed block."""
     tiling: Tiling | None = None
@@ -122,7 +122,11 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """True if all activations are retained, and no module runs in tiles. The block then runs unchanged."""
-        return not self.is_checkpointed and self.tiling is None and all(choice.action is Action.RETAIN for _, choice in self.choices)
+        return (
+            not self.is_checkpointed
+            and self.tiling is None
+            and all(choice.action is Action.RETAIN for _, choice in self.choices)
+        )
 
     @property
     def block_action(self) -> BlockAction:
@@ -145,8 +149,8 @@ class Policy:
     plans: tuple[Plan, ...]
     """Distinct plans of this policy."""
     blocks: tuple[tuple[str, int], ...]
-    """(name of the call, index of its plan) of each block call in a step, in forward order. The name is the block's
-    module path. The name of the block's second call is "path#2"."""
+    """(name of the call, index of its plan) of each block call in a step, in forward order. The name of a block's first
+    call is the block's module path, and the name of the second call is "path#2"."""
     predicted_stored_bytes: int
     """Bytes stored by forward for backward, storages counted once, with the model's embedding and head."""
     predicted_peak_bytes: int
@@ -159,7 +163,7 @@ class Policy:
     head: str = "plain"
     """Head, which runs the output layer and the loss: "plain", or "chunked" without whole logits."""
     batch: Shapes = field(default=(), compare=False)
-    """Names and sizes of the tensors of the batch that the predictions are for. Empty if unknown."""
+    """Names and sizes of the tensors of the batch that the predictions are for, or () if unknown."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
     """Facts about the solver run: status, gap, seconds, budget, bytes stored by plain training. JSON scalars only."""
 
@@ -180,7 +184,7 @@ class Policy:
 
     @property
     def idle_blocks(self) -> set[str]:
-        """Names of blocks without actions, because the profiled batch ran them only without gradients."""
+        """Names of blocks without actions, because the profiled batch ran these blocks only without gradients."""
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def block_counts(self) -> Counter[str]:
@@ -203,11 +207,6 @@ class Policy:
     def tilings(self) -> tuple[Tiling | None, ...]:
         """Tiles of each block call's row-wise module, in forward order. None for a block without tiles."""
         return tuple(self.plans[plan].tiling for _, plan in self.blocks)
-
-    @property
-    def num_host_payloads(self) -> int:
-        """Number of activations whose payloads are in host memory, over all block calls."""
-        return sum(map(is_on_host, self._codecs()))
 
     def _num_masks(self) -> int:
         """Return the number of masks that are stored as bits, over all block calls."""
@@ -232,7 +231,7 @@ class Policy:
         """Return the numbers of blocks and actions. Masks stored as bits, which is lossless, are counted separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
-        num_host = self.num_host_payloads
+        num_host = sum(map(is_on_host, self._codecs()))
         notes = {Action.COMPRESS: f" ({num_host} in host memory)"} if num_host else {}
         actions = ", ".join(f"{counts[action.value]} {action.value}{notes.get(action, '')}" for action in Action)
         num_checkpointed = self.block_counts()[BlockAction.CHECKPOINT.value]
@@ -255,7 +254,7 @@ class Policy:
         return f"<Policy: {self.describe()}>"
 
     def _repr_html_(self) -> str:
-        """Return the policy as a small table, which notebooks show."""
+        """Return the policy as a small HTML table, which notebooks show."""
         from adacc_hf.artifacts.notebook_html import policy_html  # imported here, because it imports this module
 
         return policy_html(self)
@@ -300,8 +299,8 @@ class Policy:
     def load(cls, path: str | Path) -> Policy:
         """Read a policy file, or the policy file in the folder of a run or checkpoint.
 
-        Raises FileNotFoundError if there is no such file, and PolicyMismatchError if the file is not a complete policy
-        of this format version.
+        Raises FileNotFoundError if the policy file does not exist, and PolicyMismatchError if the file is not a
+        complete policy of this format version.
         """
         path = policy_file(path, (POLICY_FILE,))
         return cls.from_json(read_json(path, PolicyMismatchError, "policy"), str(path))

@@ -2,7 +2,8 @@
 
 The sizes, strides, offsets and bytes of a block's tensors are sums of products of a few sizes, such as batch size and
 sequence length. A fit tries a constant, then one product of sizes times a factor, then sums of two and of three
-products, all in exact integers. A fit is accepted only if at least one call checks it.
+products, all in exact integers. A fit is accepted only if at least one call that was not used for the fit confirms the
+fit.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
 """Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
 RELATIVE_TOLERANCE = 1e-6
 """Largest float error of a candidate sum of products, relative to the largest number of the column. The rounding error
-of a term is about 1e-16 of the term. Terms of opposite sign may be 1e9 times as large as their sum."""
+of a term is about 1e-16 of the term, and terms of opposite sign may be 1e9 times as large as the sum."""
 MAX_SYMBOLS = 5
-"""Maximum number of independent sizes. With more, the combinations of products are too many to try."""
+"""Maximum number of independent sizes. With more sizes, the combinations of products are too many to try."""
 
 
 class Polynomial:
@@ -117,9 +118,9 @@ class Basis:
         """Fit `column` by least squares with MAX_TERMS products of sizes. Return None if no fit is possible.
 
         Returns ((factor, index of the product), ...) with factors of 0 or more, and the largest amount by which the fit
-        is below a measured number. Used for peaks of models with two sequences per sample. These peaks are the maximum
-        of several sums of different products. A line through two calls would confuse the length of one sequence with
-        the length of the other.
+        is below a measured number. The approximation is for peaks of models with two sequences per sample, which are
+        maxima of several sums of different products. A line through two calls would confuse the length of one sequence
+        with the length of the other.
         """
         if len(self._columns) < MAX_TERMS:
             return None
@@ -138,7 +139,7 @@ class Basis:
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
         """Yield the indices of each choice of `num_terms` products that fits `column` in floating-point arithmetic.
 
-        The caller checks in exact integers that the fit is exact.
+        The caller must check in exact integers that the fit is exact.
         """
         if len(self._columns) < num_terms:
             return
@@ -217,10 +218,10 @@ def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | N
 def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     """Return the indices of the tensor sizes that vary independently between `calls`: the variables of the polynomials.
 
-    Return None if there are more than MAX_SYMBOLS.
+    Return None if more than MAX_SYMBOLS sizes vary independently.
 
     Every other size is constant, or a polynomial of the independent sizes at lower indices. If two sizes are related by
-    chance in `calls`, one of them is missing from the result until a call without the relation is added.
+    chance in `calls`, one of these sizes is missing from the result until a call without the relation is added.
     """
     places: list[int] = []
     basis = Basis([()] * len(calls))

@@ -611,15 +611,15 @@ class Profile:
                 )
             key = (index, number)
             if key not in kinds:
-                kinds[key] = replace(self.kinds[index], tiled=None) if not number else self.kinds[index].in_tiles(number)
+                kinds[key] = (
+                    replace(self.kinds[index], tiled=None) if not number else self.kinds[index].in_tiles(number)
+                )
             chosen.append(key)
         order = list(kinds)
         return replace(
             self,
             kinds=tuple(kinds.values()),
-            blocks=tuple(
-                replace(block, kind=order.index(key)) for block, key in zip(self.blocks, chosen, strict=True)
-            ),
+            blocks=tuple(replace(block, kind=order.index(key)) for block, key in zip(self.blocks, chosen, strict=True)),
         )
 
     @property

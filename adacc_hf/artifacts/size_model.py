@@ -1,8 +1,8 @@
 """A model of how the numbers of a profile (bytes, shapes) depend on the sizes of a batch, fitted to a few batches.
 
-A profile is taken at one size, and its memory at three more (price/batch_subsampling.py). Each number has a rule that
-gives its value at other sizes (`number_rules.py`). The time of an operator scales with the bytes that it reads and
-writes.
+A profile is taken at one size, and memory is measured at three more sizes (price/batch_subsampling.py). Each number has
+a rule that gives its value at other sizes (`number_rules.py`). The time of an operator scales with the bytes that it
+reads and writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_EXACT_SIZE = 16
 def size_dependent_numbers(profile: Profile) -> list[int]:
     """Return all numbers of `profile` that depend on the batch's sizes, in a fixed order.
 
-    The numbers of codecs are left out, because they follow from the shapes.
+    The numbers of codecs are left out, because these numbers follow from the shapes.
     """
     numbers: list[int] = []
 
@@ -137,9 +137,9 @@ class SizeModel:
     def profile_at(self, profile: Profile, shapes: Shapes) -> Profile:
         """Return `profile` as predicted for batches of `shapes`.
 
-        `profile` is the measured profile, or a copy of it with other prices. The profile's head must be the measured
-        one. `shapes` must have a size class. The codecs are not changed: `estimated_profile.resize_profile` selects
-        codecs for the shapes.
+        `profile` is the measured profile, or a copy of the measured profile with other times and codecs. The profile's
+        head must be the measured head. `shapes` must have a size class. The codecs are not changed. To select codecs
+        for the shapes, use `estimated_profile.resize_profile`.
         """
         if shapes == self._shapes:
             return profile
@@ -160,13 +160,13 @@ class SizeModel:
 def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
     """Return the size model of `Profile.measured`, cached because the fit is slow.
 
-    Copies of a profile with other prices share one model.
+    Copies of a profile with other times and codecs share one model.
     """
     return SizeModel(measured)
 
 
 def _round_size(size: int, reference: int) -> int:
-    """Return the upper bound of the size class of `size`. `reference` is the upper bound of one of the classes.
+    """Return the upper bound of the size class of `size`. `reference` is the upper bound of any class.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
     sample, which often runs different operators.
@@ -261,7 +261,7 @@ def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
 
 
 def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile, launch_ms: float) -> Operator:
-    """Return `operator` of the kind `after`, with a time estimated from its time in the kind `before`.
+    """Return `operator` of the kind `after`, with a time estimated from the operator's time in the kind `before`.
 
     The time is proportional to the bytes that the operator reads and writes, but not below the time `launch_ms` of a
     kernel launch.

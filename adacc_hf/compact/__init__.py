@@ -2,7 +2,8 @@
 subspace.
 
 `Trainer(optimizer_cls_and_kwargs=(CompactFactory, {"target_modules": "all-linear", "rank": 0.25}))`. The gradient of a
-weight and its moments have rank r. This takes less memory than a policy with codecs, but training differs from AdamW.
+weight and the gradient's moments have rank r. Training takes less memory than under a policy with codecs, but differs
+from AdamW.
 """
 
 from adacc_hf.compact.optimizer import CompactAdamW, CompactFactory, parse_rank

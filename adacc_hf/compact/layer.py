@@ -1,10 +1,9 @@
 """Linear layers that compute the gradient of their weight in a random subspace of their input (CompAct).
 
-See arXiv 2410.15352, section 3. A layer with weight W [m, n] saves z = x P [tokens, r] instead of its input
-x [tokens, n]. P [n, r] is recomputed from its seed whenever it is needed. The output and the gradient of x equal
-`nn.Linear`'s, bit for bit. The gradient of W is never computed. Instead, the parameter `core` [m, r] gets the
-gradient (dy^T x) P, as if the weight were W + core P^T with core = 0. Gradient accumulation, clipping and DDP work on
-the gradient of `core`.
+See arXiv 2410.15352, section 3. A layer with weight W [m, n] saves z = x P [tokens, r] instead of its input x [tokens,
+n]. P [n, r] is recomputed from a seed whenever a layer needs P. The output and the gradient of x equal `nn.Linear`'s,
+bit for bit. The gradient of W is never computed. Instead, the parameter `core` [m, r] gets the gradient (dy^T x) P, as
+if the weight were W + core P^T with core = 0. Gradient accumulation, clipping and DDP work on the gradient of `core`.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class InputGroup:
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
-        """Drop the cached z when its input `x` is freed. From then on only autograd keeps z alive."""
+        """Drop the cached z when the input `x` of z is freed. Afterwards, only autograd keeps z alive."""
         if self._last_projection is not None and self._last_projection.x is x:
             self._last_projection = None
 
@@ -158,7 +157,7 @@ class CompactLayer(nn.Module):
     `core` [outputs, rank] is an additional parameter, which is zero whenever a forward runs. The gradient of `core` is
     the weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step
     to the weight. `core` is not in the state_dict. `core` has memory before the first step, because DDP broadcasts
-    parameters, and during optimizer steps. At all other times it is an expanded zero, which takes no memory.
+    parameters, and during optimizer steps. At all other times `core` is an expanded zero, which takes no memory.
     """
 
     weight: Tensor
@@ -198,7 +197,7 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def clear_core(self) -> None:
-        """Set `core` to an expanded zero, which frees its memory. A shard of FSDP keeps its memory."""
+        """Set `core` to an expanded zero, which frees the memory of `core`. A shard of FSDP keeps its memory."""
         if _local(self.core) is self.core:
             self.core.data = self.core.new_zeros(()).expand(self.core.shape)
         else:
@@ -230,7 +229,7 @@ CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, 
 
 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
-    """Convert `layer` to a compact layer in place, and return it.
+    """Convert `layer` to a compact layer in place, and return the layer.
 
     The layer trains in subspaces of dimension `rank`, with the projection of `group`. The weight no longer gets a
     gradient.
@@ -251,7 +250,7 @@ def make_plain(layer: CompactLayer) -> None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products with `x`: autocast's if it is enabled, else the dtype of `x`."""
+    """Return the dtype of products with `x`: autocast's dtype if autocast is enabled, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -1,4 +1,4 @@
-"""AdamW that trains compact layers in subspaces (CompAct, algorithms 2 and 3), and its factory for the Trainer."""
+"""AdamW that trains compact layers in subspaces (CompAct, algorithms 2 and 3), and a factory of this optimizer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class CompactAdamW(torch.optim.AdamW):
     The optimizer steps each layer's `core` [m, r], and adds the step to the layer's weight [m, n].
 
     The moments of `core` have 2 m r numbers per layer. Another subspace is drawn every `update_proj_gap` steps, and the
-    moments are kept. Weight decay applies to the weight. The parameter group of the cores has a "scale", and counts its
-    "steps". The step is fused, and so allocates no temporaries, unless `fused=False`, `foreach`, `capturable` or
-    `differentiable` is set.
+    moments are kept for the new subspace. Weight decay applies to the weight. The parameter group of the cores has a
+    "scale", and counts its "steps". The step is fused, and so allocates no temporaries, unless `fused=False`,
+    `foreach`, `capturable` or `differentiable` is set.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CompactAdamW(torch.optim.AdamW):
     def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
         """Yield (parameter group with the core, layer) for each compact layer whose core this optimizer trains.
 
-        A copy of the optimizer that trains other parameters yields nothing.
+        If this optimizer is a copy that trains other parameters, yield nothing.
         """
         by_core = {id(layer.core): layer for layer in self.layers}
         for group in self.param_groups:
@@ -146,8 +146,8 @@ ATTENTION_OUTPUT = re.compile(
     r"(.*\.)?((self_attn|attn|attention|self_attention)\.(o_proj|out_proj|c_proj|dense|out_lin)|"
     r"attention\.output\.dense|(SelfAttention|EncDecAttention)\.o)"
 )
-"""Pattern of the names of attention's output projection in Transformers' models. This layer is not made compact,
-because fused attention always saves the layer's input."""
+"""Pattern of the names of attention's output projection in Transformers' models. The output projection is not made
+compact, because fused attention always saves the projection's input."""
 
 
 class CompactFactory:
@@ -303,7 +303,7 @@ def _rank_of(name: str, layer: Plain, rank: float | int) -> int:
 def _parameter_groups(
     model: nn.Module, layers: list[CompactLayer], scale: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer, as the Trainer would make them, and one more for the cores.
+    """Return the parameter groups that the Trainer would make for the optimizer, and one more group for the cores.
 
     The Trainer's groups are a group of matrices, with weight decay, and a group of biases and norms, without weight
     decay.

@@ -95,7 +95,7 @@ class InstalledPartitioner:
     def count_calls(self, loss: Tensor) -> None:
         """Count how often the forward that computed `loss` called each region, and store the counts in the policy.
 
-        Has no effect unless regions were compiled since the last count.
+        Do nothing if no region was compiled since the last count.
         """
         num_regions = len(self.partitioner.policy.regions)
         if loss.grad_fn is not None and num_regions != self._num_counted:
@@ -103,9 +103,9 @@ class InstalledPartitioner:
             self._num_counted = num_regions
 
     def inspect_code(self) -> None:
-        """Measure the peak memory of newly compiled regions, and record it in the policy. Call this after each step.
+        """Measure the peak memory of newly compiled regions, and record the peak in the policy.
 
-        Has no effect until `count_calls` has counted the calls of these regions.
+        Call this method after each step. Do nothing until `count_calls` has counted the calls of these regions.
         """
         num_regions = len(self.partitioner.policy.regions)
         if num_regions == self._num_counted != self._num_inspected:
@@ -113,7 +113,7 @@ class InstalledPartitioner:
             self._num_inspected = num_regions
 
     def remove(self) -> None:
-        """Uninstall the partitioner. A second call has no effect."""
+        """Uninstall the partitioner. Further calls have no effect."""
         if inductor_config.custom_partitioner_fn is self.partitioner:
             inductor_config.custom_partitioner_fn = None
             functorch_config.enable_autograd_cache = self._cache_was_on

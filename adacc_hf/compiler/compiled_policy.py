@@ -26,8 +26,10 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """Plan of one region of torch.compile: the values that forward stores for backward. All bytes are computed with the
-    sizes of the traced example."""
+    """Plan of one region (compiled graph) of torch.compile: the values that forward stores for backward.
+
+    All numbers of bytes are computed with the sizes of the traced example.
+    """
 
     digest: str
     """Digest of the region's joint graph."""
@@ -35,8 +37,8 @@ class RegionPlan:
     """Number of the compiled function, the same for all sizes that the function is compiled for. If the function is
     split into several graphs, for example by DDP, the graph's number is appended."""
     calls: int | None = None
-    """Number of calls in the forward of one micro-batch: more than 1 if equal blocks are compiled one by one. None if
-    the calls are not counted yet."""
+    """Number of calls of the region in the forward of one micro-batch: more than 1 if equal blocks are compiled one by
+    one. None if the calls are not counted yet."""
     plain_bytes: int = 0
     """Bytes that torch's own partitioner would store for backward, parameters excluded."""
     stored_bytes: int = 0
@@ -49,8 +51,8 @@ class RegionPlan:
     """Maxima of the live bytes in the forward, without its inputs, and in the backward, measured on the compiled code.
     None if not measured yet or if the measurement is impossible."""
     overhead_ms: float = 0.0
-    """Estimated time for replay, storing and codecs, minus the same time under torch's own partition. Can be
-    negative."""
+    """Estimated time for replay, storing and codecs, minus the same time under torch's own partition. The overhead can
+    be negative."""
     stored: tuple[tuple[str, Choice], ...] = ()
     """Choice for each stored value, by the name of the value's node. All other values are recomputed."""
     tensors: tuple[GraphTensor, ...] = ()
@@ -87,8 +89,8 @@ class CompiledPolicy:
     """Plans of all regions that a run with torch.compile has compiled so far, and the budget of these plans."""
 
     share: float | None
-    """Fraction of `plain_bytes` that each region may store. None means that `budget_bytes` applies instead. If
-    `budget_bytes` is None too, each region stores the least possible."""
+    """Fraction of `plain_bytes` that each region may store. None means that `budget_bytes` applies instead. If `share`
+    and `budget_bytes` are None, each region stores the least possible."""
     budget_bytes: int | None = None
     """Bytes that each region may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None
@@ -98,7 +100,8 @@ class CompiledPolicy:
     def allowed_bytes(self, plain_bytes: int) -> int | None:
         """Return the limit for a region of `plain_bytes`, or None if the region must store the least possible.
 
-        A share limits the stored bytes. A budget in bytes limits the stored and the recomputed values.
+        If the policy has a share, the limit is for the stored bytes. If the policy has a budget in bytes, the limit is
+        for the stored and the recomputed values.
         """
         if self.budget_bytes is not None or self.share is None:
             return self.budget_bytes
@@ -131,14 +134,17 @@ class CompiledPolicy:
 
     @property
     def backward_bytes(self) -> int:
-        """Same maximum as `peak_bytes`, but with temporaries and the region's own gradients."""
+        """Maximum of the live bytes during the backward of any region, temporaries and gradients included.
+
+        The values that earlier regions store are included too.
+        """
         return self._most([plan.backward_bytes for plan in self.call_plans])
 
     @property
     def code_bytes(self) -> int | None:
         """Maximum of the live bytes that a step adds, measured on the compiled code.
 
-        None if any region is not measured.
+        None if any region is not measured yet.
         """
         plans = self.call_plans
         region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]

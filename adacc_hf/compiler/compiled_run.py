@@ -1,8 +1,8 @@
 """Memory control of a Trainer run with torch_compile=True.
 
 A partitioner decides which values each compiled graph stores for backward. A graph may store a fraction, called the
-share, of the bytes that it would store under plain torch.compile. If the memory budget is in bytes, the share is set
-from the measured peaks of the first steps.
+share, of the bytes that the graph would store under plain torch.compile. If the memory budget is in bytes, the share is
+set from the measured peaks of the first steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +30,13 @@ from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks
 from adacc_hf.torch_glue.memory import available_bytes
 from adacc_hf.torch_glue.private import tree_leaves
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4
-"""Maximum number of times that all regions are compiled again for a better share. Each time costs as much as the first
-compilation."""
+"""Maximum number of times that all regions are compiled again for a better share. Each compilation takes as long as the
+first compilation."""
 SLACK = 0.03
 """Fraction of the budget that may stay unused before the regions are compiled again for a larger share."""
 MARGIN = 0.01
@@ -50,10 +49,11 @@ RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps
 class CompiledRun:
     """Controller that keeps a run's compiled graphs within a budget.
 
-    A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. Each region
-    counts as often as a micro-batch calls it. If one region cannot stay within its share, the other regions store less.
-    If the budget is in bytes, the first steps run with graphs that store the least possible. The budget that these
-    steps leave unused is then given to the regions, which are compiled and measured again.
+    A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. A region's
+    bytes count once for each call of the region in a micro-batch. If one region cannot stay within its share, the other
+    regions store less. If the budget is in bytes, the first steps run with graphs that store the least possible. The
+    part of the budget that these steps leave unused is then given to the regions, which are compiled and measured
+    again.
 
     All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
     Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different
@@ -76,20 +76,20 @@ class CompiledRun:
         self._num_steps = self._num_noted = self._num_rounds = 0
         self._is_reached = False
         self._is_called = True
-        """True if the last forward called a compiled graph, as far as known."""
+        """True if the last forward called a compiled graph, or if unknown."""
         self.fell_back = False
         """True if a forward of the last step called no compiled graph."""
         self._is_warned = False
         """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Input elements of the largest micro-batch: in this step, and in all measured steps."""
+        """Numbers of input elements of the largest micro-batch: in this step, and in all measured steps."""
         self._least_peak_bytes: int | None = None
         """Estimated peak of the regions if they store the least possible. None before the first measured step."""
         self._next_change: _ShareChange | None = None
         """Change to make at the start of the next step."""
         self._meter = StepMeter()
-        self._report = ExitStack()
-        """Context that reports a slow step while the model is compiled."""
+        self._report: SlowReport | None = None
+        """Report of a slow step while the model is compiled, or None."""
         self.peak_bytes: int | None = None
         """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
@@ -118,15 +118,16 @@ class CompiledRun:
 
     @property
     def is_compiling(self) -> bool:
-        """True in a step in which torch.compile compiles graphs: the first one, and the first one with a new share."""
+        """True in a step in which torch.compile compiles graphs: the first step, and the first step with a new
+        share."""
         return self._num_steps == 0
 
     def begin_step(self, model: Any, optimizer: Any) -> None:
         if self._next_change is not None:
             self._compile_again(self._next_change)
-        self._report.close()
+        self._end_report()
         if self.is_compiling:
-            self._report.enter_context(reported_if_slow("a step that compiles the model"))
+            self._report = SlowReport("a step that compiles the model")
         self._meter.begin()
         self._num_elements, self.fell_back = 0, False
         # A step that compiles is not representative, and the first step allocates the optimizer's state.
@@ -148,7 +149,7 @@ class CompiledRun:
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
-        self._report.close()
+        self._end_report()
         self._check_reached()
         self._num_steps += 1
         self._meter.end_backward()
@@ -182,10 +183,16 @@ class CompiledRun:
 
     def remove(self) -> None:
         """Remove the partitioner from torch and drop all compiled code. A second call has no effect."""
-        self._report.close()
+        self._end_report(has_failed=True)  # the run ends within the step
         self._meter.close()
         self._installed.remove()
         self._undo_checkpointing()
+
+    def _end_report(self, has_failed: bool = False) -> None:
+        """End the report of the current step, if any."""
+        if self._report is not None:
+            self._report.end(has_failed)
+            self._report = None
 
     def _check_reached(self) -> None:
         self._is_reached = self._is_reached or bool(self.policy.regions)
@@ -212,7 +219,9 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """If the regions together store more than the fraction `budget`, lower the share for the next step.
+        """Lower the share for the next step if the regions together store more than the budget.
+
+        `budget` is a fraction of the bytes that all regions store under plain torch.compile.
 
         Raises InfeasibleBudgetError if the regions store the least possible already.
         """
@@ -331,9 +340,8 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
     """Return a lower share, at which all regions together store `budget`, a fraction of torch.compile's stored bytes.
 
-    Regions that cannot stay within the current share continue to store as many bytes as now, so the new share is
-    computed for the other regions. Return None if no share is low enough, or if the regions store the least possible
-    already.
+    Regions that cannot stay within the current share continue to store the same bytes, so the new share is computed for
+    the other regions. Return None if no share is low enough, or if the regions store the least possible already.
     """
     if policy.share is None:
         return None
@@ -344,7 +352,7 @@ def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
 
 
 def _without_checkpointing(model: Any) -> Callable[[], None]:
-    """Switch off gradient checkpointing in `model`. Return a function that switches it on again.
+    """Switch off gradient checkpointing in `model`. Return a function that switches checkpointing on again.
 
     Torch's partitioner must partition a checkpointed graph, so Adacc would have nothing to decide.
     """

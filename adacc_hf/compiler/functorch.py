@@ -1,6 +1,6 @@
 """Interface to torch's compiler.
 
-Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.15).
+Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.14.1).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _copy_written_inputs(graph: fx.Graph) -> None:
     """Insert a copy of each input that forward overwrites at its end, and let all readers use the copy.
 
     In backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
-    partitioner does not take this into account, and reads the new value.
+    partitioner would recompute from the new value.
     """
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]
@@ -261,7 +261,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def maker_of(node: fx.Node) -> fx.Node:
-    """Return the node whose operator computes `node`. For a getitem this is the node that returns the tuple."""
+    """Return the node whose operator computes `node`. For a getitem, return the node that returns the tuple."""
     return node.all_input_nodes[0] if is_getitem(node) else node
 
 

@@ -32,7 +32,7 @@ def graph_codec_options(
 
     Values in `degraded` get lossless codecs only. Casts of parameters get no codec (rule R4). Tensors with
     data-dependent sizes get no codec, because a codec's groups are laid out before these sizes are known. If the
-    settings name no codecs, values in `fine` get only the precise codec (INT8). On a GPU, all other values may then use
+    settings name no codecs, values in `fine` get only the precise codec (INT8), and on a GPU all other values may use
     INT8 in addition to coarser codecs.
     """
     node = joint.nodes[value]

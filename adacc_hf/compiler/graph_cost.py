@@ -46,7 +46,7 @@ NUM_STEPS = 10_000
 """Assumed number of steps of a training run, over which the compile time is spread."""
 REDUCTION_RATIO = 4
 """Minimum number of input elements per result element for an operator to count as a reduction. Operators in gated
-layers have smaller ratios."""
+layers have smaller ratios, and must not count as reductions."""
 
 
 def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozenset[fx.Node]) -> tuple[float, float]:
@@ -111,7 +111,10 @@ def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 
 def _is_normalized(node: fx.Node) -> bool:
-    """Return True if the value is computed elementwise from a reduction over rows, as the result of a norm is."""
+    """Return True if the value is computed elementwise from a reduction over its rows.
+
+    An example is the output of a normalization layer.
+    """
     pending, visited = [node], {node}
     while pending:
         current = pending.pop()
@@ -148,7 +151,7 @@ def _num_elements(node: fx.Node) -> int | None:
 
 LARGE_BYTES = 64 * 2**20
 """Size of the tensor that is copied to measure bandwidth. The size exceeds the caches, because a stored value has left
-the caches when backward reads it."""
+the caches when backward reads the value."""
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """Number of elements of the tensor on which functions are timed, by device type. The tensor fills the device but stays
 in the cache, so the time is the time of the arithmetic, not of memory traffic."""
@@ -167,8 +170,8 @@ FUNCTIONS = (
 """Elementwise functions whose arithmetic takes longer than reading their input on a CPU."""
 
 CPU_BOOL_MS = 5e-6
-"""Time per element to write a boolean mask. On a CPU, Inductor writes masks element by element: 2**20 elements take
-5 ms longer than packing them to bits."""
+"""Time per element to write a boolean mask. On a CPU, Inductor writes masks element by element: writing 2**20 elements
+takes 5 ms longer than packing the elements to bits."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,8 @@ def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
 def keep_ms(node: fx.Node) -> float:
     """Return the milliseconds to store a value: a write in forward and a read in backward.
 
-    If a product computes or reads the value, the value is in memory anyway and the write is free.
+    If a matrix product computes or reads the value, the value is in memory anyway, and the write takes no additional
+    time.
     """
     nbytes, device = nbytes_of(node), node.meta["val"].device
     is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_materialized(node)

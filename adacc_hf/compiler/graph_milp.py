@@ -110,8 +110,8 @@ class _GraphProgram:
     def _constrain_precise(self) -> None:
         """Add the constraints [Precise]: a precise value is never recomputed from a value stored by a coarse codec.
 
-        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error. Then v is stored by a coarse
-        codec, or is recomputed from a value with such an error.
+        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error, because v is stored by a
+        coarse codec or is recomputed from a value with such an error.
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
@@ -176,7 +176,7 @@ class _GraphProgram:
 
 
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
-    """Return the fastest choice that stores at most `cap_bytes`, or None if no choice does.
+    """Return the fastest choice that stores at most `cap_bytes`, or None if no choice stores so little.
 
     With `limits_peak`, `cap_bytes` is also the limit for the values stored up to each segment plus the segment's
     recomputed values.
@@ -187,7 +187,7 @@ def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak
 
 
 def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
-    """Return the fastest of the choices with the least stored bytes or, with `limits_peak`, with the least peak.
+    """Return the fastest choice with the least stored bytes or, with `limits_peak`, with the least peak.
 
     The program is solved twice, for the least bytes and then for the least time. The second solve removes useless
     replays, which take time and need temporaries that the program does not count.
@@ -304,7 +304,7 @@ def _producer_positions(kind: KindProfile) -> list[int]:
 def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[list[int]]:
     """Return, for each operator, the values that are live after the operator and read later in forward.
 
-    Values of role "parameter" are left out, because these can be recomputed from parameters anywhere.
+    Values of role "parameter" are left out, because parameters are available everywhere to recompute these values.
     """
     last_read = list(producer_positions)
     for operator in kind.operators:
@@ -332,10 +332,10 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
 def _cheapest(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """Return the boundaries with the least bytes, such that no segment exceeds `limit`. Return None if impossible.
+    """Return the boundaries with the least bytes, such that no segment exceeds `limit`.
 
-    `positions` are the possible boundaries, `live_bytes` the bytes stored at each of them, and `cumulative` the bytes
-    of all operators before each position.
+    Return None if no boundaries satisfy `limit`. `positions` are the possible boundaries, `live_bytes` the bytes stored
+    at each of them, and `cumulative` the bytes of all operators before each position.
     """
     last = len(cumulative) - 1
     # Dynamic program: least cost of a chain of boundaries ending at each position, and the chain's previous boundary.

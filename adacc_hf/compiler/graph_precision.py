@@ -1,13 +1,13 @@
 """Values of a compiled graph that need more precision, found from the graph's operators before any data is seen.
 
-Some values must be stored without loss (`precision_sensitive_nodes`). Some values may be compressed with loss, but only
-by the precise codec (INT8). Some values must not be recomputed from a value that a coarser codec, such as INT4, stores
-(`precision_needs`).
+Some values must be stored without loss (`precision_sensitive_nodes`). Other values may be compressed with loss, but
+only by the precise codec (INT8). Further values must not be recomputed from a value that a coarser codec, such as INT4,
+stores (`precision_needs`).
 
-A mask's infinities, or large numbers in place of infinities, take up the whole scale of a codec's group. Sums with a
-mask are just as large. Sums and norms have few elements, each of which affects a whole row. An additive error in the
-input of an exponential (logits, log-probabilities, scores) becomes a factor in its result. A small divisor that decodes
-to 0 gives infinities.
+A mask's infinities, or large numbers in place of infinities, take up the whole scale of a codec's group. Values to
+which a mask was added are just as large. Sums and norms have few elements, each of which affects a whole row. An
+additive error in the input of an exponential (logits, log-probabilities, scores) becomes a factor in its result. A
+small divisor that decodes to 0 gives infinities.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adacc_hf.price.precision_sensitive import EXPONENTS, ZERO_TO_ZERO, attentio
 
 HUGE = 1e4
 """Magnitude from which a number counts as part of a mask instead of an activation. Masks contain -10000, the least
-number of their dtype, or -inf."""
+number of the mask's dtype, or -inf."""
 
 BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
 """Operators whose results have ordinary magnitude even if the input contains a mask's large numbers."""
@@ -60,7 +60,7 @@ def exponents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes`, and all nodes on which they depend through elementwise operators only.
+    """Return `nodes`, and all nodes from which elementwise operators alone compute any of `nodes`.
 
     The search stops at products and sums, which average errors out, and at bounded functions, which keep errors small.
     """
@@ -167,8 +167,8 @@ class PrecisionNeeds:
 def precision_needs(joint: JointGraph) -> PrecisionNeeds:
     """Return the indices of the values that need the precise codec (INT8).
 
-    These are the inputs and the result of fused attention, the inputs of exponentials and other operators that amplify
-    errors, and the values that are compared with a constant such as zero.
+    The result contains the inputs and the result of fused attention, the inputs of exponentials and other operators
+    that amplify errors, and the values that are compared with a constant such as zero.
     """
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     factors = _sources_read_by(_is_factor_of, graph)

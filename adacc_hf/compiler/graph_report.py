@@ -13,6 +13,7 @@ from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, 
 from adacc_hf.reports.plots import FONT, draw_action_legend, matplotlib_module, new_figure, to_png, unit_of
 from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
 from adacc_hf.reports.step_times import first_steps_parts
+from adacc_hf.reports.text_table import table_lines
 from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def write_compiled_report(
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    The arguments are those of `compiled_report`. Before anything is written, raises NotADirectoryError if `folder` is a
-    file, and ImportError without matplotlib.
+    The arguments are the same as for `compiled_report`. Before anything is written, raises NotADirectoryError if
+    `folder` is a file, and ImportError without matplotlib.
     """
     return compiled_report(policy=policy, history=history, first_steps=first_steps).save(folder)
 
@@ -110,7 +111,7 @@ def _map(policy: CompiledPolicy) -> list[Part]:
 
 
 def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
-    """Return, for each block or other module and each region, the bytes of its tensors by action, in forward order.
+    """Return the bytes of the tensors by action, for each block or other module and each region, in forward order.
 
     Tensors without a module, such as inputs, share one entry per region.
     """
@@ -167,14 +168,16 @@ def _title(plan: RegionPlan) -> str:
 HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 
-def explain_compiled(policy: CompiledPolicy) -> str:
-    """Return the policy as text: a line for the whole policy, a line for each region, and a line for each tensor."""
+def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
+    """Return the policy as text: a line for the whole policy, a line for each region, and a line for each tensor.
+
+    Tables are fitted to `columns` characters per line. If `columns` is None, each tensor has one line.
+    """
     lines = [describe_compiled(policy)]
     for plan in policy.regions:
         rows = tensor_rows(plan)
         lines += ["", f"{plan.summary()}{describe_calls(plan)}"]
-        widths = [max(len(row[column]) for row in [HEADERS, *rows]) for column in range(len(HEADERS))]
-        lines += [_aligned(row, widths) for row in ([HEADERS, *rows] if rows else [])]
+        lines += table_lines([HEADERS, *rows], columns=columns) if rows else []
     return "\n".join(lines)
 
 
@@ -195,7 +198,10 @@ def describe_allowed(policy: CompiledPolicy) -> str:
 
 
 def describe_calls(plan: RegionPlan) -> str:
-    """Return the region's number of calls as a suffix. Return "" for one call or if the calls were not counted."""
+    """Return the region's number of calls as a suffix of a line.
+
+    Return "" for one call, and if the calls were not counted.
+    """
     if plan.calls in (None, 1):
         return ""
     return "; no longer called" if plan.calls == 0 else f"; called {plan.calls} times"
@@ -216,7 +222,3 @@ def _cells(tensor: GraphTensor) -> tuple[str, ...]:
         tensor.codec or "",
         format_bytes(tensor.stored_bytes) if tensor.stored_bytes else "-",
     )
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -1,7 +1,8 @@
 """Values and operators of a compiled region's joint forward and backward graph, in the profile's format for a block.
 
 A *value* is the result of one forward node. Views are replaced by the value whose storage they share, because
-recomputing a view costs nothing. Parameters and the batch are not values, because backward has them anyway.
+recomputing a view takes no time. Parameters and the batch are not values, because backward has parameters and the batch
+anyway.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _is_value(node: fx.Node) -> bool:
 def _parameter_values(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
     """Return the values computed only from parameters, buffers and constants: casts of weights, position indices.
 
-    Random values have no inputs either, but are not included.
+    Random values, which have no inputs either, are not included.
     """
     values: set[fx.Node] = set()
     for node in nodes:
@@ -207,7 +208,7 @@ def _operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Operator
 def _is_replayable(node: fx.Node) -> bool:
     """Return True if replaying a node gives the same result.
 
-    The node must be an operator of torch itself, draw no random numbers and mutate nothing. An operator with
+    The node must be an operator of torch itself, draw no random numbers and write nothing in place. An operator with
     data-dependent sizes would create new size symbols.
     """
     target = node.target

@@ -59,9 +59,9 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
     A region that fits the budget is partitioned by torch. If a region cannot stay within a budget in bytes,
     InfeasibleBudgetError is raised. If a region cannot stay within a fraction, the region stores the least possible,
-    and a warning is logged. This is common for the region of the loss. A region with a plan in `initial_policy` follows
-    that plan. `policy` has one `RegionPlan` per region partitioned in this process. Regions from a compile cache are
-    not partitioned again.
+    and a warning is logged. The region of the loss, for example, often cannot stay within a fraction. A region with a
+    plan in `initial_policy` follows that plan. `policy` has one `RegionPlan` per region partitioned in this process.
+    Regions from a compile cache are not partitioned again.
     """
 
     def __init__(
@@ -76,9 +76,10 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
         `overrides` replace fields of `config`.
 
-        `initial_policy` has plans of known regions. Its budget applies to all other regions, instead of the budget in
-        `config`. `store` has the plans of earlier runs and receives new plans. `example_sizes` are the dynamic sizes in
-        the traced example of the partitioner's only region. Pass these sizes if torch caches partitioned graphs.
+        `initial_policy` has plans of known regions. The budget of `initial_policy` applies to all other regions,
+        instead of the budget in `config`. `store` has the plans of earlier runs and receives new plans. `example_sizes`
+        are the dynamic sizes in the traced example of the partitioner's only region. Pass these sizes if torch caches
+        partitioned graphs.
         """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
         self._initial_policy = _empty_policy(self.config) if initial_policy is None else initial_policy
@@ -127,9 +128,9 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 
     def inspect_code(self) -> None:
-        """Measure the peak memory of each region's compiled code, and record it in the region's plan.
+        """Measure the peak memory of each region's compiled code, and record the peak in the region's plan.
 
-        Call this after `count_calls` and backward.
+        Call this method after `count_calls` and backward.
         """
         self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
 
@@ -182,7 +183,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     def uuid(self) -> str:
         """Return the partitioner's key in compile caches: source code, settings, initial policy and example sizes.
 
-        A cache of partitioned graphs returns a graph for all sizes that the graph's guards allow. The graph stays
+        A cache of partitioned graphs returns one graph for all sizes that the graph's guards allow. The graph stays
         within the budget only at the sizes of its traced example, so these sizes are part of the key.
         """
         settings = [self.config, self._initial_policy, self._example_sizes]
@@ -313,7 +314,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
 @dataclass
 class _Graph:
-    """Number, inputs and compiled code of a region's graph, for counting calls and measuring memory."""
+    """Number, inputs and compiled code of a region's graph, needed to count calls and to measure memory."""
 
     number: int | None
     """Number that AOTAutograd gave to the graph, or None if there is no number."""
@@ -323,7 +324,7 @@ class _Graph:
     """Inputs of the backward graph."""
     function: weakref.ref[type] | None = None
     """Autograd function of the graph, which holds the compiled code. None before the first counted call. The reference
-    is weak, because torch may free the function at any time."""
+    is weak, so that torch can free the function at any time."""
 
     def code_bytes(self) -> tuple[int, int] | None:
         """Return the maxima of the live bytes in the compiled forward and in the compiled backward.

@@ -1,4 +1,4 @@
-"""Context function for torch's selective checkpointing that follows a policy of this package, without its executor.
+"""Context function for torch's selective checkpointing that follows a policy, without this package's executor.
 
 contexts = selective_contexts(profile, policy)
 model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})

@@ -1,1 +1,1 @@
-"""Predictions of memory and time before a run: fake models whose forward and backward run without the device."""
+"""Predictions of memory and time before a run, by fake models whose forward and backward need no device."""

@@ -76,7 +76,10 @@ def lora_model(
 
 
 def _from_meta(model: nn.Module) -> None:
-    """Replace every parameter and buffer on meta by a new tensor on the default device. Shared tensors stay shared."""
+    """Replace every parameter and buffer on device "meta" by a new tensor on the default device.
+
+    Shared tensors stay shared.
+    """
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

@@ -43,7 +43,7 @@ _NOT_PLANNED = {
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
     "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
-"""Options of `adacc plan` that are refused, each with the reason and what to do instead."""
+"""Options of `adacc plan` that are refused, each with the reason and the remedy."""
 
 
 def add_parser(commands: Any) -> None:
@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
         "--host-bandwidth",
         metavar="SIZE",
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
-        "percent of the device's PCIe generation)",
+        "percent of the device's PCIe generation; not with --profile, which has measured rates)",
     )
     shared = parser.add_mutually_exclusive_group()
     shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
@@ -135,7 +135,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Compute the prediction that `arguments` describe, and return text or JSON. Progress is printed on stderr."""
     options = _check(arguments)
-    with _progress_on_stderr():
+    with _progress_on_stderr(), _torchao_imported_silently():
         log.info("loading torch and Transformers")
         from adacc_hf.estimate.plan_report import to_json, to_text
         from adacc_hf.estimate.planning import plan
@@ -146,9 +146,31 @@ def run(arguments: argparse.Namespace) -> str:
     return json.dumps(to_json(training_plan), indent=1) if arguments.json else to_text(training_plan)
 
 
+_OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
+"""Beginning of the messages about its own code that an import of torchao logs, by logger. Transformers imports torchao
+if it is installed. The messages do not concern a plan, which runs nothing of torchao."""
+
+
+@contextmanager
+def _torchao_imported_silently() -> Iterator[None]:
+    """Drop the messages in `_OF_TORCHAO` while the context is open. All other messages are logged."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_OF_TORCHAO[record.name])
+
+    loggers = [logging.getLogger(name) for name in _OF_TORCHAO]
+    for logger in loggers:
+        logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_kept)
+
+
 @contextmanager
 def _progress_on_stderr() -> Iterator[None]:
-    """Print the planner's log on stderr, with the seconds since the start, while the context is open."""
+    """Print the planner's log on stderr, with the seconds since the start, inside the `with` block."""
     start = time.monotonic()
 
     class Handler(logging.Handler):
@@ -180,8 +202,10 @@ class _Options:
 
 
 def _check(arguments: argparse.Namespace) -> _Options:
-    """Check all options, and convert the options that `_Options` contains. Raises ValueError for the first invalid
-    option."""
+    """Check all options, and convert the options that are fields of `_Options`.
+
+    Raises ValueError for the first invalid option.
+    """
     for option, reason in _NOT_PLANNED.items():
         if getattr(arguments, _dest(option)) is not None:
             raise ValueError(f"{option}: {reason}")
@@ -205,6 +229,11 @@ def _check(arguments: argparse.Namespace) -> _Options:
     if options.host_bandwidth_bytes is not None and options.host_bytes is None:
         raise ValueError(
             f"--host-bandwidth={arguments.host_bandwidth} needs --host-memory: pass both options, or neither"
+        )
+    if options.host_bandwidth_bytes is not None and arguments.profile is not None:
+        raise ValueError(
+            f"--host-bandwidth={arguments.host_bandwidth} has no effect with --profile, which has measured the rates "
+            f"of copies: leave out one of the two"
         )
     if options.host_bytes is not None and arguments.device == "cpu":
         raise ValueError(f"--host-memory={arguments.host_memory}: a CPU has no other memory; choose a GPU as --device")

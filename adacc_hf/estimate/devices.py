@@ -23,9 +23,9 @@ class Device:
     source: str
     """Document that publishes the device's memory and rates."""
     memory_bytes: int
-    """Memory by the data sheet, with 1 GB = 10^9 bytes. Drivers mostly report a few percent more."""
+    """Memory by the data sheet, with 1 GB = 10^9 bytes. Most drivers report a few percent more memory."""
     bandwidth_bytes: float
-    """Bytes per second between the device and its memory."""
+    """Bytes per second between the device's processor and the device's memory."""
     flops: dict[str, float]
     """Dense operations per second of matrix products, by dtype. Training in other dtypes is not supported."""
     launch_ms: float

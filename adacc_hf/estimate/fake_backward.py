@@ -1,6 +1,6 @@
 """Backward pass over fake tensors.
 
-Torch's autograd engine needs the streams of the tensors' device, so the engine cannot run if that device is missing.
+Torch's autograd engine needs the streams of the tensors' device, so the engine cannot run if the device is missing.
 This module walks autograd's graph in the engine's order. Nodes that accumulate gradients run first, then the newest
 node. A node's saved tensors are freed with the node.
 """
@@ -54,7 +54,7 @@ class _BackwardPass:
         self._ready: list[tuple[float, int, Any]] = []
         self._gradients: dict[EdgeKey, list[torch.Tensor | None]] = {}
         self._owners: dict[EdgeKey, list[Any]] = {}
-        """Earlier nodes that keep a node alive, by node. Nodes that their own Python objects keep alive are left
+        """Earlier nodes that keep a node alive, by node. Nodes that are kept alive by their own Python objects are left
         out."""
         self._root = root
 
@@ -167,7 +167,10 @@ def _is_sole_owner(tensor: torch.Tensor) -> bool:
 
 
 def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
+    """Add `gradient` to `variable.grad`.
+
+    The first gradient is assigned to `variable.grad`, without a copy if the strides match.
+    """
     if gradient is None:
         return
     if variable.grad is not None:

@@ -1,4 +1,5 @@
-"""Fake tensors (tensors without memory) on a device that need not be present, and a meter of their live bytes.
+"""Fake tensors (tensors without memory) on a device that need not be present, and a meter of the live bytes of fake
+tensors.
 
 Under `fake_tensors("cuda")` torch behaves as on a GPU: autocast by the CUDA lists, boolean dropout masks, fused
 attention. Torch chooses the attention kernel only if a GPU is present. Therefore this module chooses the kernel, by
@@ -38,7 +39,7 @@ number."""
 
 @contextmanager
 def fake_tensors(device_type: str) -> Iterator[None]:
-    """Make new tensors fake and put them on `device_type`, "cpu" or "cuda", while the context is open.
+    """Make new tensors inside the `with` block fake tensors on `device_type`, "cpu" or "cuda".
 
     Raises FakeDeviceError for "cuda" if torch was built without CUDA and there is no C++ compiler.
     """
@@ -57,9 +58,9 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
-    """Make torch report this compute capability of the GPU while the context is open.
+    """Make torch report this compute capability of the GPU inside the `with` block.
 
-    Transformers' mixture-of-experts layers, for example, ask for the capability.
+    Transformers' mixture-of-experts layers, for example, read the capability.
     """
     original = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: capability
@@ -115,7 +116,7 @@ class _FakeCudaGenerator(_FakeCpuGenerator):
 
 @contextmanager
 def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Enable autocast to `dtype` while the context is open, or disable autocast if `dtype` is None.
+    """Enable autocast to `dtype` inside the `with` block, or disable autocast if `dtype` is None.
 
     If there is no GPU, torch.autocast disables itself for "cuda". Therefore the autocast state is set directly.
     """
@@ -271,7 +272,7 @@ class FakeMemoryMeter(MemoryMeter):
         self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
-        """Append a memory point for the time since the last mark: label, bytes at the mark, and peak bytes since then.
+        """Append a memory point for the last mark: label, bytes at the mark, and peak bytes since the mark.
 
         Before the first mark, do nothing.
         """

@@ -1,4 +1,6 @@
-"""Profiler's measurements on fake tensors: bytes are counted from storage lifetimes. Times and errors are estimated.
+"""Profiler's measurements on fake tensors.
+
+Bytes are counted from the lifetimes of storages. Times and errors are estimated.
 
 - Replay is assumed to be exact only for the operators of torch and of this package (rule R7). Operators that draw
   random numbers are replayed where rule R5 allows this.
@@ -58,7 +60,7 @@ NUMBER_BYTES = 16
 """Temporary bytes of a pointwise operator with a Python number as an argument. The number takes 8 bytes as a tensor,
 and at most 8 bytes more after the cast to the dtype of the other arguments."""
 ENDLESS_BYTES = 2**60
-"""Free bytes of the host in a prediction, more than any limit on them."""
+"""Free bytes of host memory in a prediction. The number is larger than any limit on host memory."""
 _SAMPLE_SHAPE = (256, 256)
 """Shape of the normally distributed sample for codec errors."""
 
@@ -177,7 +179,7 @@ class FakeMeasurement(Measurement):
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         return self.device.memory_bytes
 
-    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         """Return the cost of payloads in host memory by the rates of the device. The host is assumed to have the memory
         that `config` allows."""
         bandwidth = self.device.host_bandwidth_bytes
@@ -194,7 +196,7 @@ class FakeMeasurement(Measurement):
 
 
 class FakeMemoryMeasurement(FakeMeasurement):
-    """FakeMeasurement that skips the times of the step and of the heads, on which no peak depends."""
+    """FakeMeasurement that skips the times of the step and of the heads, because no peak depends on these times."""
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
@@ -204,9 +206,9 @@ class FakeMemoryMeasurement(FakeMeasurement):
 
 
 class FakeRngUse(RngUse):
-    """Use of random numbers by an operator call, read from the operator's tags and its dropout probability.
+    """Detector of random draws by an operator call, from the operator's tags and the call's dropout probability.
 
-    On real tensors the use shows in the generator's state, which does not change on fake tensors.
+    On real tensors, the generator's state shows the use. On fake tensors, the generator's state does not change.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -266,7 +268,7 @@ def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
     """Return True if the codec can be assumed to accept the value's data, which a fake tensor does not have.
 
     A codec for masks needs data with two distinct numbers. Only booleans and values computed from a Bernoulli sample
-    are certain to have two.
+    are certain to have two distinct numbers.
     """
     if MASK not in codec.suits or tape.values[value].ref.dtype is torch.bool:
         return True
@@ -343,7 +345,8 @@ def _grouped_operations(first: torch.Tensor, second: torch.Tensor, *_: Any, **__
 
 
 _MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-"""Product operators whose first argument is a summand. The summand's dtype may be wider than the factors' dtype."""
+"""Product operators whose first argument is added to the product. This argument's dtype may be wider than the factors'
+dtype."""
 
 _ROW_BYTES = 16
 """Bytes that the fast kernels for 16-bit matrices load at once. Rows must start at multiples of this number."""
@@ -369,7 +372,7 @@ def _flop_equivalent(target: Any) -> Any:
 
 
 def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `args`. For fused attention, expand keys and values to one head per query head.
+    """Return `args`, with keys and values of fused attention expanded to one head per query head.
 
     The operation counts are the same, and torch before 2.13 cannot count attention with fewer heads of keys.
     """

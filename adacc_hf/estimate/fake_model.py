@@ -73,7 +73,7 @@ class Workload:
     attention: str | None = None
     """"sdpa" or "eager". None for Transformers' default: sdpa if the model supports sdpa, else eager."""
     adapters: Adapters | None = None
-    """LoRA's adapters. If present, only the adapters are trained. None to train the whole model."""
+    """LoRA's adapters. If set, only the adapters are trained. None to train the whole model."""
     quantization: Quantization | None = None
     """Format of 4-bit weights, which need `adapters`. None for weights in the precision's dtype."""
     compact_rank: float | int | None = None
@@ -137,9 +137,9 @@ class FakeModel:
     def estimate(self, batch_size: int, seq_len: int, all_heads: bool = True) -> Profile:
         """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
 
-        Times of the step and of the heads are 0. Unless `all_heads`, the profile has only the first of the config's
-        heads, and takes about half the time. Before the first call, `profile` must have been called once, to find
-        the equal blocks.
+        Times of the step and of the heads are 0. If `all_heads` is False, the profile has only the first of the
+        config's heads, and takes about half the time. Before the first call, `profile` must have been called once, to
+        find the equal blocks.
         """
         assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):
@@ -167,7 +167,7 @@ class FakeModel:
 
 @contextmanager
 def fake_model(workload: Workload) -> Iterator[FakeModel]:
-    """Create the fake model of `workload`, which can be traced while the context is open.
+    """Create the fake model of `workload`, which can be traced inside the `with` block.
 
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
@@ -207,8 +207,8 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
 # forward ends are counted, even if the peak comes later. There the estimate may be too high, but never too low.
 
 TRACED_PER_RUN = 3
-"""Number of traced blocks in each run of equal blocks. Two neighbours give the increment per block. A third is needed,
-because the last block may differ from the other blocks."""
+"""Number of traced blocks in each run of equal blocks. Two neighbouring blocks give the increment per block. A third
+block is needed, because the last block may differ from the other blocks."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
     """Choose the blocks that can be left out of traces of `model`. `profile` is the profile of the whole model.
 
     If the configuration gives layers different types by their index, no block is left out, because removing a layer
-    would change the types of other layers. If any block is called more than once, no block is left out either.
+    would change the types of other layers. If any block is called more than once, no block is left out.
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
     is_uniform = len(set(types or ())) < 2 and max(calls_per_block(b.name for b in profile.blocks).values()) == 1
@@ -337,7 +337,7 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
 
 @contextmanager
 def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
-    """Remove the dropped blocks of `thinning` from `model` while the context is open."""
+    """Remove the dropped blocks of `thinning` from `model` inside the `with` block."""
     parents = [model.get_submodule(path) for path in {_parent(name) for name in thinning.dropped}]
     original_modules = [(parent, dict(modules_of(parent))) for parent in parents]
     for name in thinning.dropped:

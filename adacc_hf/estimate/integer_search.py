@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 NUM_INTERPOLATED = 3
 """Number of points from which the next guess is interpolated. Memory is at most quadratic in the sequence length."""
 MAX_STALLS = 3
-"""Number of consecutive guesses that may leave more than half of the search interval. One more such guess is followed
-by a bisection."""
+"""Number of consecutive guesses that may leave more than half of the search interval. After one more such guess, the
+interval is bisected."""
 
 MAX_GROWTH = 32
 """Upper limit of the next guess, as a multiple of the largest n that is known to fit. Extrapolation beyond this limit
@@ -44,7 +44,7 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 def _interpolate(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
     """Return the polynomial through the points at `low` and `high` and the points with the smallest absolute excess.
 
-    At most NUM_INTERPOLATED points are used. The method is Newton's divided differences.
+    At most NUM_INTERPOLATED points are used. The interpolation uses Newton's divided differences.
     """
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))

@@ -52,8 +52,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Build the model in float32, with random weights from torch's current seed, or the hub's weights if `pretrained`.
 
-    `vocab_size` and `eos_token_id` are the tokenizer's, and a model with random weights uses both. Raises ValueError if
-    the vocabulary of a pretrained model is smaller than `vocab_size`.
+    `vocab_size` and `eos_token_id` are the tokenizer's. A model with random weights uses both numbers. Raises
+    ValueError if the vocabulary of a pretrained model is smaller than `vocab_size`.
     """
     if pretrained:
         return _pretrained_model(name, config, vocab_size, attn_implementation)
@@ -66,8 +66,8 @@ def build_model(
 def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32") -> PreTrainedModel:
     """Build the classifier or language model of `config`, with random weights from torch's current seed.
 
-    If `attn_implementation` is None, Transformers chooses the attention. Raises ValueError if the architecture has no
-    such model or no such attention.
+    If `attn_implementation` is None, Transformers chooses the attention. Raises ValueError if the architecture has
+    neither a classifier nor a language model, or does not have this attention.
     """
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):

@@ -114,7 +114,7 @@ def _verdict(plan: TrainingPlan) -> str:
 def _expectation(plan: TrainingPlan) -> str:
     """Return a sentence on the expected memory in use on the device.
 
-    If this may exceed the device's memory, recommend a budget.
+    If the expected memory may exceed the device's memory, recommend a budget.
     """
     shape = "All batches have the planned shape: longer or larger ones need more."
     expected = expected_bytes(plan)

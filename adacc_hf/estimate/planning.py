@@ -37,7 +37,8 @@ SEARCH_LIMIT = 2**20
 """Upper end of the searches for the largest batch size and the longest sequence."""
 LENGTH_STEP = 8
 """Step in tokens of the search for the longest sequence. For lengths between multiples of 8, attention kernels pad
-copies of the mask. A longer sequence may then take less memory, which the search does not allow."""
+copies of the mask. A longer sequence may then take less memory than a shorter one, but the search needs memory that
+grows with the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class Request:
     accumulates: bool = False
     """True if a step has several micro-batches. Gradients then stay allocated while the next micro-batch runs."""
     budget_bytes: int | None = None
-    """Budget in bytes per device. None means the device's memory minus the fraction `AdaccConfig.memory_margin`."""
+    """Budget in bytes per device. None means the device's memory, reduced by the fraction
+    `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
     """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
     find_largest: bool = True
@@ -162,7 +164,8 @@ class _Planner:
             model.model, model.blocks, request.optimizer, workload.sharding, workload.has_master_weights
         )
         self._traced: dict[tuple[int, int], Profile] = {}
-        """Profiles by batch size and sequence length. Those of METHODS but "adacc" may lack the chunked head."""
+        """Profiles by (batch size, sequence length). Profiles that were traced for methods other than "adacc" may lack
+        the chunked head."""
         self._with_all_heads: set[tuple[int, int]] = set()
         """Shapes in `_traced` whose profiles have all heads."""
         self._peak = cache(self._smallest_peak)
@@ -358,7 +361,8 @@ class _Planner:
 def _fully_recomputed(profile: Profile) -> Outcome:
     """Return the simulated outcome of a step in which torch's checkpoint runs every block.
 
-    This includes blocks with collectives, which all ranks then run again in backward. A policy never does this.
+    Blocks with collectives are checkpointed too, and all ranks run these blocks again in backward. A policy never
+    checkpoints such blocks.
     """
     actions = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     kinds = tuple(
@@ -418,9 +422,9 @@ def _solve(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy |
 
 
 def plain_ms(profile: Profile) -> float:
-    """Return the milliseconds of a plain step. The profiled step also recomputes.
+    """Return the milliseconds of a plain step.
 
-    The time of recomputation is subtracted.
+    The profiled step also recomputes, so the time of recomputation is subtracted from the time of the profiled step.
     """
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 

@@ -1,5 +1,6 @@
-"""Linear layers with 4-bit weights for fake models, with the memory and operators of bitsandbytes, but without its
-kernels.
+"""Linear layers with 4-bit weights for fake models, with the memory and the operators of bitsandbytes.
+
+No kernels of bitsandbytes are needed.
 
 The rules are taken from bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
 `integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the

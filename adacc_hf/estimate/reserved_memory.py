@@ -33,8 +33,8 @@ def reserved_bytes(
     """Return the GPU bytes that the caching allocator reserves in steps of plain training.
 
     With `is_checkpointed`, torch's checkpoint is around each block. With `keeps_gradients`, gradients stay allocated
-    between the steps. Sharding is not simulated, so the model must be on one device. Call this function while the
-    context of `fake_model` that created the model is open.
+    between the steps. Sharding is not simulated, so the model must be on one device. Call this function inside the
+    `with` block of `fake_model` that created the model.
     """
     module = model.model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -78,7 +78,10 @@ def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]
 
 
 def _allocate(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new tensors of `nbytes` in total. Each tensor has the size of `parameter`, but the last may be smaller."""
+    """Return new tensors of `nbytes` in total.
+
+    Each tensor has the size of `parameter`, but the last tensor may be smaller.
+    """
     sizes = [min(_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
@@ -92,7 +95,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
     A step whose allocations are all freed at its end is repeated without the model: the next step allocates and frees
     the same sizes in the same order. If a tensor of the step stays alive, for example a gradient, the next step may
-    differ and cannot be repeated.
+    differ, so the step cannot be repeated.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -115,7 +118,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
     @contextmanager
     def not_recorded(self) -> Iterator[None]:
-        """Return a context manager: allocations inside are not part of the recorded step."""
+        """Leave out the allocations inside the `with` block from the recorded step."""
         self._is_recording = False
         try:
             yield
@@ -149,7 +152,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
 @contextmanager
 def _checkpointed(model: FakeModel) -> Iterator[None]:
-    """Checkpoint each block of a fake model while the context is open, as torch's checkpoint does."""
+    """Checkpoint each block of a fake model inside the `with` block, as torch's checkpoint does."""
     for block in model.blocks:
         block.forward = _Checkpoint(model, block.forward)
     try:
@@ -231,7 +234,7 @@ _SEGMENT_UNIT = 2 * 2**20
 
 
 class _Block:
-    """Contiguous part of a segment of reserved memory, linked with the adjacent parts of the segment."""
+    """Contiguous part of a segment of reserved memory, with references to the adjacent parts of the segment."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 
@@ -274,7 +277,7 @@ class CachingAllocator:
         self._allocated[key] = block
 
     def free(self, key: Hashable) -> None:
-        """Free the block of `key`, and merge it with free neighbours.
+        """Free the block of `key`, and merge the block with free neighbours.
 
         A key without a block has no effect, because allocations of 0 bytes have no block.
         """

@@ -1,7 +1,7 @@
 """Attention of a fake model whose sequences are shared by several ranks, as in DeepSpeed's Ulysses (`sp_size`).
 
 Each rank has a part of every sequence. Before attention, the ranks exchange tokens for heads: each rank then has all
-tokens and a part of the heads. After attention, they exchange back. Source: arXiv 2309.14509.
+tokens and a part of the heads. After attention, the ranks exchange heads for tokens. Source: arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adacc_hf.torch_glue.private import all_to_all
 
 SDPA = "sdpa"
 GROUP = "ranks of a sequence"
-"""Name of a group of ranks, which does not exist: fake tensors are not exchanged."""
+"""Name of a group of ranks that does not exist, because fake tensors are not exchanged."""
 
 
 def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
@@ -46,7 +46,7 @@ def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
 def check_attention(model: nn.Module, num_ranks: int) -> None:
     """Raise ValueError if `num_ranks` devices share sequences, and the attention of `model` is not fused.
 
-    The plan simulates Ulysses by replacing fused attention (sdpa). It does not replace eager attention, so each device
+    The plan simulates Ulysses by replacing fused attention (sdpa). Eager attention is not replaced, so each device
     would seem to attend to its own tokens only.
     """
     if num_ranks > 1 and (kinds := attention_of(model)) != [SDPA]:
@@ -58,7 +58,10 @@ def check_attention(model: nn.Module, num_ranks: int) -> None:
 
 @contextmanager
 def shared_sequences(num_ranks: int) -> Iterator[None]:
-    """While open, fused attention exchanges tokens and heads among `num_ranks` ranks. Do nothing for one rank."""
+    """Make fused attention exchange tokens and heads among `num_ranks` ranks inside the `with` block.
+
+    Do nothing for one rank.
+    """
     if num_ranks == 1:
         yield
         return

@@ -4,8 +4,9 @@ The module imports torch only to compute sizes. Wrong options are therefore refu
 
 Dtypes by precision, the same as with the Trainer and Accelerate:
 
-- fp32, bf16: parameters, gradients and optimizer state all have that dtype.
-- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. There are no separate master weights.
+- fp32, bf16: parameters, gradients and optimizer state all have this dtype.
+- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. The precision has no separate master
+  weights.
 - bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients have 16 bits, and the
   optimizer's state includes float32 master weights.
 """
@@ -28,7 +29,8 @@ parameters in float32."""
 _INT8_BLOCK = 256
 """Number of elements of 8-bit optimizer state that share one float32 scale."""
 _REDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this size for any model."""
+"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this number of elements for
+any model."""
 _NUM_BACKWARD_BUCKETS = 2
 """Number of gradient buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate
 set. DeepSpeed's default for these stages is no `overlap_comm`, with one bucket (`setup_buckets` in
@@ -72,8 +74,8 @@ class Sharding:
     def casts_weights(self) -> bool:
         """True if mixed precision computes with 16-bit copies of float32 weights.
 
-        Accelerate's FSDP gathers 16-bit copies. DeepSpeed keeps the float32 weights and the copies. With other methods,
-        autocast casts weights at each use.
+        Accelerate's FSDP gathers 16-bit copies. DeepSpeed keeps the float32 weights and the 16-bit copies. With other
+        methods, autocast casts weights at each use.
         """
         return self.is_deepspeed or self.method == "fsdp"
 
@@ -89,8 +91,8 @@ class StaticMemory:
     """Bytes of the optimizer's state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Bytes of gathered parameters: the parameters outside the blocks, the running block's and one prefetched block's.
-    0 if parameters are not sharded."""
+    """Bytes of gathered parameters: the parameters outside the blocks, of the running block and of one prefetched
+    block. 0 if parameters are not sharded."""
     buckets_bytes: int
     """Bytes of gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has one
     bucket."""
@@ -196,9 +198,9 @@ def static_memory(
 ) -> StaticMemory:
     """Return the static memory of training `model` on each device.
 
-    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the weights
-    and the copies. FSDP keeps float32 weights and gradients, and gathers 16-bit copies of the layers in use. The model
-    may be on meta, or fake. Raises ValueError if `optimizer` is unknown.
+    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the float32
+    weights and the 16-bit copies. FSDP keeps float32 weights and gradients, and gathers 16-bit copies of the layers in
+    use. The model may be on meta, or fake. Raises ValueError if `optimizer` is unknown.
     """
     from adacc_hf.torch_glue.memory import distinct_bytes
 

@@ -3,8 +3,8 @@
 For each chunk, forward computes the logits, the loss and the gradients. So every matrix product runs once, as in plain
 training. Recomputing the logits in backward would need the same peak memory, and a fourth product in addition to three.
 
-torch 2.13 has `F.linear_cross_entropy`, which does the same, but 2.11 does not. This implementation stays until 2.13 is
-the oldest supported release and both were compared on a GPU.
+torch 2.13 has `F.linear_cross_entropy`, which does the same, but torch 2.11 does not have this function. This
+implementation stays until 2.13 is the oldest supported release and both implementations were compared on a GPU.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 @contextmanager
 def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
-    """While open, compute only the first `num_chunks` chunks of each chunked loss, or all chunks if None.
+    """Compute only the first `num_chunks` chunks of each chunked loss inside the `with` block.
 
-    This is for measurements of memory, not for training. The tensors of a chunk are freed during the next one, so all
-    chunks from the third on use the same memory.
+    None computes all chunks. The limit is for measurements of memory, not for training. The tensors of a chunk are
+    freed during the next chunk, so all chunks from the third on use the same memory.
     """
     token = _most_chunks.set(num_chunks)
     try:
@@ -70,11 +70,14 @@ def chunked_cross_entropy(
     """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, computed in chunks of rows.
 
     Args:
-        rows: [N, D], the input of the output layer. target: [N], class numbers. dtype: dtype of the matrix products.
-        Everything else is computed in float32, or in `dtype` if that is wider. ignore_index: class number of the rows
-        that do not count. reduction: "mean" or "sum". num_rows: number of rows per chunk. None uses `chunk_rows`.
+        rows: [N, D], the input of the output layer.
+        target: [N], class indices.
+        dtype: dtype of the matrix products. Everything else is computed in float32, or in `dtype` if that is wider.
+        ignore_index: class index of the rows that the loss ignores.
+        reduction: "mean" or "sum".
+        num_rows: number of rows per chunk. None uses `chunk_rows`.
 
-    Only one backward is possible, because it passes the gradients computed in forward to autograd without a copy.
+    Only one backward is possible, because backward passes the gradients computed in forward to autograd without a copy.
     """
     if num_rows is None:
         num_rows = chunk_rows(rows.shape[-1])
@@ -168,7 +171,7 @@ def _forward(
 def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits of one chunk. If rows would not be aligned in memory, columns of -inf are appended.
 
-    The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes the outputs are not padded,
+    The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes, the logits are not padded,
     because most of a row would be padding.
     """
     classes = weight.shape[0]
@@ -188,8 +191,8 @@ def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
     """Add `outputs.T @ inputs` to `total` in place.
 
-    If the GPU supports it, the product's kernel itself adds to the wider `total`. Then `total` is read and written only
-    once.
+    If the GPU supports a product with a wider sum, the product's kernel itself adds to `total`, and `total` is read and
+    written only once.
     """
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)

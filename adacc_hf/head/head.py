@@ -1,7 +1,7 @@
 """Chunked output layer: the layer returns lazy logits, and the loss is computed without the full logits.
 
-Only training steps with gradients enabled are chunked. The results are the same up to the order of sums. `remove`
-restores the layer completely.
+Only training steps with gradients enabled are chunked. Chunked and plain results are equal up to the order of sums.
+`remove` restores the layer completely.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ChunkedHead:
         self.is_on = True
         """True while the layer returns lazy logits. If False, the layer runs plainly."""
         self.is_trial = False
-        """True during a trial run that finds out if the head can be chunked. No warning is logged then."""
+        """True during a trial run that finds out if the head can be chunked, and that must log no warning."""
         self.num_losses = 0
         """Number of losses that were computed in chunks."""
         self.num_full_logits = 0
-        """Number of times that the full logits were computed, because code other than the loss read them."""
+        """Number of times that the full logits were computed, because code other than the loss read the logits."""
         self.on_loss: Callable[[LossCall], None] | None = None
         """Callback for each loss that is computed in chunks, or None."""
         self._layer: nn.Linear | None = output_layer(model)
@@ -60,7 +60,7 @@ class ChunkedHead:
             self.on_loss(loss)
 
     def note_full_logits(self) -> None:
-        """Handle a computation of the full logits: count it, and log a warning at the first one in training."""
+        """Count a computation of the full logits, and log a warning at the first one in training."""
         self.num_full_logits += 1
         if self.num_full_logits == 1 and self.num_losses and not self.is_trial:
             log.warning(
@@ -71,9 +71,9 @@ class ChunkedHead:
 
 
 class HeadForward:
-    """Replacement of an output layer's forward, which returns lazy logits in training.
+    """Callable that replaces an output layer's forward, and returns lazy logits in training.
 
-    If the layer is copied or pickled, the copy runs plainly.
+    A copied or pickled layer runs its original forward.
     """
 
     def __init__(self, head: ChunkedHead | None, layer: nn.Linear) -> None:

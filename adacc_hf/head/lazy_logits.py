@@ -50,7 +50,7 @@ class HeadCall:
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def full_logits_from(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the logits as `full_logits` does, but from these tensors instead of the call's own."""
+        """Compute the logits as `full_logits` does, but from the arguments instead of the tensors of the call."""
         return replace(self, rows=rows, weight=weight, bias=bias).full_logits()
 
 
@@ -83,7 +83,7 @@ class LossCall:
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer with this weight computes: autocast's, or the weight's own.
+    """Return the dtype in which a linear layer with this weight computes: autocast's dtype, or the weight's own dtype.
 
     Autocast does not change float64.
     """
@@ -98,15 +98,15 @@ class LazyLogits(Tensor):
 
     `compute()` returns the real tensor.
 
-    The tensor is an output of an autograd function, so C++ code that reads its graph (DDP, other autograd functions)
-    can follow the graph back to the layer.
+    Lazy logits are an output of an autograd function, so C++ code that reads the autograd graph (DDP, other autograd
+    functions) can follow the graph back to the layer.
     """
 
     call: HeadCall
     rows: Tensor
     compute: Callable[[], Tensor]
     real_logits: Tensor | None
-    """The real tensor, or None if it was not computed yet."""
+    """The real tensor, or None if the real tensor was not computed yet."""
     is_function_output: bool = False
     """True if an autograd function returned this tensor. A loss of this tensor cannot be chunked, because the gradient
     must pass through that function."""
@@ -134,14 +134,17 @@ class LazyLogits(Tensor):
         return lazy
 
     def materialize(self) -> Tensor:
-        """Return the real tensor. Compute it at the first call."""
+        """Return the real tensor, computed at the first call."""
         if self.real_logits is None:
             with torch.enable_grad():
                 self.real_logits = _Values.apply(self.compute(), self) if self.is_function_output else self.compute()
         return self.real_logits
 
     def as_function_output(self) -> LazyLogits:
-        """Return a lazy copy, as the output of another autograd function. Such a function must not return its input."""
+        """Return a lazy copy of these logits, to be returned by another autograd function.
+
+        The copy is needed, because an autograd function must not return its input.
+        """
         lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
         lazy.call, lazy.rows, lazy.real_logits = self.call, self.rows, None
         lazy.compute = lambda: self.materialize().detach()
@@ -191,7 +194,8 @@ class LazyLogits(Tensor):
 class _Placeholder(torch.autograd.Function):
     """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias.
 
-    Lazy logits get a gradient only from C++ code, such as DDP or another autograd function.
+    Lazy logits get a gradient only if C++ code uses lazy logits as an input, for example in DDP or another autograd
+    function.
     """
 
     @staticmethod
@@ -221,7 +225,7 @@ class _Placeholder(torch.autograd.Function):
 def _free_sources(ctx: Any) -> None:
     """Free the tensors that lazy logits are computed from, when autograd frees saved tensors.
 
-    These tensors are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself.
+    The freed tensors are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself.
     Saved-tensor hooks would read such a source, and so compute the full logits.
     """
     if not keeps_graph():
@@ -283,7 +287,10 @@ def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
-    """Return the lazy clone that DDP's autograd function makes of each output if it detects unused parameters."""
+    """Return a lazy clone.
+
+    If DDP is set to detect unused parameters, its autograd function clones each output.
+    """
     return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.as_function_output()
 
 
@@ -319,7 +326,7 @@ def _cross_entropy(
 ) -> Any:
     """Compute `F.cross_entropy` of lazy logits in chunks. Return NotImplemented if the arguments are not supported.
 
-    Targets must be class numbers, without class weights and label smoothing. The loss is computed in float32, also for
+    Targets must be class indices, without class weights and label smoothing. The loss is computed in float32, also for
     bfloat16 logits.
     """
     is_supported = weight is None and size_average is None and reduce is None and label_smoothing == 0.0

@@ -40,7 +40,8 @@ _SETTINGS: dict[str, Any] = {
     f"{PREFIX}{name}": (hint | None, None) for name, hint in get_type_hints(AdaccConfig).items()
 }
 AdaccArgs = create_model("AdaccArgs", __base__=CheckedSettings, __module__=__name__, **_SETTINGS)
-"""Pydantic model of the plugin's settings. axolotl merges this model with the model of its own settings."""
+"""Pydantic model of the plugin's settings. axolotl merges this Pydantic model with the Pydantic model of axolotl's own
+settings."""
 
 
 class AdaccPlugin(BasePlugin):

@@ -44,7 +44,7 @@ OUT_OF_MEMORY = (
 SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 """Strategies whose ranks hold parts of the parameters."""
 FILES = "files"
-"""Key of the session's files in the callback's state. The files are a dict of bytes by file name."""
+"""Key of the session's files in the callback's state. The value at this key is a dict from file names to bytes."""
 
 
 class AdaccLightningCallback(SessionAdapter, Callback):
@@ -72,15 +72,16 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
             model: the submodule that `training_step` calls with keyword arguments and that returns the loss. None means
                 the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is used
-                instead of the solver, and never changes during the run.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
+                is used instead of the solver, and never changes during the run.
 
         Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
         super().__init__(config, policy, overrides)
         self._model = model
         self._files: dict[str, bytes] = {}
-        """Contents of the session's files by file name: read from a checkpoint before a run, saved at a run's end."""
+        """Contents of the session's files by file name. The contents are read from a checkpoint before a run, and saved
+        at the end of a run."""
         self._is_in_step = False
 
     # Lightning's hooks, in the order in which they are called.
@@ -196,7 +197,7 @@ class LightningLoop(TrainingLoop):
 def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Module:
     """Return the submodule of `pl_module` to which the budget applies: `model` or, if None, the only language model.
 
-    A language model inside another one does not count. Raises ValueError if `model` is not a submodule, or if
+    A language model inside another language model is ignored. Raises ValueError if `model` is not a submodule, or if
     `pl_module` has no language model or more than one.
     """
     peft = sys.modules.get("peft")  # a PeftModel calls the forward of its model, and so not the hooks of its model

@@ -1,1 +1,1 @@
-"""Profiles: recorded blocks, times of operators, codecs of activations, memory of a step, and the cache of prices."""
+"""Profiles: recorded blocks, times of operators, codecs of activations, memory of a step, and the cache of times."""

@@ -23,9 +23,10 @@ from adacc_hf.torch_glue.batch_shapes import (
 from adacc_hf.torch_glue.memory import batch_bytes
 
 LEAST_TOKENS = 8
-"""Sequences of fewer tokens are not cut."""
+"""Minimum length in tokens of sequences that are cut."""
 FEW_TOKENS = 16
-"""Length of the sequences in the smallest part, in tokens, unless a quarter of the batch's length is less."""
+"""Length in tokens of the sequences in the smallest part. If a quarter of the batch's length is less, the quarter is
+used."""
 ALIGNED = 16
 """Alignment of sequence lengths on a GPU: multiples of this number and other lengths have separate tapes (see
 `symbolic_tape.CallSizes`)."""
@@ -34,12 +35,12 @@ MEDIA = ("image", "video", "audio", "speech")
 """Words in the names of config settings that hold the id of an image or audio token."""
 
 UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
-"""Errors that models raise on a part of a batch whose tensors do not fit together."""
+"""Errors that models raise if the tensors in a part of a batch do not fit together."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The keyword arguments of a model's forward, labels included, with their sizes."""
+    """The keyword arguments of a model's forward, labels included, and the sizes of the tensors among the arguments."""
 
     tensors: Mapping[str, Any]
 
@@ -58,6 +59,11 @@ class Batch:
         return batch_bytes(self.tensors)
 
     @property
+    def is_on_cpu(self) -> bool:
+        """True if all tensors are on the CPU."""
+        return all(value.device.type == "cpu" for value in self.tensors.values() if isinstance(value, torch.Tensor))
+
+    @property
     def num_samples(self) -> int:
         return next((shape.size[0] for shape in self.shapes if len(shape.size) > 1), 1)
 
@@ -72,12 +78,13 @@ class Batch:
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
-        """Return the batch cut or repeated to `shapes`. Masks with masked positions, and rows of several documents, are
-        preserved.
+        """Return the batch cut or repeated to `shapes`.
+
+        Masks keep some masked positions, and rows of several documents stay rows of several documents.
 
         If no position of a cut mask is masked, an eighth of its positions are masked, because models drop a mask
-        without masked positions. A single position may not be enough: one position of audio input is shorter than one
-        of its features.
+        without masked positions. A single position may not be enough, because one position of audio input is shorter
+        than an audio feature.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
         for shape in self.shapes:
@@ -128,11 +135,11 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     tokens, a batch of fewer than four samples has no parts. Otherwise, the parts differ in the number of samples (a
     quarter of the batch, and one more) and in length. With `has_pairs`, or if the labels' length differs from the
     inputs', the second sequence's length varies independently. The first `uncut_tokens` tokens of each sequence are
-    never cut, and do not count in the limit of a half.
+    never cut, and are left out of the limit of a half.
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
-    operators on one sample. For sequences these are parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the larger
-    of two sums is predicted less accurately from these parts.
+    operators on one sample. For sequences, a later list has parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the
+    larger of two sums is predicted less accurately from these parts.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -188,26 +195,34 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         sample_counts = [(few_samples, more_samples)] if has_many else [(1, 2), (2, 3)] if num_samples > 3 else []
         lists, smaller_parts = [[(count, 8, 8) for count in pair] for pair in sample_counts], []
 
-    def shortened(length: int, eighths: int) -> int:
+    def shortened(length: int, eighths: int, with_alignment: bool = True) -> int:
         if 0 < uncut_tokens < length:
             return uncut_tokens + max(1, (length - uncut_tokens) * eighths // 8)
+        if not with_alignment:
+            return max(1 + eighths, length * eighths // 8)
         return _shortened(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
 
-    if (
-        all(LEAST_TOKENS <= shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values())
-        and smaller_parts
-    ):
-        lists.append(smaller_parts)
+    alignments = [True] * len(lists)
+    # Only tapes of a GPU depend on the alignment. The aligned lengths of a text of up to 80 tokens are not distinct.
+    for with_alignment in (True, False) if batch.is_on_cpu else (True,):
+        shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
+        if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
+            lists.append(smaller_parts)
+            alignments.append(with_alignment)
+            break
 
-    def cut(shape: TensorShape, count: int, first: int, second: int) -> TensorShape:
+    def cut(shape: TensorShape, count: int, first: int, second: int, with_alignment: bool) -> TensorShape:
         size = list(shape.size)
         if size[0] == num_samples or (uncut_tokens and size[0] % num_samples == 0):  # patches of all images together
             size[0] = size[0] // num_samples * count
         if shape.name in lengths:
-            size[1] = shortened(size[1], second if shape.name in second_texts else first)
+            size[1] = shortened(size[1], second if shape.name in second_texts else first, with_alignment)
         return TensorShape(shape.name, tuple(size))
 
-    cut_shapes = [dict.fromkeys(tuple(cut(shape, *part) for shape in shapes) for part in parts) for parts in lists]
+    cut_shapes = [
+        dict.fromkeys(tuple(cut(shape, *part, with_alignment) for shape in shapes) for part in parts)
+        for parts, with_alignment in zip(lists, alignments, strict=True)
+    ]
     return [[batch.resized(after) for after in sorted(parts, key=num_elements)] for parts in cut_shapes]
 
 
@@ -215,8 +230,8 @@ def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
     """Return about `eighths` / 8 of `length`.
 
     If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
-    suit a value mostly stay the same too, because they depend on multiples of eight. Short sequences are cut to
-    distinct lengths of at least 3 tokens.
+    suit a value mostly stay the same too, because a codec's support depends on multiples of eight. Short sequences are
+    cut to distinct lengths of at least 3 tokens.
     """
     if eighths == 8:
         return length
@@ -238,8 +253,8 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     tokens.
 
     If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's sequence and few tokens of
-    the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the batch has
-    no more than two samples either, yield nothing.
+    the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the sequences
+    are too short and the batch has at most two samples, yield nothing.
     """
     num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
     if not _can_be_shorter(batch.lengths, is_pair):
@@ -307,10 +322,11 @@ def _shorter(length: int, target: int) -> int:
 
 
 def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return `part`, positions cut from `whole`. If rows of `whole` hold several documents, rows of the result do too.
+    """Return `part`, positions cut from `whole`.
 
-    A document begins where positions do not increase. If `part` holds one document per row, a second document is
-    started in each row, because a model masks other documents only in rows with several documents.
+    If rows of `whole` hold several documents, rows of the result hold several documents too. A document begins where
+    positions do not increase. If `part` holds one document per row, a second document is started in each row, because a
+    model masks other documents only in rows with several documents.
     """
 
     def has_documents(positions: torch.Tensor) -> bool:

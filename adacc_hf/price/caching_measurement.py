@@ -1,4 +1,4 @@
-"""CachingMeasurement: a measurement in real runs that writes its prices to the cache, and may read them there."""
+"""CachingMeasurement: a measurement in real runs with a cache of measured times and codec costs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class CachingMeasurement(Measurement):
-    """Measurement in real runs that writes every measured price to the cache `store`.
+    """Measurement in real runs that stores all measured times and codec costs in the cache `store`.
 
-    If `AdaccConfig.reuse_prices` is set, prices in the cache are read and not measured again. If the cache's folder
-    cannot be used, one warning is logged, and the cache is disabled from then on.
+    If `AdaccConfig.reuse_prices` is set, times and costs that are in the cache are not measured again. If the cache's
+    folder cannot be used, one warning is logged, and the cache is disabled from then on.
     """
 
     def __init__(self, store: ProfileCache) -> None:
@@ -105,7 +105,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
 
 
 def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
-    """Return `prices` as JSON values, with names for human readers."""
+    """Return `prices`, measured times and codec costs, as JSON values with names for human readers."""
     return {
         "operators": [
             {"name": operator.name, "ms": ms, "workspace_bytes": nbytes}
@@ -125,8 +125,10 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
 
 
 def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
-    """Return the prices in `record`, as written by `prices_to_json`. Raises KeyError, TypeError or ValueError if the
-    record does not belong to `tape`."""
+    """Return the measured times and codec costs in `record`, as written by `prices_to_json`.
+
+    Raises KeyError, TypeError or ValueError if the record does not belong to `tape`.
+    """
     times = [float(operator["ms"]) for operator in record["operators"]]
     if len(times) != len(tape.operators):
         raise ValueError(f"it has {len(times)} operators, but the recorded block has {len(tape.operators)}")
@@ -142,7 +144,10 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name. A CPU's name includes torch's number of threads, because times depend on it."""
+    """Return the device's name.
+
+    A CPU's name includes torch's number of threads, because times depend on the number of threads.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.get_num_threads()} threads"

@@ -1,10 +1,10 @@
-"""Gradient error of a single operator whose backward reads a decoded value, or a value replayed from decoded values.
+"""Gradient errors of single operators whose backward reads a decoded value, or a value replayed from decoded values.
 
 The round-trip error of a codec does not predict the gradient's error. The backward of fused attention recomputes its
 softmax, which takes the exponential of scores. If the scores are large, queries and keys with a relative error of 10 %
 destroy the softmax. A softmax replayed from such queries and keys sums to one, but the gradient of a sharp softmax
-depends on the difference from one, which is mostly lost. The recorded operators are therefore run once more. Their
-backward runs once on exact values, and once for each tensor that may replace a saved one.
+depends on the difference from one, which is mostly lost. The recorded operators are therefore run once more. The
+backward of each operator runs once on exact values, and once for each tensor that may replace a saved tensor.
 
 The relative error of a product's gradient equals the relative error of the replaced factor. Products are therefore not
 run.
@@ -103,7 +103,8 @@ class _StandIns:
     """Tensors that may replace a tape's saved values: decoded values and replayed values, computed operator by
     operator.
 
-    A replayed value is computed from decoded activations right before it, because replay may start anywhere.
+    A replayed value is computed from the decoded activations that its operator reads, because replay may start
+    anywhere.
     """
 
     def __init__(self, tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> None:

@@ -1,5 +1,7 @@
-"""Selection of codecs for each activation by its role (paper, section 3.2), and the codecs' cost, measured on the
-recorded tensors while profiling."""
+"""Selection of codecs for each activation by role (paper, section 3.2), and measurement of the codecs' costs.
+
+The costs are measured on the recorded tensors while profiling.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 from adacc_hf.torch_glue.tensors import relative_error
 
 OUTLIER_SHARE = 0.01
-"""Share of the channels assumed to be outliers if there is no data to count outliers in."""
+"""Assumed share of outliers among the channels, used if no data is available to count outliers in."""
 
 
 def storable_values(tape: Tape) -> list[int]:
-    """Return the values that a policy may act on: saved values that the block computed, and the block's inputs. Empty
-    if the block's operators cannot be replayed."""
+    """Return the values that a policy may act on: saved values that the block computed, and the block's inputs.
+
+    The list is empty if the block's operators cannot be replayed.
+    """
     if tape.untrusted is not None:
         return []
     saved = [v for v in tape.saved_values() if tape.values[v].source is None]
@@ -61,7 +65,7 @@ def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: Ad
 
 
 def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
-    """Return the activations that may have a codec with outliers, each with this codec."""
+    """Return, by value index, the codec with outliers of each activation that may have one."""
     return {
         value: make_codec(name, config, 0)
         for value, names in codec_candidates(tape, config).items()
@@ -78,7 +82,7 @@ def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
 
 
 def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
-    """Return the number of outliers among `channels` if there is no data to count outliers in."""
+    """Return the assumed number of outliers among `channels`, for use if no data is available to count outliers in."""
     return math.ceil(share * channels) if config.outliers else 0
 
 
@@ -102,7 +106,7 @@ def codec_options(
 
 
 def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccConfig) -> Codec:
-    """Return `codec`, or a codec that replaces it on tensors of `role` and is more accurate on `tensor`."""
+    """Return the most accurate codec on `tensor`: `codec`, or a codec that may replace `codec` on tensors of `role`."""
     replacement_codecs = [make_codec(name, config, 0) for name in replacements(codec.name, role)]
     replacement_codecs = [other for other in replacement_codecs if other.supports(tuple(tensor.shape), tensor.dtype)]
     if not replacement_codecs:
@@ -226,8 +230,11 @@ def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
-    """Return the names of the codecs for values of `role`: the codecs that the settings name, else the codecs that suit
-    the role on any data."""
+    """Return the names of the codecs for values of `role`.
+
+    If the settings name codecs, only these codecs are considered. Otherwise the result has the codecs that suit the
+    role on any data.
+    """
     if config.codecs is not None:
         return [name for name in config.codecs if _may_encode(codec_type(name), role)]
     suitable = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
@@ -237,8 +244,10 @@ def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
 
 
 def _may_encode(codec: type[Codec], role: str) -> bool:
-    """Return True if a codec that the settings name applies to values of `role`. Masks need a codec that suits masks,
-    and a codec that suits only masks applies to nothing else."""
+    """Return True if a codec that the settings name applies to values of `role`.
+
+    Masks need a codec that suits masks. A codec that suits only masks applies to masks alone.
+    """
     return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 
 

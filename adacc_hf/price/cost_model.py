@@ -1,5 +1,7 @@
-"""Prices of a block: the time of each operator on its tape and the codecs of each activation (paper, section 3.1), or
-the time of the whole call if the operators cannot be replayed."""
+"""Measured costs of a block: the times of its operators, and the codecs of its activations (paper, section 3.1).
+
+If the operators cannot be replayed, only the time of the whole call is measured.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prices:
-    """Times of a block's operators, and the codecs of its activations. Blocks with equal tapes have the same prices."""
+    """Times of a block's operators, and the codecs of its activations.
+
+    Blocks with equal tapes share one `Prices` object.
+    """
 
     operator_ms: list[float]
     operator_bytes: list[int]
@@ -33,7 +38,8 @@ class Prices:
     tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
     bottleneck: Bottleneck = "device_ms"
-    """Resource that limits the speed of a step: the device, or the host. All times are times of this resource."""
+    """Resource that limits the speed of a step: the device, or the host. All times in this object are times of this
+    resource."""
 
 
 def price_tape(
@@ -43,9 +49,9 @@ def price_tape(
     outliers: dict[int, int],
     run_block: Callable[[], object] | None = None,
 ) -> Prices:
-    """Return the prices of `tape`, measured on the recorded tensors.
+    """Measure the times of the operators on `tape`, and the codecs of activations, on the recorded tensors.
 
-    Times are measured on the limiting resource: device or host.
+    The times of the limiting resource are used: device or host.
 
     `run_block` runs the block itself, or is None if the block cannot run again.
     """
@@ -61,7 +67,7 @@ def price_tape(
 def measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig
 ) -> GradientErrors:
-    """Return the gradient errors that codecs and replay cause in one block whose tape has these `prices`.
+    """Return the gradient errors that codecs and replay cause in one block with the measured times and codecs `prices`.
 
     If no codec is accurate enough for a value, a more precise codec is timed and added to `prices`. Measuring takes
     memory on top of the recording. If this memory is not available, the errors are empty, and a warning is logged.
@@ -107,8 +113,10 @@ def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Co
 
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:
-    """Time a whole block call while profiling, because the call's tape lacks some operators. `run` repeats the call. In
-    the returned prices, the call counts as one operator."""
+    """Time a whole block call while profiling, because the call's tape lacks some operators.
+
+    `run` repeats the call. In the result, the call counts as one operator.
+    """
     with torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward):
         return Prices([median_ms(run, device)], [0])
 
@@ -116,7 +124,7 @@ def price_call(run: Callable[[], object], device: torch.device) -> Prices:
 def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:
     """Return the milliseconds that the host takes to launch a block's forward in training.
 
-    None on a CPU, or if `run` is None.
+    Return None on a CPU, or if `run` is None.
     """
     return None if run is None or device.type != "cuda" else host_ms_of(run, device)
 
@@ -153,11 +161,12 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
 
 
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes live at each operator's peak on top of its inputs and results, or 0 for operators that never run
-    again.
+    """Return the bytes that each operator allocates at its peak in addition to inputs and results.
 
-    The allocator measures them, because an operator may consist of several (a safe softmax also has masks and a second
-    result).
+    Operators that never run again get 0.
+
+    The bytes are measured by the allocator, because one operator may run several others inside (a safe softmax also
+    allocates masks and a second result).
     """
     workspaces = [0] * len(tape.operators)
     with MemoryMeter.for_device(bases[0].device) as meter:
@@ -174,8 +183,10 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield the operators that may run again, in order, each with a function that runs the operator any number of times
-    before the next one."""
+    """Yield (index of the operator, function that runs the operator) for each operator that may run again, in order.
+
+    The function may be called any number of times before the next operator.
+    """
     is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
     environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):

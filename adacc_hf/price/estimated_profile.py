@@ -14,6 +14,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 from adacc_hf.artifacts.size_model import Shapes, profile_structure, size_dependent_numbers
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.batch_subsampling import (
     UNSUPPORTED_BATCH_ERRORS,
@@ -26,13 +27,15 @@ from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.measured_profile import measure_profile
 from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
 from adacc_hf.price.profile_cache import ProfileCache
+from adacc_hf.price.profiling_memory import parts_within, peak_limit, start_small
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
 
 RECORDING_PASSES = 1.5
-"""Time to record a part of the batch, and of its forward whose memory is measured, in forwards and backwards."""
+"""Time to record a part of the batch and to measure the memory of its forward, as a multiple of the time of one forward
+and backward."""
 
 
 def estimate_profile(
@@ -42,11 +45,12 @@ def estimate_profile(
     step: TrainingStep | None = None,
     measurement: Measurement | None = None,
 ) -> Profile:
-    """Estimate the profile of `batch` from the profiles of a few small parts of it.
+    """Estimate the profile of `batch` from the profiles of a few small parts of the batch.
 
     Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
     the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
-    `Profile.sizes`. If a list of parts does not fit into memory, a list of smaller parts replaces it.
+    `Profile.sizes`. If a list of parts does not fit into memory, or is predicted to exceed a budget in bytes, a list of
+    smaller parts replaces it.
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """
@@ -56,23 +60,32 @@ def estimate_profile(
     if not choices:
         raise NoEstimateError("the batch has fewer than four samples, and no texts that can be shortened")
     measurement = measurement or CachingMeasurement(ProfileCache())
+    limit = peak_limit(config)
+    if limit is not None:
+        choices = start_small(choices, whole)
+        limit += step.coming_bytes(model.parameters())  # profiles include this state, which does not exist yet
     profiles: list[Profile] = []
-    for parts in choices:
-        readings = [measurement, *(MemoryOnlyMeasurement(measurement) for _ in parts[1:])]
+    for index, parts in enumerate(choices):
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
         token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
-        part_config = replace(config.for_rows(whole.num_tokens), min_compress_bytes=int(config.min_compress_bytes * token_share))
+        part_config = replace(
+            config.for_rows(whole.num_tokens), min_compress_bytes=int(config.min_compress_bytes * token_share)
+        )
         try:
-            profiles, started = [], time.perf_counter()
-            for part, reading in zip(parts, readings, strict=True):
+            started = time.perf_counter()
+            profiles = [measure_profile(model, parts[0], part_config, step, measurement)]
+            if limit is not None:
+                parts = parts_within(limit, profiles[0], choices[index:])
+            seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
+            announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
+            for part in parts[1:]:
+                reading = MemoryOnlyMeasurement(measurement)
                 profiles.append(measure_profile(model, part, part_config, step, reading))
-                if part is parts[0]:
-                    seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
-                    announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
         except UncalledBlocksError:
             raise
         except Exception as error:
-            if parts is choices[-1] or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
+            is_last = index == len(choices) - 1
+            if is_last or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
                 raise
             continue
         if all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles):
@@ -88,17 +101,17 @@ def estimate_profile(
 
 
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
-    """Predict (seconds, number of plain steps on the batch `whole` that take as long) of profiling `parts`.
+    """Predict the time to profile `parts`, as (seconds, number of plain steps on the batch `whole` that take as long).
 
-    `first` is the profile of the first part, which took `first_seconds`. The time of its profiled step is scaled by the
-    elements of the batch. The profiled step has two forwards and a backward. A plain step has three quarters of this
-    work.
+    `first` is the profile of the first part, which took `first_seconds`. The times of its profiled step and of its
+    plain step are scaled by the elements of the batch. The profiled step takes longer than a plain step, because it
+    recomputes and its memory is recorded. The number of steps is 0.0 if the profile has no times.
     """
     ms_per_element = first.step_ms / num_elements(parts[0].shapes)
     num_passes = RECORDING_PASSES + 1 + len(first.other_heads)
     rest_elements = sum(num_elements(part.shapes) for part in parts[1:])
     seconds = first_seconds + 1e-3 * ms_per_element * num_passes * rest_elements
-    plain_ms = 0.75 * ms_per_element * num_elements(whole.shapes)
+    plain_ms = (plain_blocks_ms(first) + first.head_ms) * num_elements(whole.shapes) / num_elements(parts[0].shapes)
     return seconds, 1e3 * seconds / plain_ms if plain_ms else 0.0
 
 

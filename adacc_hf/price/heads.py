@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
-"""Function that calls the model on a batch and returns the loss to train on. The function may change the batch."""
+"""Function of (model, batch) that calls the model and returns the loss to train on. The function may change the
+batch."""
 
 
 class ModelWithLoss(nn.Module):
@@ -64,16 +65,18 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             self._head.remove()
 
     def check_own(self) -> None:
-        """Raise ChunkedHeadError if the config requires a chunked head and the model's forward did not use it."""
+        """Raise ChunkedHeadError if the config requires a chunked head and the model's forward did not use this
+        head."""
         if self._head is not None and self.profiled_head == "chunked":
             self._head.check_used()
 
     def measure_chunked_head(
         self, measure: Callable[[], T], run_forward: Callable[[], object], measurement: Measurement
     ) -> tuple[T, dict[str, float]] | None:
-        """Return the result of `measure` with the chunked head, and the times of both heads in `run_forward`.
+        """Measure the chunked head: return the result of `measure` with this head, and the times of both heads.
 
-        Return None if the profile's own head is chunked or there is no chunked head.
+        The times are of the plain and the chunked head in `run_forward`. Return None if the profile's own head is
+        chunked, or if the model cannot have a chunked head.
         """
         head = self._head
         if head is None or self.profiled_head == "chunked":

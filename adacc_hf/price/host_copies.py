@@ -6,12 +6,14 @@ import logging
 from functools import partial
 
 import torch
+from torch import nn
 
 from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_pool import HostPool, host_pool
 from adacc_hf.price.timing import median_ms
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 from adacc_hf.torch_glue.host_memory import free_host_bytes, has_own_memory
 
 log = logging.getLogger(__name__)
@@ -22,16 +24,32 @@ SMALL_BYTES = 4 * 2**10
 """Size of the copies whose latency is measured."""
 
 
-def measure_host_link(device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
-    """Return (cost of payloads in host memory, free bytes of host memory for this process).
+def free_bytes_for(model: nn.Module) -> int:
+    """Return the free bytes of host memory for payloads of `model`.
+
+    They include the pool of this process, except for the bytes that payloads of other models have reserved.
+    """
+    return max(0, free_host_bytes() + host_pool.nbytes - host_pool.reserved_for_others(model))
+
+
+def common_host_limit(config: AdaccConfig, model: nn.Module) -> int:
+    """Return the least of all ranks' limits in bytes on payloads of `model` in host memory. All ranks must call this
+    function."""
+    if config.host_memory is None:
+        return 0
+    return min(gather_from_all_ranks(config.host_limit(free_bytes_for(model))))
+
+
+def measure_host_link(device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
+    """Return (cost of payloads in host memory, free bytes of host memory for payloads of `model`).
 
     Return (None, 0) if `config` stores nothing in host memory, or if `device` has no memory of its own. Log a warning
-    if the setting exceeds the free memory. In a distributed run, all ranks of a host measure at about the same time, as
-    they will copy.
+    if the setting exceeds the free memory. In a distributed run, all ranks of a host measure at about the same time,
+    because in training all ranks copy at the same time too.
     """
     if config.host_memory is None or not has_own_memory(device):
         return None, 0
-    free_bytes = free_host_bytes() + host_pool.nbytes
+    free_bytes = free_bytes_for(model)
     limit, most = config.host_limit(free_bytes), int(HOST_SHARE * free_bytes)
     if limit == most and not isinstance(config.host_memory, float):
         log.warning(

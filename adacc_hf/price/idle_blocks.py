@@ -1,8 +1,8 @@
-"""Blocks that run without gradients in the profiled batch, such as a teacher's, or that do not run.
+"""Idle blocks: blocks that run without gradients in the profiled batch, such as a teacher's blocks, or that do not run.
 
 An idle block stores nothing for backward, and a policy has nothing to decide for the block. The profile lists idle
-blocks as blocks without activations. If a later step does train an idle block, torch's checkpoint runs it until a
-profile of such a step exists.
+blocks as blocks without activations. If a later step does train an idle block, torch's checkpoint runs the block until
+a profile of such a step exists.
 """
 
 from __future__ import annotations

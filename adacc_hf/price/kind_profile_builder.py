@@ -1,4 +1,4 @@
-"""The profile of a kind of block, built from recorded blocks: activations, and the actions that each one allows."""
+"""The profile of a kind of block, built from recorded blocks: activations, and the actions that a policy may choose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class KindProfileBuilder:
         self.held_values = held_values
         self.optional = self.activations - held_values
         """Activations that a policy may compress or recompute. An output, a cast or any other value that code outside
-        the block holds is always live, and costs nothing more to store."""
+        the block holds is always live, and takes no additional memory."""
         self.recomputable = obtainable_values(self.tape, self.tape.recomputable, self.saved_values) - held_values
         self.block_actions = _block_actions(self.tape)
         self.shared_arguments = shared_argument_records(block, shared_tensors)
@@ -108,7 +108,10 @@ class KindProfileBuilder:
         )
 
     def _is_movable(self, index: int) -> bool:
-        """Return True if the value may be stored in host memory. Parameters and states of generators may not."""
+        """Return True if the value may be stored in host memory.
+
+        Parameters and states of generators must stay on the device.
+        """
         record = self.tape.values[index]
         is_large = record.nbytes >= self.config.min_compress_bytes and record.nbytes > 0
         is_own = role_of(self.tape, index) not in ("parameter", "generator")
@@ -128,9 +131,11 @@ class KindProfileBuilder:
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the earlier activation that replay reads in place of this value, by the same rule as `ExecutionPlan`.
+        """Return the earlier activation with equal bits that replay reads instead of this value.
 
-        Return None if there is no such activation, or if the value must be stored.
+        The rule is the same as in `ExecutionPlan`.
+
+        Return None if no earlier activation has equal bits, or if the value must be stored.
         """
         equal_value = self.tape.equal.get(index)
         may_be_left_out = index in self.recomputable and (

@@ -195,7 +195,9 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in recording.kinds for index in kind.held})
     saved_shared_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
     optimizer_bytes = step.gradient_bytes + profiled.step.optimizer_step_bytes
-    host_link, host_free_bytes = profiled.measurement.host_link(profiled.device, profiled.config)
+    host_link, host_free_bytes = profiled.measurement.host_link(
+        profiled.device, profiled.config, profiled.installation.model
+    )
     names = [block.name for block in recording.blocks]
     head, chunked_head = profiled.heads.profiled_head, readings.chunked_head
 

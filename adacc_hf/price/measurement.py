@@ -107,7 +107,8 @@ class Measurement:
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
         """Return the milliseconds of one forward and backward under full recomputation.
 
-        Here this is `measured_ms`, from the step whose memory was measured. Subclasses may run the model again.
+        This method returns `measured_ms`, the time of the step whose memory was measured. Subclasses may run the model
+        again.
         """
         return measured_ms
 
@@ -132,12 +133,12 @@ class Measurement:
         """Return the bytes that this process can use on `device`."""
         return available_bytes(device, static_bytes)
 
-    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         """Return (cost of payloads in host memory, free bytes of host memory for this process).
 
-        (None, 0) if payloads must stay on the device.
+        Return (None, 0) if payloads must stay on the device.
         """
-        return measure_host_link(device, config)
+        return measure_host_link(device, config, model)
 
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
         """Return the states of the random generators of `devices` and of the CPU."""
@@ -145,8 +146,8 @@ class Measurement:
 
 
 HEAD_REPEATS = 3
-"""Number of timed runs of a head. A few suffice, because a head takes long compared to the clock's noise. One
-interruption must not decide which head is faster."""
+"""Number of timed runs of a head. Few runs are enough, because a head takes long compared to the clock's noise. With
+several runs, one interruption does not decide which head is faster."""
 
 # Times of a model's output layer and loss on one batch, with full logits and with chunked logits.
 
@@ -155,7 +156,8 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
     """Return the milliseconds of forward and backward of one loss, computed by `compute`: the median of HEAD_REPEATS
     runs.
 
-    One warm-up run comes first, because a GPU loads a kernel at its first run, and may choose among several.
+    One warm-up run comes first, because a GPU loads each kernel at its first run, and a library may try several
+    kernels.
     """
     return median_ms(lambda: _gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
@@ -188,7 +190,7 @@ def full_logits_loss(loss: LossCall) -> Tensor:
 
 
 PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
-"""The function that computes the loss with each head, by the head's name."""
+"""Functions that compute the loss with each head, by the head's name."""
 
 
 class MemoryOnlyMeasurement(Measurement):
@@ -222,7 +224,7 @@ class MemoryOnlyMeasurement(Measurement):
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
         return Prices([], [])
 
-    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         return None, 0
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:

@@ -38,10 +38,11 @@ class TrackedTensor:
 
 
 class SlotProbe:
-    """Strategy that retains all saved tensors of a block, and records when autograd unpacks and frees each of them.
+    """Strategy that retains all saved tensors of a block, and records in a meter when autograd unpacks and frees each
+    tensor.
 
-    A meter records these events. The probe also keeps alive the shared inputs found at `sources`, because the other
-    blocks of the kind keep these inputs for replay.
+    The probe also keeps alive the shared inputs found at `sources`, because the other blocks of the kind keep these
+    inputs for replay.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:
@@ -69,7 +70,7 @@ class SlotProbe:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all activations of the probed block that autograd saves. The probe stores all of them."""
+        """Bytes of all activations of the probed block that autograd saves. The probe stores all these activations."""
         return sum(value.nbytes for value in self.kind.activations if value.saved)
 
     @property
@@ -101,15 +102,15 @@ class ForwardProbe:
     """Strategy that stores nothing and records in a meter when a value is first saved, and when forward frees the
     value.
 
-    Because nothing is stored, no backward can follow. Blocks that replay keep the shared inputs at `sources` alive, and
-    the probe does the same.
+    Because nothing is stored, no backward can follow. The probe keeps the shared inputs at `sources` alive, as blocks
+    that replay do.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source], forward_pass: ForwardPass) -> None:
         self.name = name
         self.kind = kind
         self.shared_values = {value.index for value in kind.values if value.shared in forward_pass.nonempty_records}
-        """Values whose tensor other blocks hold too. The tensor is counted once, in `Profile.shared`."""
+        """Values whose tensors other blocks hold too. These tensors are counted once, in `Profile.shared`."""
         self.sources = sources
         self.forward_pass = forward_pass
 
@@ -149,7 +150,7 @@ class ForwardProbe:
 def refuse_backward(_: Any) -> torch.Tensor:
     """Raise ValueError if autograd unpacks a tensor in a profiling pass without backward.
 
-    The model's own code has then run a backward before the loss was returned.
+    The cause is a backward that the model's own code runs before the loss is returned.
     """
     raise ValueError(
         "the loss runs a backward of its own before it is returned, within a block or around it (a gradient penalty, "

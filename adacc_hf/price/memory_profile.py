@@ -3,7 +3,7 @@
 Memory other than the blocks' stored tensors does not depend on the policy. The simulator can therefore add the stored
 tensors of any policy. One forward that stores nothing shows when forward itself frees each value. Then forward and
 backward run under full recomputation, except that the last block of each kind retains everything. These steps show when
-backward unpacks and frees each saved tensor, and how much memory gradients and temporaries take meanwhile.
+backward unpacks and frees each saved tensor, and how much memory gradients and temporaries take at that time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ForwardLayout:
     bases: dict[str, int]
     """Live bytes at the start of each block."""
     outside_peak_bytes: int
-    """Peak from the end of the last block on. The shared inputs that replay would read are freed before that."""
+    """Peak from the end of the last block on. The shared inputs that replay would read are freed before the last block
+    ends."""
     events: dict[str, tuple[ForwardEvent, ...]]
     """Memory events in the forward of each watched block (the last block of each kind)."""
 
@@ -143,9 +144,9 @@ def measure_step(
 ) -> StepLayout:
     """Run one forward and backward under full recomputation, and return the measured memory by block.
 
-    The calls in `watched_names` retain all saved tensors instead, and a `SlotProbe` records when they are freed. If the
-    step accumulates gradients, gradients of an earlier micro-batch must be live during the measurement. If no earlier
-    measurement has left these gradients, another micro-batch runs first.
+    The calls in `watched_names` retain all saved tensors instead, and a `SlotProbe` records when these tensors are
+    freed. If the step accumulates gradients, gradients of an earlier micro-batch must be live during the measurement.
+    If an earlier measurement has not produced these gradients, another micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions
@@ -196,7 +197,7 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 @dataclass
 class _StepReadings:
-    """The memory points of a measured step, and the bytes that each block stored in it."""
+    """The memory points of a measured step, and the bytes that each block stored in the step."""
 
     points: Sequence[MemoryPoint]
     names: list[str]
@@ -229,7 +230,7 @@ class _StepReadings:
         )
 
     def _backward_peak(self, name: str) -> int:
-        """Return the peak from the start of a block's backward to the start of the next block's."""
+        """Return the peak from the start of a block's backward to the start of the next block's backward."""
         start = next(i for i, point in enumerate(self.points) if point.label == ("backward", name))
         later_points = self.points[start + 1 :]
         end = next(
@@ -241,7 +242,7 @@ class _StepReadings:
         return (point for point in self.points if point.label[0] == moment)
 
     def _peak(self, first: tuple[str, ...], until: str | None) -> int:
-        """Return the peak from the mark `first` to the next mark that is in `until`, or to the end.
+        """Return the peak from the mark `first` to the next mark whose label begins with `until`, or to the end.
 
         Return 0 if there is no mark `first`.
         """
@@ -337,7 +338,7 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
     """Return the peak in each part of a training step, in bytes above the step's start, over all micro-batches.
 
     `points` are the readings of a meter with a `StepMarker`. If an optimizer steps parameter by parameter during
-    backward, its memory counts for the part in which it runs.
+    backward, the memory of the optimizer's step counts for the part of the step in which it runs.
     """
     last_backward = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
     moment, peaks = FORWARD, dict[str, int]()

@@ -1,4 +1,4 @@
-"""Recording of a model's blocks in one forward: their tapes, their prices, and the tensors that they share."""
+"""Recording of a model's blocks in one forward: tapes, measured times and codecs, and tensors shared between blocks."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_DRAWS = 8
-"""Maximum number of forwards without gradients that search for random numbers with which all blocks run. Used if the
-model skips blocks at random."""
+"""Maximum number of forwards without gradients that search for random numbers with which all blocks run. The search is
+needed if the model skips blocks at random."""
 
 
 def record_model(
@@ -57,7 +57,7 @@ def record_model(
     tape_cache: TapeCache | None = None,
     tilings: Mapping[str, Tiling] | None = None,
 ) -> ModelRecording:
-    """Record every block in one forward, which all passes of the profile will repeat.
+    """Record every block in one forward, which all later passes of the profile repeat.
 
     If the model skips blocks at random, search for random numbers with which all blocks run. `tape_cache` is the cache
     of an earlier recording of the model, or None. `tilings` has the tiles in which modules of the blocks run, by block
@@ -92,7 +92,7 @@ def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
 
 def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
     """Check that a forward without gradients runs all blocks, also blocks that the batch does not train, such as a
-    teacher's.
+    teacher's blocks.
 
     If the forward draws random numbers and skips blocks, try other random states. Return True if later passes will
     start from a different random state. Raises UncalledBlocksError if some block never runs.
@@ -170,8 +170,11 @@ class TapeRecordingStrategy:
 
 
 class ModelRecorder:
-    """Recorder of all blocks' tapes, of the tensors they share, and of the measured prices. The strategies of the
-    model's blocks refer to the recorder. The recorder does not refer to the model, to avoid a reference cycle."""
+    """Recorder of all blocks' tapes, of the tensors that blocks share, and of measured times and codecs.
+
+    The strategies of the model's blocks refer to the recorder. The recorder does not refer to the model, to avoid a
+    reference cycle.
+    """
 
     def __init__(
         self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache, tilings: Mapping[str, Tiling]
@@ -329,8 +332,8 @@ def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:
     """Return the storages of the saved values that the block computed, without the values of `excluded`.
 
-    If the block runs code that records no operators, the results of this code have an unknown source on the tape. These
-    results are included too.
+    If the block runs code that records no operators, the results of this code have an unknown source on the tape, and
+    are included too.
     """
     hidden = tape.untrusted in HIDDEN
     computed_values = [

@@ -83,7 +83,7 @@ class ModelRecording:
 
     @property
     def watched_names(self) -> list[str]:
-        """Names of the calls at which memory is measured: the last block call of each kind, which stands for its
+        """Names of the calls at which memory is measured: the last block call of each kind, which represents the
         kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
@@ -97,15 +97,17 @@ class ModelRecording:
         return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
 
     def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return the recording with a measured forward in each kind. `events` has the memory events of the calls in
-        `watched_names`."""
+        """Return a copy of this recording in which each kind has a measured forward.
+
+        `events` has the memory events of the calls in `watched_names`.
+        """
         names = self.watched_names
         return replace(self, kinds=[_with_forward(kind, events[names[i]]) for i, kind in enumerate(self.kinds)])
 
     def set_full_recompute_strategies(
         self, functions: Mapping[str, BlockFunction | LaterCall], watched_names: Collection[str]
     ) -> list[SlotProbe]:
-        """Set the strategy of every block call: a probe for `watched_names`, full recomputation for the others.
+        """Set the strategy of every block call: a probe for `watched_names`, full recomputation for all other calls.
 
         Return the probes. A call in `watched_names` whose operators cannot be replayed has no probe, and recomputes
         too.
@@ -135,8 +137,9 @@ def recompute_outcome(kind: KindProfile) -> BlockOutcome:
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
     """Return a dict from each call to the properties of its position in the step that affect its memory.
 
-    A position is three truth values: the gradients of the call's parameters exist before its backward, and the rest
-    of the model runs before the call, and after it. The last two occur if the loss calls the whole model several times.
+    A position is three truth values: the gradients of the call's parameters exist before its backward, and the rest of
+    the model runs before the call, and after it. The rest of the model runs before or after a call if the loss calls
+    the whole model several times.
     """
     names = [block.name for block in blocks]
     last = calls_per_block(names)
@@ -185,7 +188,7 @@ def _build_kind(
 
 
 def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
-    """Return `kind` with its measured forward. Parameter casts that the forward did not free count as cached."""
+    """Return `kind` with its measured forward. Parameter casts that the forward did not free are marked as cached."""
     if kind.untrusted is not None:
         return with_untrusted_forward(kind, forward)
     dead = {event.value for event in forward if event.death}

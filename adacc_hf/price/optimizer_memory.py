@@ -1,4 +1,4 @@
-"""The memory of gradient clipping and of the optimizer's step, after a step's last backward."""
+"""Measurement of the memory of gradient clipping and of the optimizer's step, after a step's last backward."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
     """Return the bytes of state that `optimizer` has yet to create for `trained` parameters, on their device.
 
     Before the first step, the whole state is missing. Later, only the state of layers that layerdrop has skipped so far
-    is missing. A copy of the optimizer takes a step on one stand-in for each size of parameter, one after the other.
-    This takes less memory than the missing state. Raises OptimizerStateError if the copy cannot step.
+    is missing. A copy of the optimizer takes a step on one stand-in tensor for each size of parameter, one after the
+    other. The steps of the copy take less memory than the missing state. Raises OptimizerStateError if the copy cannot
+    step.
     """
     trained = list(trained)
     members = component_optimizers(optimizer)
@@ -197,7 +198,10 @@ _MANAGER = "mng"
 
 
 def _override(optimizer: torch.optim.Optimizer, group: int, place: int, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the settings of one parameter of a bitsandbytes optimizer. The Trainer sets 32 bits for embeddings."""
+    """Return the settings of one parameter of a bitsandbytes optimizer.
+
+    The Trainer, for example, sets 32 bits for embeddings.
+    """
     manager = getattr(optimizer, _MANAGER, None)
     if manager is None:
         return {}
@@ -236,7 +240,8 @@ def _copy_of(value: Any) -> Any:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of each distinct storage of `tensors`, limited to tensors on `device` if it is given."""
+    """Return the bytes of each distinct storage of `tensors`, limited to tensors on `device` unless `device` is
+    None."""
     device_tensors = [tensor for tensor in tensors if device is None or tensor.device == device]
     storages = [part.untyped_storage() for tensor in device_tensors for part in parts_with_memory(tensor)]
     return {storage_key(storage): storage.nbytes() for storage in storages}

@@ -1,4 +1,7 @@
-"""Precision-sensitive values on a tape. A lossy codec must not store them, because gradients would degrade."""
+"""Precision-sensitive values on a tape.
+
+Precision-sensitive values must not be stored with a lossy codec, because gradients would degrade.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ SUMMARY_RATIO = 8
 """Minimum ratio of the numbers of elements of a source and its summary. A summary has fewer dimensions than its source.
 A codec saves little on a summary, and each element of a summary affects many other elements."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Operators whose backward exponentiates an input or a result, or uses one as an angle."""
+"""Operators whose backward exponentiates an input or a result, or uses an input as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
 """Names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose gradient is divided by an input or a result, each with the position of the divisor among the
+"""Operators whose gradient is divided by an input or a result, and for each operator the divisor's position among the
 arguments. None means any input or result."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
@@ -75,7 +78,7 @@ def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of fused attention, or of its backward, by name. Empty for other operators."""
+    """Return the arguments of fused attention, or of its backward, by name. Return {} for other operators."""
     schema = schema_of(target) if isinstance(target, OpOverload) else None
     if schema is not None and any(name in schema.name for name in ("attention", "attn")):
         names = [argument.name for argument in schema.arguments]

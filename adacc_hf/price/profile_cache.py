@@ -1,4 +1,4 @@
-"""Cache of prices (measured times of operators and codecs) of tapes: a folder that several processes may share.
+"""Cache of measured times and codec costs of tapes: a folder that several processes may share.
 
 This module does not import torch, so that `adacc profiles` starts at once. caching_measurement.py fills the cache.
 """
@@ -27,7 +27,7 @@ class ProfileCacheError(AdaccError):
 
 @dataclass(frozen=True, kw_only=True)
 class PriceKey:
-    """Key of cached prices (measured times). Prices are read from the cache only if all fields are equal."""
+    """Key of a cache entry. An entry is used only if all fields are equal."""
 
     tape: str
     """Digest of the recorded operators, constants and slots."""
@@ -48,7 +48,7 @@ class PriceKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One entry of the cache: the measured times of a tape's operators and codecs (prices), and their key."""
+    """One entry of the cache: a key, and the measured times and codec costs of a tape."""
 
     key: PriceKey
     block_class: str
@@ -60,8 +60,8 @@ class Row:
 def default_folder() -> Path:
     """Return $ADACC_HF_PROFILES if it is set, else the folder $XDG_CACHE_HOME/adacc_hf/profiles.
 
-    The parent folder also contains the compiled kernels. Raises ProfileCacheError for a user without a home, such as in
-    containers that run under an arbitrary user ID.
+    The parent folder also contains the compiled kernels. Raises ProfileCacheError for a user without a home folder, for
+    example in containers that run under an arbitrary user ID.
     """
     configured_folder = os.environ.get(PROFILES_VARIABLE)
     if configured_folder:
@@ -76,8 +76,10 @@ def default_folder() -> Path:
 
 
 class ProfileCache:
-    """Cache of prices in `folder`, one file per row. Methods raise ProfileCacheError or OSError if the folder is
-    unusable."""
+    """Cache of measured times and codec costs in `folder`, one file per row.
+
+    Methods raise ProfileCacheError or OSError if the folder is unusable.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -96,7 +98,7 @@ class ProfileCache:
         return row if row is not None and row.key == key else None
 
     def put(self, key: PriceKey, block_class: str, prices: dict[str, Any]) -> None:
-        """Store `prices`, replacing the row of an equal key."""
+        """Store `prices` (measured times and codec costs) as a row, and replace the row of an equal key."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._records.put(key.name, Row(key=key, block_class=block_class, created=created, prices=prices))
 

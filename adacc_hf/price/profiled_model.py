@@ -21,8 +21,8 @@ from adacc_hf.torch_glue.memory import distinct_bytes, forward_loss
 from adacc_hf.torch_glue.no_trace import NoTrace
 
 _profiling_lock = threading.RLock()
-"""Lock held while a thread profiles. A second thread would distort the times and draw from the same random
-generators."""
+"""Lock held while a thread profiles. Profiling by a second thread would distort the times, and draw from the same
+random generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,8 @@ def profiled_model(
 def _base_bytes(model: nn.Module, batch: Batch, step: TrainingStep, measurement: Measurement) -> int:
     """Return the bytes live between steps, without the batch and without gradients.
 
-    A step starts without gradients. Gradients that exist now are set aside while the model is profiled.
+    Gradients are left out, because a step starts without gradients, and existing gradients are set aside while the
+    model is profiled.
     """
     device = next(model.parameters()).device
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]

@@ -42,30 +42,31 @@ def profile_model(
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
-    The model must be in train mode, and may be under autocast. Its state is restored: gradients, buffers and random
-    generators too. If a step calls a block several times, because layers share weights or the loss calls the model
-    again, the profile lists the block once per call. A block that runs only without gradients needs no decision.
+    The model must be in train mode, and may be under autocast. The state of the model is restored, gradients, buffers
+    and random generators included. If a step calls a block several times, because layers share weights or the loss
+    calls the model again, the profile lists the block once per call. A block that runs only without gradients needs no
+    decision.
 
-    Profiling takes the memory of one block's activations on top of full recomputation. If that does not fit, and the
-    run has one process, the profile is estimated from small parts of the batch, as by `estimate_profile`, with a
-    warning in the log.
+    Profiling takes the memory of one block's activations on top of full recomputation. If memory runs out, and the run
+    has one process, the profile is estimated from small parts of the batch, as by `estimate_profile`, and a warning is
+    logged.
 
     Args:
-        optimizer: if given, its state counts as static memory, and its step as a part of the training step. State that
-            the optimizer has yet to create is included.
+        optimizer: if given, the optimizer's state counts as static memory, and the optimizer's step as a part of the
+            training step. State that the optimizer has yet to create is included.
         optimizer_step_bytes: temporary bytes of clipping and the optimizer's step (`measure_optimizer_step`).
         optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more. None predicts the bytes.
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
-            the gradients of the first.
+            the gradients of the first micro-batch.
         prefetched_batches: further batches for later steps that the loader keeps on the model's device.
-        no_sync: context of all micro-batches but the last, if it postpones the exchange of gradients (the `no_sync` of
-            FSDP): until then a rank holds whole gradients.
+        no_sync: context of all micro-batches but the last, if this context postpones the exchange of gradients (the
+            `no_sync` of FSDP). Until the exchange, each rank holds whole gradients.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
             loss to train on. `batch` is any mapping that the function needs. The function is called about 8 times.
         all_sizes: measure the memory of three parts of the batch too, so that `Profile.sizes` predicts batches of any
-            size, if the model accepts parts of a batch. This takes as long as four more steps.
-        measurement: the source of the readings, by default real runs. Their prices are cached in the folder that
-            `adacc profiles` shows.
+            size, if the model accepts parts of a batch. The measurement takes as long as four more steps.
+        measurement: the source of the readings, by default real runs. The measured times and codec costs of real runs
+            are cached in the folder that `adacc profiles` shows.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that

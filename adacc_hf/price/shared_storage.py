@@ -1,5 +1,7 @@
-"""Tensors held by several blocks, or by a block and the rest of the model. Each tensor is counted once, for its
-owner."""
+"""Tensors held by several blocks, or by a block and the rest of the model.
+
+Each tensor is counted once, for one owner.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,18 @@ class RecordedBlock:
     """Keys of the block's calls and the tape of each key, filled by this recorded call and reused in training."""
     tape: Tape
     input_tensors: dict[int, torch.Tensor]
-    """The recorded argument of each input value. The reference keeps the storage's address from being reused."""
+    """The recorded argument of each input value. The references keep the addresses of the storages from being
+    reused."""
     argument_tensors: dict[Source, torch.Tensor]
     """All tensors among the arguments, one per storage, including tensors that the block does not read."""
     outputs: dict[int, torch.Tensor]
     """Saved values that the block computed and returned, each with a tensor on the value's storage."""
     casts: dict[int, torch.Tensor]
-    """Saved values computed from parameters alone, such as autocast's casts. Other calls may reuse them from autocast's
-    cache."""
+    """Saved values computed from parameters alone, such as autocast's casts. Other calls may reuse these casts from
+    autocast's cache."""
     slot_refs: list[weakref.ref[Any]]
-    """For each slot, a weak reference to the packed object that autograd holds. Dead once autograd has freed the
-    object."""
+    """For each slot, a weak reference to the packed object that autograd holds. The reference is dead once autograd has
+    freed the object."""
     internal_storages: dict[int, StorageWeakRef]
     """Storages of saved values that the block computed and did not return."""
     outliers: dict[int, int]
@@ -46,7 +49,8 @@ class RecordedBlock:
     uses_previous_result: bool = False
     """True if an argument of this call is a result of the previous call."""
     dead_slots: frozenset[int] = frozenset()
-    """Slots that autograd freed before the forward's end, because no loss depends on their operator's result."""
+    """Slots that autograd freed before the forward's end, because no loss depends on the result of the operator that
+    saved the tensor."""
     externally_held: frozenset[int] = frozenset()
     """Saved values that stay alive without a slot, because an autograd function's attribute or a module references
     them."""
@@ -65,7 +69,7 @@ class RecordedBlock:
         return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead_slots))
 
     def holdable_inputs(self) -> Iterable[torch.Tensor]:
-        """Return the inputs that a plan for the block may hold. Torch's checkpoint holds all of them."""
+        """Return the inputs that a plan for the block may hold, all of which torch's checkpoint holds."""
         return (tensor for _, tensor in self.holdable_inputs_with_sources())
 
     def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, torch.Tensor]]:
@@ -130,13 +134,17 @@ class SharedTensors:
                     self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
 
     def record_index(self, tensor: torch.Tensor) -> int | None:
-        """Return the index in `records` of the record for the storage of `tensor`. None if only one block holds the
-        storage."""
+        """Return the index in `records` of the record for the storage of `tensor`.
+
+        Return None if only one block holds the storage.
+        """
         return self._index.get(storage_key_of(tensor))
 
     def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
-        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out, because
-        other references keep their tensors alive."""
+        """Return the sources at which `block` finds tensors of `records`.
+
+        Records of zero bytes are left out, because other references keep the tensors of these records alive.
+        """
         counted = {index for index in records if self.records[index].nbytes}
         return [
             source for source, tensor in block.holdable_inputs_with_sources() if self.record_index(tensor) in counted

@@ -72,9 +72,7 @@ def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple
             result = torch.zeros_like(call.forward(rows))
             forward = _moments(measurement.meter(rows.device), lambda: call.forward(rows))
             backward_of_tile(call, sums, rows, result, True)  # makes the sums, which exist from the second tile on
-        backward = _moments(
-            measurement.meter(rows.device), lambda: backward_of_tile(call, sums, rows, result, True)
-        )
+        backward = _moments(measurement.meter(rows.device), lambda: backward_of_tile(call, sums, rows, result, True))
     return forward, backward
 
 

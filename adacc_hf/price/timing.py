@@ -16,14 +16,14 @@ TIMING_REPEATS = 5
 """Number of timed runs, after one warm-up run. The result is the median, which one interrupted run hardly changes."""
 
 BUSY_FACTOR = 2
-"""Ratio of the time for which the GPU is kept busy before a run to the time of the run's launches. The launch time
-varies."""
+"""Time for which the GPU is kept busy before a run, as a multiple of the time of the run's launches. The multiple is
+above 1, because the launch time varies."""
 CYCLES_PER_SECOND = 3e9
 """Upper bound on a GPU's clock, so that a busy loop meant for a second lasts at least a second."""
 
 BACKWARD_ON_HOST, BACKWARD_ON_DEVICE = 1.0, 2.0
-"""Time of a block's backward as a multiple of the forward's time. Launches take equally long in both. On the device,
-each product in forward has two products in backward."""
+"""Time of a block's backward as a multiple of the forward's time. Launches take equally long in forward and backward.
+On the device, each product in forward has two products in backward."""
 
 Bottleneck = Literal["device_ms", "host_ms"]
 
@@ -34,7 +34,7 @@ class Timing(NamedTuple):
     device_ms: float
     """Milliseconds from the start of the run on the device to the end."""
     host_ms: float
-    """Milliseconds until the host continues. On the CPU, both times are equal."""
+    """Milliseconds until the host continues. On the CPU, `host_ms` equals `device_ms`."""
 
 
 def wait_for(device: torch.device) -> None:
@@ -96,11 +96,12 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
-    """Return the resource that limits a step whose forward has these `timings`: the device, or the host that launches
-    the device's work.
+    """Return the resource that limits a step whose forward has these `timings`: the device or the host.
+
+    The host launches the device's work.
 
     `block_host_ms` is the host's time for the plain block's forward, which includes modules, hooks and autograd's
-    graph. If it is None, only the launches count.
+    graph. If `block_host_ms` is None, the host's time is the sum of the host times in `timings`.
     """
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
     host_ms = host_ms if block_host_ms is None else block_host_ms
@@ -123,10 +124,10 @@ def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
 def time_on_cuda(
     run: Callable[[], object], device: torch.device, repeats: int, prepare: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Return the device and host times of `repeats` runs of `run`. Before each run, `prepare` is called if given.
+    """Return the device and host times of `repeats` runs of `run`. Before each run, `prepare` is called unless None.
 
     The GPU is kept busy until all kernels of the run are launched, because the host also launches the kernels of a
-    training step in advance. An idle GPU would wait for each launch, and these gaps would count.
+    training step in advance. An idle GPU would wait for each launch, and the waiting time would count.
     """
     with torch.cuda.device(device):
         # Use the shortest launch: a run that waits for the device also waits for the busy loop, longer each time.

@@ -22,7 +22,7 @@ class TrainingStep:
     """Optimizer, batches and loss of the profiled training step. `profile_model` describes the fields."""
 
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer whose state and step are part of the profile. None leaves both out."""
+    """Optimizer whose state and step are part of the profile. None leaves the optimizer's state and step out."""
     gradient_accumulation_steps: int = 1
     """Number of micro-batches in a step, 1 or more."""
     prefetched_batches: int = 0

@@ -58,10 +58,10 @@ def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
     """Return `kind` with a backward in which at most `extra_bytes` are live on top of all saved bytes.
 
-    `extra_bytes` was measured under torch's checkpoint, whose backward includes a second forward. The number therefore
-    limits the memory of the first forward too, except for the block's result. The result counts as many bytes as the
-    largest input. If `extra_bytes` is None (no backward was measured), or if the recorded block saved nothing, return
-    `kind` unchanged.
+    `extra_bytes` was measured under torch's checkpoint, whose backward includes a second forward. The number is
+    therefore an upper bound on the memory of the first forward too, except for the block's result. The result is
+    assumed to have as many bytes as the largest input. If `extra_bytes` is None (no backward was measured), or if the
+    recorded block saved nothing, return `kind` unchanged.
     """
     if extra_bytes is None or not kind.slots:
         return kind
@@ -116,7 +116,9 @@ def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors)
 
 
 def generator_bytes(block: RecordedBlock) -> int:
-    """Return the bytes of random generator state that torch's checkpoint stores on the block's device. 0 on a GPU,
-    whose generator state is in CPU memory."""
+    """Return the bytes of random generator state that torch's checkpoint stores on the block's device.
+
+    Return 0 for a GPU, whose generator state is in CPU memory.
+    """
     on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

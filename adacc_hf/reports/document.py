@@ -22,8 +22,8 @@ body { color: #e0e0e0; background: #1a1a1a; }
 img { filter: invert(0.9) hue-rotate(180deg); }
 }
 """
-"""Style for dark screens. The filter turns a picture's white into the page's #1a1a1a, and makes the picture's text
-light. Colours keep their hue."""
+"""Style for dark screens. The filter turns a picture's white into the page's #1a1a1a, makes the picture's text light,
+and keeps the hue of colours."""
 _CONTENT_STYLE = """
 SCOPE img { max-width: 100%; height: auto; }
 SCOPE .scroll { overflow-x: auto; }
@@ -36,7 +36,7 @@ SCOPE .action { padding: 1px 7px; border-radius: 4px; }
 """
 """Style of a document's parts. The word SCOPE stands for the selector of the element that contains the parts."""
 SCOPE = "adacc-report"
-"""CSS class of the element around a report in a notebook. The notebook's other cells keep their style."""
+"""CSS class of the element around a report in a notebook, so that the notebook's other cells keep their style."""
 
 
 @dataclass(frozen=True)

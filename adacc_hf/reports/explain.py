@@ -20,10 +20,14 @@ from adacc_hf.artifacts.policy import (
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.artifacts.tiles import tile_rows
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.reports.text_table import table_lines
 
 NOTHING_TO_DECIDE = (
     "nothing to decide: the profiled batch ran these blocks without gradients, so that they store nothing"
 )
+
+HEADERS = ("activation", "shape", "bytes", "action", "reason")
+BYTES_COLUMN = HEADERS.index("bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,7 @@ class ActivationRow:
 
     value: Value
     label: str
-    """Name of the value, numbered if several values of the block have this name."""
+    """Name of the value, with a number if several values of the block have the same name."""
     choice: Choice
     option: CodecOption | None
     """Codec that compresses the activation, with its cost. None if the activation is not compressed."""
@@ -40,13 +44,13 @@ class ActivationRow:
     """Codecs that may compress the activation, with their costs."""
     replay_ms: float | None
     """Time to recompute the activation from the values that the plan stores. None if recomputation is impossible. An
-    operator that two rows need counts in both rows, although it runs once."""
+    operator that two rows need counts in both rows, although the operator runs once."""
     twin: str | None = None
     """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
     None if there is no such activation."""
     needs_exact_inputs: bool = False
-    """True if the activation must not be recomputed, because the recomputation would read values stored with loss and
-    must be exact."""
+    """True if the activation must not be recomputed, because the activation must be exact and the recomputation would
+    read values stored with loss."""
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block."""
 
@@ -147,15 +151,17 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
     return groups
 
 
-def explain_policy(policy: Policy, profile: Profile) -> str:
+def explain_policy(policy: Policy, profile: Profile, columns: int | None = None) -> str:
     """Return the policy as text, with the name, shape, bytes, action and reason of every activation in every plan.
+
+    Tables are fitted to `columns` characters per line. If `columns` is None, each activation has one line.
 
     Raises PolicyMismatchError if `policy` was not solved from `profile`.
     """
     check_belongs(policy, profile)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile), *describe_host(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
-        cells = [("activation", "shape", "bytes", "action", "reason")]
+        cells = [HEADERS]
         cells += [
             (
                 row.label,
@@ -166,19 +172,20 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
             )
             for row in activation_rows(kind, plan)
         ]
-        widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines += ["", f"{kind.block_class}, {blocks}"]
         if plan.kind == IDLE_KIND:
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
         lines += [f"  {note}" for note in describe_block(kind, plan)]
-        lines += [_aligned(line, widths) for line in cells]
+        lines += table_lines(cells, columns=columns, right=(BYTES_COLUMN,))
     return "\n".join(lines)
 
 
 def describe_host(policy: Policy, profile: Profile) -> list[str]:
-    """Return a list with one sentence on the host memory that the policy uses, and the rates of copies. Return [] if
-    payloads must stay on the device."""
+    """Return a list with one sentence on the host memory that the policy uses, and on the rates of copies.
+
+    The list is empty if payloads must stay on the device.
+    """
     link = next((kind.host_link for kind in profile.kinds if kind.host_link is not None), None)
     if link is None:
         return []
@@ -259,11 +266,6 @@ def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
 def format_shape(value: Value) -> str:
     """Return the value's dtype and shape as text, such as "float32[8, 256, 1024]"."""
     return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    name, shape, nbytes, action, reason = cells
-    return f"  {name:{widths[0]}}  {shape:{widths[1]}}  {nbytes:>{widths[2]}}  {action:{widths[3]}}  {reason}"
 
 
 def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:

@@ -20,10 +20,11 @@ PARTS = {
 }
 """Label, colour and text colour of each field of `PeakMemory`, from left to right."""
 LABEL_SHARE = 0.1
-"""Least width of a part with its size written in it, as a fraction of the longest bar."""
+"""Minimum width, as a fraction of the longest bar, of a part in which the part's size is written."""
 BAR_INCHES = 0.5
 DEVICE_MARGIN = 3.0
-"""The device's memory is drawn if it is at most this multiple of the longest bar. Else the bars would be too short."""
+"""Maximum ratio of the device's memory to the longest bar for which the device's memory is drawn. Above this ratio, the
+bars would be too short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class PeakMemory:
 
     static_bytes: int
     stored_bytes: int
-    """Bytes that blocks store for backward. At a peak within a block: the bytes of the earlier blocks."""
+    """Bytes that blocks store for backward. If the peak is within a block, only the bytes of the earlier blocks."""
     other_bytes: int
     """All other bytes: gradients, tensors outside of the blocks, and tensors of the running block."""
 

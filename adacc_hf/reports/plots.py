@@ -15,6 +15,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.notebook_html import ACTION_COLORS
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
@@ -34,10 +35,11 @@ Span = tuple[float, float]
 
 HEAD = "head and loss"
 SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe blocks", "optimizer": "optimizer"}
-"""Labels of the sections of a step outside the blocks' forward and backward. The head's section has both its forward
-and its backward."""
+"""Labels of the sections of a step outside the blocks' forward and backward. The section of the head contains the
+head's forward and backward."""
 SECTION_SHARE = 0.15
-"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
+"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. With this minimum, a label has 0.9 inches
+or more."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text
@@ -314,12 +316,16 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
         axis.set_ylabel("overhead per step [ms]")
         least_ms = min(ms for _, ms in [*curve, *(mark.point for mark in methods)])  # negative if the head is faster
         axis.set_ylim(bottom=min(0.0, least_ms) - 0.03 * axis.get_ylim()[1])
-        if profile.step_ms:
+        blocks_ms = plain_blocks_ms(profile)
+        if blocks_ms > 0:
             share = axis.secondary_yaxis(
                 "right",
-                functions=(lambda ms: _percent(np.asarray(ms), profile), lambda p: _ms(np.asarray(p), profile)),
+                functions=(
+                    lambda ms: 100 * np.asarray(ms) / blocks_ms,
+                    lambda share: np.asarray(share) * blocks_ms / 100,
+                ),
             )
-            share.set_ylabel("% of the profiled step")
+            share.set_ylabel("% of the blocks' time in a plain step")
         axis.grid(color="#e3e6ea", lw=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top"]].set_visible(False)
@@ -331,11 +337,3 @@ def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
     """Draw the solver's curve as a staircase, because a policy also fits every larger budget."""
     peaks, times = [peak / scale for peak, _ in curve], [ms for _, ms in curve]
     axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="the solver's policies, any action")
-
-
-def _percent(ms: np.ndarray, profile: Profile) -> np.ndarray:
-    return 100 * ms / profile.step_ms
-
-
-def _ms(percent: np.ndarray, profile: Profile) -> np.ndarray:
-    return percent * profile.step_ms / 100

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, Table
 from adacc_hf.reports.explain import (
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have that unit."""
+"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have the unit bytes or
+milliseconds."""
 
 TITLE = "Adacc report"
 ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
@@ -53,9 +55,9 @@ def policy_report(
     Args:
         profile: profile that the policy was solved from.
         history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
-            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
-            phases must be the memory simulator's. Outliers, errors, step times and peaks are drawn in
-            timeline.png.
+            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. The
+            phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
+            drawn in timeline.png.
         first_steps: times of the run's first steps, `AdaccSession.first_steps`.
         comparison: rows of a table of methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.
@@ -127,7 +129,7 @@ def write_report(
 
 
 class SimulatedStep(NamedTuple):
-    """Simulated step with the profile and the blocks' plans that it was simulated from."""
+    """Simulated step, with the profile and the blocks' plans from which the step was simulated."""
 
     profile: Profile
     plans: list[Plan]
@@ -168,7 +170,7 @@ def _peak_budget(policy: Policy) -> int | None:
 def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
     counts = policy.action_counts()
     plain, ours = outcomes["plain"], outcomes["this policy"]
-    plain_bytes = plain.stored_bytes
+    plain_bytes, blocks_ms = plain.stored_bytes, plain_blocks_ms(profile)
     rows = [
         (
             name,
@@ -176,23 +178,25 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
             percent(outcome.stored_bytes, plain_bytes),
             format_bytes(outcome.peak_bytes),
             f"{outcome.overhead_ms:.2f}",
-            percent(outcome.overhead_ms, profile.step_ms),
+            percent(outcome.overhead_ms, blocks_ms),
         )
         for name, outcome in outcomes.items()
     ]
-    headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the profiled step")
+    headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the blocks' time")
     parts: list[Part] = [
         Paragraph(
             f"{profile.model_class} on {profile.device}, {len(profile.blocks)} blocks. This policy retains "
             f"{counts['retain']} activations, compresses {counts['compress']} and recomputes {counts['recompute']}. A "
             f"step is predicted to peak at {format_bytes(ours.peak_bytes)}, "
             f"{percent(ours.peak_bytes, plain.peak_bytes)} of plain training's {format_bytes(plain.peak_bytes)}, and "
-            f"to take {ours.overhead_ms:.2f} ms ({percent(ours.overhead_ms, profile.step_ms)}) longer."
+            f"to take {ours.overhead_ms:.2f} ms ({percent(ours.overhead_ms, blocks_ms)} of the blocks' time) "
+            f"longer."
         ),
         Table(headers, rows, numbers=frozenset(headers[1:])),
         Paragraph(
             "Stored is the size of the tensors that forward stores for backward. Peak is the most live tensor bytes, "
-            "with parameters, gradients and optimizer state. Overhead is the time for replay, encoding and decoding."
+            "with parameters, gradients and optimizer state. Overhead is the time for replay, encoding and decoding. "
+            "The blocks' time is their estimated time in a plain step, three times their forward."
         ),
         Paragraph(f"{_capitalized('; '.join([describe_head(policy, profile), *describe_host(policy, profile)]))}."),
     ]

@@ -18,7 +18,7 @@ import transformers
 from adacc_hf.artifacts.files import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Root of the source checkout. If the package is installed elsewhere, this folder has no setup.cfg."""
+"""Root of the source checkout. In an installed package, this folder is not a checkout and has no setup.cfg."""
 
 
 @dataclass(frozen=True, kw_only=True)

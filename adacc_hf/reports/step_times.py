@@ -1,4 +1,4 @@
-"""Section of a report on the first steps of a run: how long each took, and what training waited for."""
+"""Section of a report on the first steps of a run: the time of each step, and the work that training waited for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PARTS = {
 """Label and colour of each part of a step's time, from left to right."""
 ROW_INCHES = 0.3
 LABEL_SHARE = 1.18
-"""Upper end of the time axis, as a multiple of the longest step. The margin has the seconds of the longest bar."""
+"""Upper end of the time axis, as a multiple of the longest step. In the margin, the seconds of the longest bar are
+written."""
 HEADERS = ("step", "ran under", "seconds", "profiling", "solving", "then")
 
 
@@ -81,7 +82,7 @@ def draw_first_steps(records: Sequence[Record]) -> bytes:
 
 
 def part_seconds(record: Record) -> dict[str, float]:
-    """Return the seconds of a step's parts, keyed by the names in `PARTS`. Their sum is the step's time."""
+    """Return the seconds of a step's parts, keyed by the names in `PARTS`. The sum of the parts is the step's time."""
     profiling, solving = record["profiling_s"], record["solving_s"]
     return {
         "profiling_s": profiling,

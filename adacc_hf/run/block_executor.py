@@ -13,15 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError, UnrecordedCallError
 from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import CheckpointStrategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
+    DIVERGED,
+    FILLED_TABLE,
     NEW_DATA,
-    OTHER_OPERATORS,
     OTHER_RANKS,
     OUT_OF_PLACE,
     UNRECORDED,
@@ -46,7 +47,7 @@ this key run under torch's checkpoint."""
 
 
 class Observer(Protocol):
-    """Object that runs the next call of a block in the executor's place, to measure the call."""
+    """Object that runs the next call of a block in place of the executor, to measure the call."""
 
     def run(
         self,
@@ -66,7 +67,8 @@ class Observer(Protocol):
 class BlockExecutor:
     """Strategy that runs the calls of one block under its plan.
 
-    `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan, if there is one.
+    `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan. For the block's
+    first plan, `known_shapes` and `earlier` have their defaults.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class BlockExecutor:
         measured."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
+        self._has_filled_table = False
+        """True if the block's last call filled a table for later calls."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
@@ -126,6 +130,7 @@ class BlockExecutor:
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
+        self._has_filled_table = False
         self._count_fallback(entry)
         if entry.execution_plan is None:
             return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
@@ -147,12 +152,20 @@ class BlockExecutor:
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the block once more under the plan, to measure the call.
 
-        The call is not counted, because the count of calls decides which calls are validated.
+        The call is not counted, because the count of calls decides which calls are validated. Raises
+        UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record it.
         """
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         entry = self.entries.latest(key)
+        if entry is None and not self.tape_cache.may_record():
+            current_key = self.known_shapes.with_current_layout(key, block)
+            if self.entries.expected_entry(current_key, args, kwargs) is None:
+                raise UnrecordedCallError(
+                    f"the budget has no room to record another traced path of {self.name}: increase memory_budget, or "
+                    f"set guard_blocks=0"
+                )
         if entry is None or entry.execution_plan is None or entry.execution_plan.is_plain:
             return self.run(block, fn, args, kwargs)
         externals = fetch(entry.plan.externals, block, args, kwargs)
@@ -190,8 +203,8 @@ class BlockExecutor:
     ) -> Any:
         """Run a call in which the block's own tensors differ from the tape.
 
-        If the layout of these tensors changed, the call gets another key. If the tensors are gone, for example because
-        an adapter was merged for this call, the call runs without a tape.
+        If the layout of the block's tensors changed, the call gets another key. If tensors are missing, for example
+        because an adapter was merged for this call, the call runs without a tape.
         """
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
@@ -208,7 +221,7 @@ class BlockExecutor:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
         torch's checkpoint would run collectives again in backward. A rank that has a tape for its call would not run
-        them again, and the ranks would wait for each other (rule R13).
+        these collectives again, and the ranks would wait for each other (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
@@ -244,7 +257,7 @@ class BlockExecutor:
             if symbolic_tape is not None:
                 self.tape_cache.extend(symbolic_tape, key)
             return
-        self.tape_cache.fallbacks.add(VARYING, self.name)
+        reason = DIVERGED
         if symbolic_tape is not None and call.mismatched_values:
             self.tape_cache.refuse(symbolic_tape, call.mismatched_values, self.name)
         elif symbolic_tape is not None:
@@ -255,6 +268,8 @@ class BlockExecutor:
         else:
             self.tape_cache.warn_varying(self.name, tape, self.known_shapes.untraced or call.divergence)
             entry.execution_plan, entry.known_shape.varies, entry.fallback = None, True, VARYING
+            reason = VARYING
+        self.tape_cache.fallbacks.add(reason, self.name)
         self.entries.sized.clear()
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
@@ -279,7 +294,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Tell the tape cache in which order the last backward unpacked slots."""
+        """Pass the order in which the last backward unpacked slots to the tape cache."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
@@ -292,6 +307,7 @@ class BlockExecutor:
         If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
         the call.
         """
+        had_filled_table, self._has_filled_table = self._has_filled_table, False
         key = self.known_shapes.with_current_layout(key, block)
         expected_entry = self.entries.expected_entry(key, args, kwargs)
         if expected_entry is None and self._is_too_large_to_record(key):
@@ -320,7 +336,8 @@ class BlockExecutor:
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
         if tape.structure in self.tape_cache.preliminary:  # this call filled a table: record the next call
-            self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+            self.tape_cache.fallbacks.add(VARYING if had_filled_table else FILLED_TABLE, self.name)
+            self._has_filled_table = True
             recording.close()
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
@@ -336,8 +353,8 @@ class BlockExecutor:
     def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Return True if the budget has no room to record the call. Recording keeps all intermediates of a block alive.
 
-        Return False for calls that must always be recorded. These are the first call of a block, calls at a size that a
-        symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
+        Return False for calls that must always be recorded: the first call of a block, calls at a size that a symbolic
+        tape covers (rule R7), and calls of a block with collectives (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
@@ -355,14 +372,14 @@ class BlockExecutor:
             self.entries.keep(key, expected_entry)
         else:  # record the next call, and the next calls of other blocks
             self.entries.differs_from_record = True
-            self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+            self.tape_cache.fallbacks.add(DIVERGED, self.name)
             self.tape_cache.forget(self.plan.kind, key)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Return True if every plan must run a block with this tape under torch's checkpoint (rule R13).
 
-    This holds for untrusted tapes with collectives, because other ranks may have another plan.
+    Untrusted tapes with collectives require the checkpoint, because other ranks may have another plan.
     """
     return tape.untrusted is not None and tape.has_collectives
 
@@ -375,8 +392,8 @@ def is_being_captured() -> bool:
 def is_checked_call(num_calls: int) -> bool:
     """Return True if call number `num_calls` of a call key is validated again, to detect varying operators (rule R8).
 
-    These are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because tracking steps,
-    which take additional time too, are at powers of two.
+    The validated calls are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because
+    tracking steps, which take additional time too, are at powers of two.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

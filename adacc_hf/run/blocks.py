@@ -1,8 +1,8 @@
 """Search for a model's transformer blocks, and installation of removable functions that run the blocks' calls.
 
 The functions use an entry point of Transformers: a GradientCheckpointingLayer whose flag is set passes its forward to a
-function. Each block gets its own function object, which therefore knows its block. For classes that the user names in
-`AdaccConfig.block_classes`, the function wraps `forward` instead, even a `forward` that other code has replaced.
+function. Each block gets a function object of its own. For classes that the user names in `AdaccConfig.block_classes`,
+the function wraps `forward` instead, even a `forward` that other code has replaced.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Strategy(Protocol):
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` and return the result of `fn(*args)`.
 
-        `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` repeats them for strategies that
-        inspect the arguments.
+        `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` has the same keyword arguments, for
+        strategies that inspect arguments.
         """
 
 
@@ -86,7 +86,7 @@ class TrainingFlag:
 
     def __init__(self, was_on: bool = False) -> None:
         self.was_on = was_on
-        """True if checkpointing was on before the installation."""
+        """True if checkpointing was enabled before the installation."""
 
     def __bool__(self) -> bool:
         # Compiled code has no frames. Only blocks check the flag there.
@@ -135,7 +135,7 @@ class CallThread:
 class BlockFunction:
     """Function that is installed around one block, and runs each call of the block under a strategy.
 
-    The object can be pickled and copied with its model. A copy runs its block plainly.
+    The object can be pickled and copied with the model. A copy runs the copied block plainly.
     """
 
     def __init__(self, name: str, block: nn.Module, strategy: Strategy, thread: CallThread | None = None) -> None:
@@ -190,7 +190,7 @@ class BlockFunction:
         return result
 
     def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
-        """Return True if the tensors have no storage to save: on device "meta", or inside a torch.func transform."""
+        """Return True if the tensors in `args` have no storage: on device "meta", or inside a torch.func transform."""
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return True
         is_transformed = transform_level() is not None
@@ -204,7 +204,7 @@ class BlockFunction:
         return is_transformed
 
     def calls(self) -> list[BlockFunction | LaterCall]:
-        """Return, for each call of the block in a step, the object with the call's name and strategy, in call order."""
+        """Return the objects with the name and the strategy of each call of the block in a step, in call order."""
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
@@ -243,7 +243,7 @@ def _inert(name: str) -> BlockFunction:
 class Installation:
     """Functions around the blocks of a model, installed until `remove`.
 
-    The functions are installed again if other code switches checkpointing off and on.
+    If other code switches checkpointing off and on, the functions are installed again.
 
     Raise NoBlocksError if the model has no block, and NestedHooksError if a checkpoint wrapper is around or inside a
     block.
@@ -272,13 +272,13 @@ class Installation:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The blocks by name. Empty after `remove`."""
+        """The blocks by name. The dict is empty after `remove`."""
         return {name: function.block for name, function in self.blocks.items() if function.block is not None}
 
     def remove(self) -> None:
         """Remove the functions from the blocks, and restore all attributes of the model.
 
-        Calling this again has no effect.
+        Further calls have no effect.
         """
         while self._undo:
             module, name, original = self._undo.pop()
@@ -376,8 +376,8 @@ def _is_on_for_adacc(layer: nn.Module) -> bool:
 class WrappedForward:
     """Replacement of a block's `forward`, for classes that the user names.
 
-    In train mode, this object calls the block function, which runs the block under its strategy. Otherwise it calls the
-    original `forward`.
+    In train mode, this object calls the block function, which runs the block under the current strategy. Otherwise this
+    object calls the original `forward`.
     """
 
     def __init__(self, function: BlockFunction, forward: Callable[..., Any]) -> None:
@@ -394,7 +394,8 @@ class WrappedForward:
 class Reinstaller:
     """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions when enabled.
 
-    TRL switches checkpointing off around reference forwards and on again, which would silently drop the functions.
+    TRL switches checkpointing off before reference forwards and on again afterwards. Without this replacement, the
+    functions would be dropped silently.
     """
 
     def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:
@@ -416,7 +417,10 @@ def _bound_setter(model: Any, name: str) -> Any:
 
 
 def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:
-    """Return (module path, module) of every outermost block, in module order. Raise NoBlocksError if there is none."""
+    """Return (module path, module) of every outermost block, in module order.
+
+    Raise NoBlocksError if the model has no block.
+    """
     class_names = set(block_classes or ())
     blocks: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -450,8 +454,8 @@ def _inner_layers(block: nn.Module) -> list[nn.Module]:
 def _refuse_adapters(model: nn.Module) -> None:
     """Raise ValueError for adapters whose blocks cannot run again in backward.
 
-    Transformers drops the caches of checkpointed blocks, which hold the prefix of prefix tuning. PEFT sets the offsets
-    of an aLoRA with hooks that exist during the model's forward only.
+    Prefix tuning stores the prefix in key-value caches, which Transformers drops for checkpointed blocks. PEFT sets the
+    offsets of an aLoRA with hooks that exist during the model's forward only.
     """
     adapters = [getattr(module, "peft_config", None) for module in model.modules()]
     configs = [config for each in adapters if isinstance(each, dict) for config in each.values()]
@@ -488,7 +492,7 @@ class StepCount:
 
     The count restarts when backward reaches the result of a call. A step may end without a backward, for example by an
     exception. So the count also restarts if the autograd graphs of all calls are freed, after the expected number of
-    calls, and with `reset`.
+    calls, and when `reset` is called.
     """
 
     def __init__(self) -> None:
@@ -506,14 +510,17 @@ class StepCount:
         return self._number
 
     def returned(self, result: Any) -> None:
-        """Count a call that returned `result`. A gradient hook restarts the count when backward reaches the result."""
+        """Count a finished call of the block, which returned `result`.
+
+        A gradient hook restarts the count when backward reaches the result.
+        """
         self._number += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self._hooks.append(leaf.register_hook(self._reached))
 
     def reset(self) -> None:
-        """Restart the count, and remove the gradient hooks. This is safe at any time."""
+        """Restart the count, and remove the gradient hooks. `reset` may be called at any time."""
         self._number = 0
         hooks, self._hooks = self._hooks, []
         for hook in hooks:

@@ -3,11 +3,11 @@
 NOTE [State of a call]
 1. Autograd's packed object is `(slot, content, version, spec)`. The packed object owns everything that the slot needs:
    the saved tensor itself, or the cells of the stored values that replay reads for this slot. When autograd frees the
-   packed object, these are freed too, because no other object references them (rule R11). `spec` converts the
-   recomputed tensor to a DTensor. All other tensors here are plain tensors, the local parts of this rank.
+   packed object, the tensor and the cells are freed too, because no other object refers to them (rule R11). `spec`
+   converts the recomputed tensor to a DTensor. All other tensors here are plain tensors, the local parts of this rank.
 2. The call owns the values that backward recomputed and a later unpack needs. The schedule has each value's last use.
-3. Unpacks usually come in the order of the schedule. If one does not (a second backward, gradients of a part of the
-   graph), a separate program serves it, and no recomputed value is freed before the call ends.
+3. Unpacks usually come in the order of the schedule. For an unpack out of order (a second backward, gradients of a part
+   of the graph), a separate program runs, and recomputed values are freed only when the call ends.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Call:
         return cell.tensor is not None or cell.payload is not None
 
     def _store_state(self, value: int, device: torch.device) -> None:
-        """Store the current state of the default generator of `device`. Replay draws random numbers from it.
+        """Store the current state of the default generator of `device`, from which replay draws random numbers.
 
         Do nothing if a finished recording of the call has already filled the cell with the state.
         """
@@ -178,8 +178,8 @@ class Call:
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
         """Handle the call's divergence from its tape: store all values that replay of the slots packed so far reads.
 
-        `bases` maps value indices to tensors. These tensors are copied, because no tape describes later changes in
-        place. No further slots are packed.
+        `bases` maps value indices to tensors. The tensors are copied, because no tape describes later changes in place.
+        No further slots are packed.
         """
         for value, base in bases.items():
             if not self.has(value):
@@ -250,7 +250,7 @@ class Call:
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
         """Put a stored value into the environment of the replay.
 
-        Decode a compressed value, unless its decoded tensor still exists.
+        Decode a compressed value, unless the decoded tensor still exists.
         """
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
@@ -265,8 +265,8 @@ class Call:
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Fill the cell of `value`: store the base tensor, or its payload if the plan compresses the value.
 
-        `tensor` is a tensor on the value's storage, and `local` is this rank's part of it. A value is encoded once,
-        even if several slots share it (rule R3).
+        `tensor` is a tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded
+        once, even if several slots share it (rule R3).
         """
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
@@ -304,11 +304,10 @@ class Call:
 
 
 def _may_be_overwritten() -> bool:
-    """Return True if the backward that unpacks a tensor may write to it.
+    """Return True if the backward that unpacks a tensor may write to the tensor.
 
-    Return True for an `autograd.Function` written in Python, and for an unknown caller.
-
-    A Python function's backward may write to its saved tensors (rule R6). torch's own backwards never do.
+    Return True for an `autograd.Function` written in Python, and for an unknown caller. The backward of a Python
+    function may write to saved tensors (rule R6). torch's own backward functions never write to saved tensors.
     """
     node = current_autograd_node()  # usually a node of torch itself
     node = current_node() if node is None else node
@@ -327,10 +326,10 @@ def changed_in_place(block: str, tensor_name: str) -> RuntimeError:
 
 
 class RecordedSlot:
-    """Object that autograd stores in place of one tensor that a recorded call saves for backward.
+    """Object that autograd stores instead of one tensor that a recorded call saves for backward.
 
-    `content` is first the tensor itself. After `Recording.hand_over`, `content` is what the execution plan stores for
-    the tensor, for example the payload of a codec.
+    `content` is first the tensor itself. After `Recording.hand_over`, `content` is the stored form that the execution
+    plan chooses, for example the payload of a codec.
     """
 
     __slots__ = ("__weakref__", "content")
@@ -374,8 +373,8 @@ class Recording:
     def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
         """Apply `plan` to the recorded call: from now on, keep, encode or free each saved tensor as the plan requires.
 
-        `codecs` contains the coder of each compressed value. Return a list. Whenever backward unpacks a slot, the index
-        of the slot is appended to this list.
+        `codecs` contains the coder of each compressed value. Return a list to which the index of each slot is appended
+        when backward unpacks the slot.
         """
         externals = [(value, self._external(value, source)) for value, source in plan.externals]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
@@ -402,7 +401,10 @@ class Recording:
         return references
 
     def close(self) -> None:
-        """Free the recorder and the arguments. Only the objects that autograd holds keep saved tensors alive."""
+        """Free the recorder and the arguments.
+
+        Afterwards, only the objects that autograd holds keep saved tensors alive.
+        """
         del self.recorder
         self._arguments = ((), {})
         self._parameters = {}
@@ -415,7 +417,7 @@ class Recording:
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:
         """Return True if the block made a saved tensor and changed it through `.data`, which autograd does not notice.
 
-        Plain backward reads the changed tensor, and replay cannot reproduce it.
+        Plain backward reads the changed tensor, and replay cannot reproduce the change.
         """
         slot, tensor, version, _ = packed.content
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])

@@ -30,7 +30,13 @@ UNRECORDED = (
 OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example an adapter merged for a call"
 UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
+FILLED_TABLE = "a block's call that filled a table for later calls kept all the tensors that autograd saves"
+DIVERGED = "a block's call that differed from its record kept all the tensors that autograd saves"
 """Reasons why a call of a block did not run under its plan, counted in `TapeCache.fallbacks`."""
+
+TRANSIENT = frozenset({FILLED_TABLE, DIVERGED})
+"""Reasons that hold for one call only: the block's next call is recorded, and then follows a plan or has another
+reason."""
 
 
 @dataclass(slots=True)
@@ -47,14 +53,17 @@ class Entry:
     symbolic_tape: SymbolicTape | None = None
     """The symbolic tape that the tape was evaluated from. None for a recorded tape."""
     base: Tape | None = None
-    """`symbolic_tape.base` when the entry was made. If `symbolic_tape.base` has changed since, the entry is out of
-    date."""
+    """Value of `symbolic_tape.base` when the entry was made. If `symbolic_tape.base` has changed since then, the entry
+    is out of date."""
     fallback: str | None = None
     """The reason why the block does not follow its plan, or None."""
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The execution plan, which must exist. Do not use this for an entry that runs under torch's checkpoint."""
+        """The execution plan, which must exist.
+
+        Do not use this property for an entry that runs under torch's checkpoint.
+        """
         assert self.execution_plan is not None
         return self.execution_plan
 
@@ -80,15 +89,15 @@ class PlanEntries:
         self.known_shapes = known_shapes
         """Known shapes of the block, shared by all its plans."""
         self._earlier = earlier
-        """Execution plans under the block's previous plan. The execution plans are kept alive until the first call,
-        because a plan with equal actions uses them again."""
+        """Execution plans under the block's previous plan, kept alive until the first call. A new plan with equal
+        actions uses these execution plans again."""
         known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries of recorded calls."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries of calls at sizes that were not recorded, the latest last."""
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
-        """Entry from which the entries of all sizes of a symbolic tape are derived, by symbolic tape."""
+        """Entries by symbolic tape. From such an entry, the entries of all sizes of the symbolic tape are derived."""
         self.differs_from_record = False
         """True if the operators of the block's first call differ from the tape recorded for another block of its
         kind."""
@@ -200,8 +209,10 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for `known_shape`. If the call has another size, `tape` replaces the tape of
-        `known_shape`."""
+        """Create the entry for `known_shape`.
+
+        If `tape` is given, for a call of another size, `tape` replaces the tape of `known_shape`.
+        """
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_untrusted(self.name, tape)
@@ -218,7 +229,7 @@ class PlanEntries:
     def _fallback_of(self, tape: Tape) -> str | None:
         """Return the reason why calls with this unusable `tape` run under torch's checkpoint.
 
-        Return None if the plan itself requires the checkpoint or a plain run, because the calls then follow the plan.
+        Return None if the plan itself requires the checkpoint or a plain run, because calls then follow the plan.
         """
         if tape.untrusted is None:
             return VARYING
@@ -232,8 +243,8 @@ class PlanEntries:
         choices are transferred to the matching values, and all other values get the choice with the least memory.
 
         Raise PolicyMismatchError if the tape's operators differ from the operators of the same call in the profile. Do
-        not raise if the block has run the planned operators earlier: then the operators changed during training, for
-        example because weights were frozen.
+        not raise if the block has run the planned operators earlier, because operators may change during training, for
+        example when weights are frozen.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
@@ -276,8 +287,8 @@ class PlanEntries:
 def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
     """Return the codec of `value` for the size of the plan `sized`, or None if the codec does not support this size.
 
-    `codec` is the codec for the plan `base`. If the number of channels is the same, this codec is used again, with its
-    outlier channels.
+    `codec` is the codec for the plan `base`. If both sizes have the same number of channels, `codec` itself is
+    returned, with the outlier channels that the codec has chosen.
     """
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):

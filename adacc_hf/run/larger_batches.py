@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class LargerBatches:
-    """Forward hook on a model that warns once, at the first batch with more elements than the profiled batch.
+    """Forward hook on a model that warns once, at the first batch that has more elements than the profiled batch.
 
     A fixed policy is correct at any batch size, but its predicted peak, and so the budget, applies to one size.
     """
@@ -31,7 +31,7 @@ class LargerBatches:
             self._hook = model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)
 
     def remove(self) -> None:
-        """Remove the hook that warns about larger batches. Calling this again has no effect."""
+        """Remove the hook that warns about larger batches. Further calls have no effect."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -55,7 +55,7 @@ class LargerBatches:
     def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
         """Log the predicted peak of a batch with `ratio` times as many elements as the profiled batch.
 
-        The prediction assumes that stored bytes grow in proportion to elements. Stored bytes grow at least that fast.
+        The prediction assumes that stored bytes grow in proportion to elements. Real stored bytes may grow faster.
         """
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes

@@ -2,9 +2,10 @@
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
 which carries out all actions. A block is recorded at a few sizes, usually by a profile. Calls at other sizes run on
-tapes whose numbers are evaluated from the recorded ones (`tape/symbolic_tape.py`). A normal step has no dispatch mode.
+tapes whose numbers are computed from the recorded numbers (`tape/symbolic_tape.py`). A normal step has no dispatch
+mode.
 
-NOTE [Rules of the executor]. Code and tests refer to them as "rule R3".
+NOTE [Rules of the executor]. Code and tests refer to these rules by number, as in "rule R3".
 R1  Exactness: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
 R2  A restored tensor has the dtype, size, stride and storage offset of the saved tensor.
 R3  Each storage has one payload, however many operators save it.
@@ -15,33 +16,34 @@ R5  Random operators are replayed from the recorded state of the default generat
     autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects draws in
     between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from exact data
     only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
-    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. Their
-    results are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the
-    input. Dropout in fused attention depends only on its sizes.
+    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. The results
+    of operators that are not replayed are retained or stored losslessly. In dropout only the mask is random, and the
+    mask reads no element of the input. Dropout in fused attention depends only on its sizes.
 R6  An in-place operator makes a new version of a storage. Replay never changes a version that another operator or slot
-    needs. Neither does the backward of an autograd function written in Python: it gets a copy of each tensor that
-    replay reads again.
+    needs. The backward of an autograd function written in Python gets a copy of each tensor that replay reads again,
+    and so cannot change the tensor either.
 R7  Replay is verified: a value is replayed only if its replay had the original bits at each size at which the block was
-    recorded. These are three or more sizes, including odd ones and multiples of 8. At another size the block runs the
-    same operators, with inputs of the same layout, on the same device. Only the kernel that a library selects for the
-    size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs
-    it. Each operator is compared as soon as it has run, which takes the memory of one operator's results. Values with
-    different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects by a benchmark
-    (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in backward's thread.
-    If kernels of an autograd Function write memory without a recorded operator, the Function is one operator, and its
-    whole forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of
-    all its operators gave the original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
-R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
-    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that path depends on. The
-    call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and
-    shared storages of the arguments. The block's own tensors must have the layout of the tape. Otherwise the call is
-    another shape, which is recorded separately. A block that Dynamo cannot trace completely is validated at each call:
-    every operator is compared with the tape before it runs (`run/validation.py`). The second call of each tape, a few
-    later calls, and the first call at some new sizes are validated too. After a call diverges from its tape, all
-    tensors that it saves are kept, so the call stays exact. Each call compares the tensors that autograd saves with the
-    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has its own tapes.
-    If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from all
-    records and that the budget has no room to record.
+    recorded. The recorded sizes are three or more, including odd sizes and multiples of 8. At another size the block
+    runs the same operators, with inputs of the same layout, on the same device. Only the kernel that a library selects
+    for the size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block
+    that runs at this size. Each operator is compared as soon as it has run, which takes the memory of one operator's
+    results. Values with different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects
+    by a benchmark (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in
+    backward's thread. If kernels of an autograd Function write memory without a recorded operator, the Function is one
+    operator, and its whole forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again
+    only if replay of all its operators gave the original bits (`replay_check.is_reproducible`), or if none of its
+    values can be replayed.
+R8  A call runs on a tape only if there is evidence that the call runs the tape's operators. The usual evidence is
+    Dynamo's guards (`tape/guards.py`), which hold if the Python code of the call takes the traced path, whatever the
+    path depends on. The call's key adds properties that guards leave out: the numbers that are inputs of the traced
+    graph, offsets and shared storages of the arguments. The block's own tensors must have the layout of the tape.
+    Otherwise the call is another shape, which is recorded separately. A block that Dynamo cannot trace completely is
+    validated at each call: every operator is compared with the tape before the operator runs (`run/validation.py`). The
+    second call of each tape, a few later calls, and the first call at some new sizes are validated too. After a call
+    diverges from its tape, all tensors that the call saves are kept, so the call stays exact. Each call compares the
+    tensors that autograd saves with the tape. If the block reads an argument into Python, a few integers count as
+    sizes, and other data has its own tapes. torch's checkpoint is used if operators depend on any other data, and for a
+    call that differs from all recorded calls if the budget has no room to record the call.
 R9  A call without gradients, in generate(), after an exception, with retain_graph or create_graph, or one of several
     forwards before one backward, is correct or refused, and leaves no state behind. Each of a block's calls in a step
     has its own plan, and is also correct under the plan of any other call.
@@ -49,10 +51,11 @@ R10 A normal step never waits for the device.
 R11 A packed object never references the tensor object itself, and all state is in packed objects and calls.
 R12 Inputs, parameters, buffers and attached tensors are looked up again at each call. Replay from any other tensor is
     not possible.
-R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. Their results are
-    retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed under every plan.
-R14 Indices that depend on data stored with loss (an expert's tokens, a row order) are never replayed. Neither are
-    statistics of such rows (a norm's): they are stored too.
+R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. The results of
+    collectives are retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed
+    under every plan.
+R14 Indices that depend on data stored with loss (an expert's tokens, a row order) are never replayed. Statistics of
+    rows that are stored with loss (such as a norm's) are stored too.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.notebook_html import paragraph, plans_html
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.kernels._host_pool import ROUNDING_BYTES, host_pool
+from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.larger_batches import LargerBatches
@@ -87,12 +90,10 @@ class BlockPlans:
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
-    num_host_payloads: int
-    """Number of activations whose payloads are in host memory."""
 
 
 class PolicyHandle:
-    """A policy applied to a model: the model's blocks run under it until `remove()`.
+    """A policy applied to a model: the model's blocks run under the policy until `remove()`.
 
     `remove()`, or leaving the handle as a context manager, restores the model completely.
     """
@@ -115,7 +116,7 @@ class PolicyHandle:
         """The executors that `follow` installed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Hook that warns about batches larger than the policy's. None if each size has its own policy."""
+        """Hook that warns about batches larger than the policy's. None if each batch size has a policy of its own."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -146,22 +147,22 @@ class PolicyHandle:
                 else ()
             )
             strategies[name] = BlockExecutor(name, policy.plans[index], self.tape_cache, *shared_state)
-        return BlockPlans(policy, strategies, policy.num_host_payloads)
+        return BlockPlans(policy, strategies)
 
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans`, the result of `prepare`, from the next forward on.
 
-        If `plans` is None, run the blocks under torch's checkpoint.
+        If `plans` is None, run the blocks under torch's checkpoint. Raise MemoryError if the host memory of the policy
+        cannot be allocated. Then the blocks keep their earlier plans.
         """
+        if plans is not None and plans.policy.predicted_host_bytes:
+            host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
             function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
         if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
-            host_bytes = plans.policy.predicted_host_bytes
-            if host_bytes:
-                host_pool.reserve(self, host_bytes + ROUNDING_BYTES * plans.num_host_payloads)
 
     def _chunk_head(self, is_on: bool) -> None:
         """Switch the chunked output layer on or off, as the policy requires."""
@@ -175,7 +176,7 @@ class PolicyHandle:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """While open, remove the policy from the model, for example to run a profile.
+        """Remove the policy from the model inside the `with` block, for example to run a profile.
 
         Apply the policy again afterwards.
         """
@@ -210,7 +211,7 @@ class PolicyHandle:
     def uncalled(self) -> list[str]:
         """Return the names of the blocks that never ran under the policy with gradients enabled.
 
-        This happens if other code replaced a block's forward.
+        A block does not run under the policy if, for example, other code has replaced the block's forward.
         """
         return self.installation.uncalled()
 
@@ -219,7 +220,7 @@ class PolicyHandle:
         return f"<PolicyHandle on {type(self.installation.model).__name__}{state}: {self.policy.describe()}>"
 
     def _repr_html_(self) -> str:
-        """Return the policy as a small table, which notebooks show."""
+        """Return the policy as a small HTML table, which notebooks show."""
         return paragraph(repr(self)) + plans_html(self.policy)
 
     def __enter__(self) -> PolicyHandle:
@@ -256,14 +257,13 @@ class Applied:
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
-    Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Of `config`, only
-    `block_classes` is used. A batch larger than the policy's is reported once, with the predicted peak of the larger
-    batch.
+    Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Only the field `block_classes` of
+    `config` is used. A batch larger than the policy's is reported once, with the predicted peak of the larger batch.
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
-    checkpointing. Each block's first call is recorded. This call raises PolicyMismatchError if its operators differ
-    from the profile's, and NestedHooksError inside other saved-tensor hooks.
+    checkpointing. Each block's first call is recorded. The first call raises PolicyMismatchError if its operators
+    differ from the profiled operators, and NestedHooksError inside other saved-tensor hooks.
     """
     if remove_policy(model):
         announce("Adacc: this policy replaces the policy or the session that was applied to the model before")
@@ -274,9 +274,9 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
 
 def remove_policy(model: nn.Module) -> bool:
-    """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on it.
+    """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on `model`.
 
-    Return False if there was neither.
+    Return False if the model has neither a policy nor a session.
     """
     applied = model.__dict__.get(APPLIED)
     if applied is None or applied.remove is None:

@@ -23,15 +23,14 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of
 _DROPPED = torch.ops.aten.native_dropout_backward.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, _DROPPED)
-"""Targets of operators that are on a tape but do not run under this name in a call: constants from Python, and
-dropout's result."""
+"""Targets of operators on a tape that a call runs under other names: constants from Python, and dropout's result."""
 
 
 class TapePosition:
     """Position of a running call in its tape. Compares arguments, operators and saved tensors in the tape's order.
 
-    At the first difference, `on_divergence` is called with the tensors of the values in `stored` that autograd has not
-    saved yet, as a dict by value. Later operators are not compared.
+    At the first difference, `on_divergence` is called with a dict that has the tensors of the values in `stored` that
+    autograd has not saved yet, by value. Later operators are not compared.
     """
 
     def __init__(
@@ -81,7 +80,10 @@ class TapePosition:
                 self._casts[id(parameter), self.values[operator.results()[0]].ref.dtype] = operator.results()[0]
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape's next slot. Return True if they match."""
+        """Compare the next tensor that autograd saves with the tape's next slot.
+
+        Return True if tensor and slot match.
+        """
         slot = self.num_saved
         self.num_saved += 1
         if slot >= len(self._slots) or not self.is_ref(self._slots[slot], local_of(tensor)):
@@ -91,9 +93,9 @@ class TapePosition:
         return True
 
     def finish(self) -> None:
-        """Mark the call as diverged unless it ran all operators of the tape and saved all tensors.
+        """Mark the call as diverged unless the call ran all operators of the tape and saved all tensors.
 
-        Use this after the block returned.
+        Call this method after the block has returned.
         """
         missing = next((op for op in self._operators[self._next :] if not self._may_be_missing(op)), None)
         if missing is not None:
@@ -215,7 +217,10 @@ class TapePosition:
         return owner == ref.value
 
     def _has_unknown_source(self, value: int) -> bool:
-        """Return True if the tape lists the source of `value` as unknown. Replay never reads these values."""
+        """Return True if the tape lists the source of `value` as unknown.
+
+        Replay never reads values with an unknown source.
+        """
         source = self.values[value].source
         return source is not None and source.place == "unknown"
 
@@ -248,7 +253,7 @@ def is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def have_memory(*trees: Any) -> bool:
-    """Return False if a tensor in `trees` is a meta or fake tensor. DTensors infer shapes on these tensors."""
+    """Return False if a tensor in `trees` is a meta or fake tensor, on which a DTensor infers shapes."""
     return not any(isinstance(leaf, torch.Tensor) and (leaf.is_meta or is_fake(leaf)) for leaf in leaves(*trees))
 
 

@@ -1,7 +1,7 @@
-"""A validated call of a block: it runs under its plan, and each of its operators is compared with the tape.
+"""A validated call of a block runs under the block's plan, while each operator is compared with the tape.
 
-If the call diverges from its tape, every tensor that it saves afterwards is kept. Earlier tensors follow the plan,
-because the operators that made them matched the tape. So the call is exact in any case.
+If the call diverges from its tape, every tensor that the call saves afterwards is kept. Earlier saved tensors follow
+the plan, because the operators that made these tensors matched the tape. So the call is exact in any case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KeptTensor:
 
 
 class ValidatedCall:
-    """One call of a block under its plan, validated: each operator is compared with the plan's tape while it runs."""
+    """Validated call of a block under a plan: each operator is compared with the plan's tape while the call runs."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ValidatedCall:
     ) -> None:
         """Initialize for the block `name`. If `checks_bits`, also compare the bits of replay (rule R7).
 
-        `externals` are (value, tensor) of the existing tensors that replay reads.
+        `externals` has (value, tensor) for each existing tensor that replay reads.
         """
         self.name = name
         self.divergence: str | None = None
@@ -61,7 +61,10 @@ class ValidatedCall:
         return None if self._call is None or self.divergence is not None else self._call.unpacked_slots
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call, compare it with the tape, and return `fn(*args)`. Set `divergence` if they differ."""
+        """Run the call, compare the call with the tape, and return `fn(*args)`.
+
+        Set `divergence` if call and tape differ.
+        """
         validator = self._validator
         validator.begin(block, args, kwargs)
         if not validator.has_diverged:

@@ -1,13 +1,13 @@
-"""Validation of a call: it must run the tape's operators, with the same numbers and wiring (rules R7, R8).
+"""Validation of a call: the call must run the tape's operators, with the same numbers and wiring (rules R7, R8).
 
 The saved tensors alone do not show that a call matches its tape. A different stride, a different dimension of a sum, or
 a different argument that only replay reads would change a gradient unnoticed. So calls that no guard or earlier call
-confirms run under a dispatch mode that compares each operator with the tape before it runs. These are the first call at
-a size, some later calls, and every call of a block whose Python cannot be traced (`tape/guards.py`). The mode keeps
-only the tensors that the plan would store, and takes about ten microseconds per operator.
+confirms run under a dispatch mode that compares each operator with the tape before the operator runs. Such calls are
+the first call at a size, some later calls, and every call of a block whose Python cannot be traced (`tape/guards.py`).
+The mode keeps only the tensors that the plan would store, and takes about ten microseconds per operator.
 
-At some new sizes, each operator that a replay may run is run once more immediately, and the bits are compared. This
-takes the memory of one operator's results, not of all intermediates of the block.
+At some new sizes, each operator that a replay may run is run once more immediately, and the bits are compared. The
+comparison takes the memory of one operator's results, not of all intermediates of the block.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class Validator(TorchDispatchMode):
-    """Dispatch mode that compares each operator of a block's call with the tape's next operator before it runs.
+    """Dispatch mode that compares each operator of a block's call, before it runs, with the tape's next operator.
 
     At the first difference, `on_divergence` gets the tensors that the plan stores and autograd has not saved yet, as a
     dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must run
@@ -67,7 +67,7 @@ class Validator(TorchDispatchMode):
             num_saved: (value, device) for num_saved, value, device in tape.generator_states() if checks_bits
         }
         self._states: dict[int, torch.Tensor | None] = {}
-        """Generator states, by value, from which replay of the random operators would draw."""
+        """Generator states from which replay of random operators would draw, by value."""
         self._is_paused = False
         self._is_in_function = False
         """True while the call is inside an `autograd.Function` that is one operator of the tape."""
@@ -100,7 +100,10 @@ class Validator(TorchDispatchMode):
         self._position.begin(block, args, kwargs)
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape's next slot. Return True if they match."""
+        """Compare the next tensor that autograd saves with the tape's next slot.
+
+        Return True if tensor and slot match.
+        """
         if self.has_diverged:
             return False
         is_expected = self._position.saves(tensor)
@@ -109,7 +112,10 @@ class Validator(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, do not compare operators, because the validator, not the block, runs them."""
+        """Disable the comparison of operators inside the `with` block.
+
+        The validator, not the block, runs these operators.
+        """
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -117,9 +123,9 @@ class Validator(TorchDispatchMode):
             self._is_paused = before
 
     def finish(self) -> None:
-        """Mark the call as diverged unless it ran all operators of the tape and saved all tensors.
+        """Mark the call as diverged unless the call ran all operators of the tape and saved all tensors.
 
-        Use this after the block returned.
+        Call this method after the block has returned.
         """
         self._position.finish()
 
@@ -172,7 +178,7 @@ class Validator(TorchDispatchMode):
     def _register_results(
         self, operator: TapeOperator, results: Sequence[Any], written: Sequence[torch.Tensor]
     ) -> bool:
-        """Compare the results of an operator with the tape, and record their values.
+        """Compare the results of an operator with the tape, and record the tape's values of the results.
 
         `written` contains the tensors that the operator changed in place. If the tape has different results, mark the
         call as diverged and return False.
@@ -198,8 +204,8 @@ class Validator(TorchDispatchMode):
     def _derive_dropout(self, input_tensor: torch.Tensor, results: Sequence[Any]) -> None:
         """Validate a dropout operator. The tape contains the product input * mask * scale instead, which replay runs.
 
-        If this call compares the product's bits, compute the product from `input_tensor` and the mask, and compare it
-        with dropout's result. `results` contains dropout's result and the mask.
+        If this call compares the product's bits, compute the product from `input_tensor` and the mask, and compare the
+        product with dropout's result. `results` contains the result of dropout and the mask.
         """
         product = self._position.take_dropout(input_tensor, results[0])
         if product is not None and self._is_compared(product):
@@ -217,9 +223,9 @@ class Validator(TorchDispatchMode):
     ) -> None:
         """Run an operator once more. If a value that replay recomputes has different bits, mark the call as diverged.
 
-        `results` contains the tensors that the first run returned, and `written` the tensors that it changed in place.
-        The second run changes `copies` instead. Values that replay does not recompute are not compared. For example,
-        the seed of cuDNN's attention stays uninitialized without dropout.
+        `results` contains the tensors that the first run returned, and `written` the tensors that the first run changed
+        in place. The second run changes `copies` instead of `written`. Values that replay does not recompute are not
+        compared. For example, the seed of cuDNN's attention stays uninitialized without dropout.
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
         device = self._position.values[operator.results()[0]].device
@@ -263,7 +269,8 @@ class Validator(TorchDispatchMode):
     def _run_function(self, forward_call: ForwardCall) -> Any:
         """Run an `autograd.Function` of the call and return its result.
 
-        If the tape's next operator is this Function, compare the two. Else compare the operators inside.
+        If the tape's next operator is this Function, compare the two calls. Else compare the operators inside the
+        Function.
         """
         function, args = forward_call.function, forward_call.args
         if self._is_paused or self.has_diverged or self._is_in_function:
@@ -298,8 +305,10 @@ class Validator(TorchDispatchMode):
         return result
 
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
-        """Return the decomposed arguments of a Function. If these differ from the tape's, mark the call as diverged and
-        return None."""
+        """Return the decomposed arguments of a Function.
+
+        If the arguments differ from the arguments on the tape, mark the call as diverged and return None.
+        """
         if is_one_operator(function):
             args = tuple(leaf for leaf in leaves(args) if isinstance(leaf, torch.Tensor))
         try:

@@ -1,1 +1,1 @@
-"""Policy solver: integer programs, frontiers of plans, mixtures, least peaks, and the search for the best policy."""
+"""Policy solver: integer programs, frontiers and mixtures of plans, least peaks, and the search for the best policy."""

@@ -22,7 +22,7 @@ from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidths:
-    """Optimization bandwidths of one activation: bytes freed per ms of extra time by recomputing or compressing it.
+    """Optimization bandwidths of one activation: bytes that recomputing or compressing frees per ms of extra time.
 
     The bandwidth of an action that is not available is None.
     """
@@ -82,7 +82,7 @@ def _per_ms(nbytes: int, ms: float) -> float:
 def replay_ms(model: KindModel, value: int) -> float | None:
     """Return the time in ms to recompute one activation while all others are stored.
 
-    None if `value` cannot be recomputed.
+    Return None if `value` cannot be recomputed.
     """
     if model.recompute(value) is None:
         return None
@@ -90,10 +90,11 @@ def replay_ms(model: KindModel, value: int) -> float | None:
 
 
 def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[PricedPlan]]:
-    """Yield the policies of the greedy rule, from all RETAIN on. Each changes one more activation of one block.
+    """Yield the policies of the greedy rule, from all RETAIN on.
 
-    The first blocks are changed first, as in `frontier.chain`. No policy is faster than the policies before it,
-    because each change adds replay, or encoding and decoding.
+    Each policy changes one more activation of one block than the previous policy. The first blocks are changed first,
+    as in `frontier.chain`. No policy is faster than the policies before it, because each change adds replay, or
+    encoding and decoding.
     """
     choices = [dict.fromkeys(model.menus, RETAIN) for model in models]
     policy = [price(models[block.kind], choices[block.kind]) for block in profile.blocks]

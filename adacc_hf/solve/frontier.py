@@ -1,10 +1,13 @@
-"""Frontier of plans per kind (the lower convex hull of stored bytes and time), and the best mixture of frontier plans.
+"""Frontier of plans for each kind of block: the lower convex hull of stored bytes and time.
+
+The plans on a frontier are ordered from all RETAIN (most bytes, least time) to the fewest bytes. The plans on a
+frontier are called frontier plans. A mixture of frontier plans gives each block of a kind one of these plans.
 
 If memory has a price of w ms per byte, the best plan of a block minimises ms + w * bytes. Over all w, the best plans
-are the corners of the lower convex hull of (bytes, ms). At a fixed price the integer program is a closure problem. Its
-linear relaxation has integer solutions, except for the constraints on values that must not be recomputed from lossily
-stored values. A corner therefore usually takes one run of the simplex method, which starts from the basis of the last
-corner. If the solution is fractional, the integer program is solved.
+are the corners of the lower convex hull of (bytes, ms). At a fixed price the integer program is a closure problem. The
+linear relaxation of this program has integer solutions, except for the constraints on values that must not be
+recomputed from lossily stored values. A corner therefore usually takes one run of the simplex method, which starts from
+the basis of the last corner. If the solution of the relaxation is fractional, the integer program is solved.
 """
 
 from __future__ import annotations
@@ -24,15 +27,16 @@ if TYPE_CHECKING:
 
 SLOPE_TOLERANCE = 1e-6
 """Minimum distance in ms of a corner below the line between its neighbours, as a fraction of the neighbours' difference
-in ms. The value is far above HiGHS's optimality tolerance."""
+in ms. The minimum is far above HiGHS's optimality tolerance."""
 INTEGRALITY = 1e-4
-"""Maximum distance from an integer at which a variable counts as integer: far above HiGHS's tolerance."""
+"""Maximum distance from an integer at which a variable counts as integer. The maximum is far above HiGHS's
+tolerance."""
 SCALE = 1e3
 """Upper limit to which the costs of an objective are scaled, because HiGHS's tolerances are absolute."""
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
-    """Return the frontier of each kind of block: plans from all RETAIN to the fewest bytes, with rising ms.
+    """Return the frontier of each kind of block: plans in order from all RETAIN to the fewest bytes, with rising ms.
 
     Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors cost no
     bytes here.
@@ -80,7 +84,10 @@ class _PricedMemory:
         return self._solve([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
 
     def least_bytes(self) -> PricedPlan:
-        """Return the plan that stores the fewest bytes. If there are several, return the fastest of them."""
+        """Return the plan that stores the fewest bytes.
+
+        If several plans store the fewest bytes, return the fastest of these.
+        """
         least = self._solve(self.block.terms_bytes(SCALE / self.total_bytes))
         # Values of an integer solution are integers only within a tolerance, so the limit needs the same slack.
         limit = least.nbytes / self.total_bytes + TOLERANCE
@@ -114,8 +121,8 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
     """Return a lower bound on the overhead in ms of policies that store at most `limit_bytes`, without shared tensors.
 
     Return infinity if no policy stores so little. `num_blocks[k]` blocks have frontier `frontiers[k]`. The bound is the
-    solution of the continuous knapsack problem: the cheapest steps along the frontiers first, the last step fractional.
-    Policies consist of whole steps, or of plans above the hull, and cannot be faster.
+    solution of the continuous knapsack problem: the cheapest steps along the frontiers are taken first, and the last
+    step in part. Policies consist of whole steps, or of plans above the hull, and therefore cannot be faster.
     """
     excess = sum(n * frontier[0].nbytes for n, frontier in zip(num_blocks, frontiers, strict=True)) - limit_bytes
     ms = 0.0
@@ -135,11 +142,13 @@ def _steps(frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[tuple[float, i
 
 
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
-    """Yield policies from all RETAIN to the fewest bytes. Each moves one more block to the next plan of the frontier.
+    """Yield policies from all RETAIN to the fewest bytes.
+
+    Each policy moves one more block to the next plan of the frontier than the previous policy.
 
     `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. Steps are taken in the order of their
     price in ms per byte. Therefore no faster policy of frontier plans stores as few bytes. The first blocks are changed
-    first, because their backward comes last, when least other memory is stored.
+    first, because the backward of the first blocks comes last, when the least other memory is stored.
     """
     policy = [frontiers[kind][0] for kind in kinds]
     yield list(policy)
@@ -156,7 +165,7 @@ def _slope(larger: PricedPlan, smaller: PricedPlan) -> float:
 
 
 def _is_below(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
-    """Return True if `corner` lies between its neighbours, and below every mixture of them."""
+    """Return True if `corner` lies between the neighbours `larger` and `smaller`, and below every mixture of these."""
     line_ms = larger.ms + _slope(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms

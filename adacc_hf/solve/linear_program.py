@@ -68,7 +68,7 @@ class LinearProgram:
 
 
 def _import_pulp() -> None:
-    """Import PuLP in a separate thread, because PuLP keeps the stack frames of its import alive.
+    """Import PuLP in a separate thread, because PuLP keeps the stack frames of the importing code alive.
 
     PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames. An
     import in the caller's thread would keep the caller's local variables, such as the model, alive forever.
@@ -94,7 +94,7 @@ class SolverLog:
     gap: float = 0.0
     """Relative optimality gap at which an integer program stops. 0 requires a proof of optimality."""
     seconds: float = 60.0
-    """Time limit of each run of an integer program. Relaxations have no limit."""
+    """Time limit of each run of an integer program. Linear relaxations have no time limit."""
     num_solves: int = 0
     num_unproven: int = 0
     """Number of runs that ended at a limit of time or nodes."""
@@ -139,8 +139,10 @@ class Solver:
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:
-        """Return the values of all variables that minimise the sum of `costs`. None if no solution below `limit` is
-        found."""
+        """Return the values of all variables that minimise the sum of `costs`.
+
+        Return None if no solution below `limit` is found.
+        """
         import highspy
         import numpy
 

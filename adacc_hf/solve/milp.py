@@ -54,13 +54,15 @@ class KindModel:
     profiled_kind: KindProfile
     """The kind as profiled."""
     kind: KindProfile
-    """The kind after merging values with equal bits. The same as `profiled_kind` if recomputation is not allowed."""
+    """The kind after merging values with equal bits. Equal to `profiled_kind` if recomputation is not allowed."""
     menus: Mapping[int, tuple[StoredForm, ...]]
-    """Forms in which each activation can be stored, RETAIN first. Empty if torch's checkpoint must run the block."""
+    """Forms in which each activation can be stored, RETAIN first, by value index. The mapping is empty if torch's
+    checkpoint must run the block."""
     runnable: frozenset[int]
     """Operators that can be replayed, because all their inputs can be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
-    """Index values that could change if recomputed from lossily stored values. If needed, they are stored."""
+    """Index values that could change if recomputed from lossily stored values. If backward needs these values, they are
+    stored."""
     checkpoints: tuple[PricedPlan, ...] = ()
     """Plans in which torch's checkpoint runs the whole block, one for each way to store its inputs."""
 
@@ -73,7 +75,7 @@ class KindModel:
 
     @property
     def host_limit_bytes(self) -> int | None:
-        """Most bytes that a block of this kind may store in host memory; None without such a limit."""
+        """Maximum number of bytes that a block of this kind may store in host memory, or None if there is no limit."""
         return _host_limit_bytes(self.profiled_kind)
 
     def fits_host(self, host_bytes: int) -> bool:
@@ -95,7 +97,10 @@ class KindModel:
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """Plan for one block, with its cost in bytes and ms. Hashed and compared by identity, for speed."""
+    """Plan for one block, with the plan's cost in bytes and ms.
+
+    Plans with costs are hashed and compared by identity, for speed.
+    """
 
     plan: Plan
     nbytes: int
@@ -171,8 +176,10 @@ def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
 
 
 def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
-    """Return the forms of `value` in codecs that `config` allows. Lossless codecs are always allowed, in host memory
-    only if `config` has a limit for it."""
+    """Return the forms of `value` in codecs that `config` allows.
+
+    Lossless codecs are always allowed. Codecs in host memory are allowed only if `config` has a limit for host memory.
+    """
     allows_lossy = Action.COMPRESS in config.parsed_actions
     return [
         StoredForm(
@@ -207,11 +214,12 @@ def _is_always_readable(value: Value) -> bool:
 
 
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
-    """Return the plan with `choices`, and its cost in bytes and ms. Unread values are neither replayed nor stored.
+    """Return the plan with `choices`, and the plan's cost in bytes and ms.
 
-    A block input that autograd does not save, or a generator's state, costs bytes only if a replay reads it.
-    Activations with the same bits as an earlier activation are recomputed. Activations that must not be recomputed from
-    a lossily stored value are retained. If torch's checkpoint must run the block, `choices` are ignored.
+    Unread values are neither replayed nor stored. A block input that autograd does not save, or a generator's state,
+    costs bytes only if a replay reads it. Activations with the same bits as an earlier activation are recomputed.
+    Activations that must not be recomputed from a lossily stored value are retained. If torch's checkpoint must run the
+    block, `choices` are ignored.
     """
     if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
@@ -324,7 +332,10 @@ class BlockVariables:
         return terms + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
     def priced_plan(self, solution: Sequence[float]) -> PricedPlan:
-        """Round the variables in `solution` to integers, and return their plan. The plan's cost is computed again."""
+        """Round the variables in `solution` to integers, and return the resulting plan.
+
+        The plan's cost is computed again.
+        """
         for plan, variable in zip(self.model.checkpoints, self.checkpoint, strict=True):
             if solution[variable] > 0.5:
                 return plan
@@ -342,7 +353,7 @@ class BlockVariables:
 def retain_all(model: KindModel) -> PricedPlan:
     """Return the plan that retains all activations, including duplicates of other values.
 
-    If the kind does not allow the action PLAIN, return its plan under torch's checkpoint.
+    If the kind does not allow the action PLAIN, return the kind's plan under torch's checkpoint.
     """
     if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]

@@ -62,9 +62,9 @@ class PeakOracle:
     def sort_for_peak(self, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
         """Return the same plans, sorted within each kind for the lowest peak.
 
-        While a block's backward runs, the bytes stored by earlier blocks are live. So plans with a large working set
-        relative to their stored bytes come first: recomputing blocks first, retaining blocks last. Shared tensors that
-        replays read are neglected.
+        While a block's backward runs, the bytes stored by earlier blocks are live. Therefore plans with a large working
+        set relative to their stored bytes come first: recomputing blocks first, retaining blocks last. Shared tensors
+        that replays read are neglected.
         """
         pools: dict[int, list[PricedPlan]] = {}
         for block, plan in zip(self.profile.blocks, plans, strict=True):
@@ -77,7 +77,10 @@ class PeakOracle:
         return (outcome.stored_bytes - outcome.working_bytes, outcome.stored_bytes)
 
     def least_peak(self, frontiers: Sequence[Sequence[PricedPlan]]) -> list[PricedPlan]:
-        """Return the policy of frontier plans with the least peak, exact to the byte, by bisection."""
+        """Return the policy with the least peak among the policies of frontier plans.
+
+        The peak is found by bisection, exact to the byte.
+        """
         pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
         policy = [frontiers[block.kind][0] for block in self.profile.blocks]
         low, high = 0, self.peak_bytes(policy)
@@ -91,7 +94,10 @@ class PeakOracle:
         return policy
 
     def is_peak_below(self, frontiers: Sequence[Sequence[PricedPlan]], nbytes: int) -> bool:
-        """Return True if a policy of frontier plans has a peak below `nbytes`. Faster than `least_peak`."""
+        """Return True if any policy of frontier plans has a peak below `nbytes`.
+
+        This check is faster than `least_peak`.
+        """
         pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
         return self._within(pools, nbytes - 1) is not None
 
@@ -107,9 +113,9 @@ class PeakOracle:
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
         """Return a policy whose peak is at most `budget`, or None if no policy from `pools` fits.
 
-        Go through the blocks in forward order. Of the plans whose own forward and backward fit, choose the plan that
-        stores least. Storing less never hurts a later block, but reading another shared tensor may. Therefore the best
-        policy is tracked for each set of shared tensors.
+        Choose a plan for one block after the other, in forward order: of the plans whose own forward and backward fit,
+        the plan that stores least. Storing less never hurts a later block, but reading another shared tensor may.
+        Therefore the best policy is tracked for each set of shared tensors.
         """
         prefixes: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {
             frozenset(): ((), EarlierBlocks())
@@ -136,13 +142,15 @@ class PeakOracle:
 # Frontier plans store few bytes for their time, but a peak also contains the working set of a block's backward, which
 # grows with each replayed operator. So a local search starts at the policy of frontier plans with the least peak. It
 # changes the action of single activations, in the Pareto-optimal plans of the kind of block where the peak occurs, as
-# long as this lowers the peak. The result is not proven to have the least peak.
+# long as this lowers the peak. The result is not proven to have the least peak. The search runs with prices in bytes
+# (byte_prices.py), so that its result does not depend on measured times.
 
 PLANS_PER_ROUND = 8
-"""Number of plans whose neighbours are computed in a round. With one plan, GPT-2's least peak is 4 % higher."""
+"""Number of plans whose neighbours are computed in a round of the local search. With one plan per round, GPT-2's least
+peak is 4 % higher."""
 MAX_NEIGHBOR_PLANS = 1200
-"""Number of neighbour plans after which no further round begins. Each plan takes 0.3 to 1 ms. GPT-2 needs this many. T5
-would continue for a minute, to lower the peak by 2 %."""
+"""Number of neighbour plans after which no further round begins. Each plan takes 0.3 to 1 ms. GPT-2 needs about as many
+plans. T5 would continue for a minute, to lower the peak by 2 %."""
 
 
 def local_search(
@@ -214,8 +222,10 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
 
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
-    """Return a lower bound on the peak of all policies: the bytes that are always live, plus the least that blocks can
-    store."""
+    """Return a lower bound on the peak of all policies.
+
+    The bound is the sum of the bytes that are always live and of the fewest bytes that blocks can store.
+    """
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
 
@@ -233,10 +243,10 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 
 
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
-    """Yield the bytes that are live at each event of a block's backward, under every plan.
+    """Yield, for each event of a block's backward, bytes that are live under any plan for the block.
 
-    These are the saved tensors that autograd has unpacked and not yet freed, and the temporaries of backward's
-    operators. Tensors shared with other blocks are not counted.
+    The bytes are of the saved tensors that autograd has unpacked and not yet freed, and of the temporaries of
+    backward's operators. Tensors shared with other blocks are not counted.
     """
     slots: dict[int, int] = {}
     for event in kind.backward:

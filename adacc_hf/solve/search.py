@@ -7,23 +7,24 @@ faster than the best policy so far.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.config import AdaccConfig, Budget, budget_hint
-from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate
-from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.artifacts.config import AdaccConfig, Budget
+from adacc_hf.artifacts.memory_simulator import EarlierBlocks
 from adacc_hf.solve.baselines import greedy_policies
+from adacc_hf.solve.budget_errors import infeasible_peak, infeasible_stored
+from adacc_hf.solve.byte_prices import price_by_bytes
 from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain_all
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
-from adacc_hf.solve.simple_policies import policy_of_plans
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.block_walk import BlockOutcome
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     Fits = Callable[[list[PricedPlan]], bool]
 
 NUM_REFINEMENTS = 4
-"""Number of caps on the stored bytes between two neighbouring policies of the chain, which differ in one block.
+"""Number of caps (limits on stored bytes) between two neighbouring policies of the chain, which differ in one block.
 
 The integer program is solved once per cap (10 to 30 ms). The caps are the same for every budget between the two
 policies, so a larger budget never gives a slower policy."""
@@ -62,6 +63,24 @@ class Kinds:
         """Frontier of each kind of block: the corners of the lower convex hull of all plans in bytes and ms."""
         return frontiers(self.log, self.models)
 
+    @cached_property
+    def extended(self) -> list[list[PricedPlan]]:
+        """Frontier plans and checkpointed plans of each kind of block.
+
+        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than the
+        backward of a plan that replays everything.
+        """
+        return [[*frontier, *model.checkpoints] for frontier, model in zip(self.frontiers, self.models, strict=True)]
+
+    @cached_property
+    def by_bytes(self) -> Kinds:
+        """The same kinds with prices in bytes, which do not depend on measured times."""
+        kinds = copy.copy(self)
+        for name in ("frontiers", "extended"):
+            kinds.__dict__.pop(name, None)
+        kinds.models = [price_by_bytes(model) for model in self.models]
+        return kinds
+
 
 class PolicySearch:
     """Search for the fastest policy of a profile under one config. The policies have the head of the profile."""
@@ -73,23 +92,23 @@ class PolicySearch:
         self.log = kinds.log
         self.models = kinds.models
         self.oracle = PeakOracle(profile, kinds.outcomes)
-        retain_plans = [retain_all(model) for model in self.models]
-        self.plain = [retain_plans[block.kind] for block in profile.blocks]
+        self.retain_plans = [retain_all(model) for model in self.models]
+        self.plain = [self.retain_plans[block.kind] for block in profile.blocks]
         blocks = Counter(block.kind for block in profile.blocks)
         self.num_blocks = [blocks[kind] for kind in range(len(self.models))]
         """Number of blocks of each kind."""
         self.head_ms = profile.head_overhead_ms
-        """Extra time of the profile's head compared to the plain head."""
+        """Extra time in ms of the profile's head compared to the plain head."""
         self.fixed_ms = self.head_ms + sum(profile.kind_of(block).extra_ms for block in profile.blocks)
-        """Extra time of every policy of this search: of the head, and of modules in tiles."""
+        """Extra time in ms of every policy of this search: of the head, and of modules in tiles."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
         """Return the plans of the fastest policy within the budget, one plan per block.
 
         `incumbent_ms` is the time of the best policy found so far with another output head. If no policy within the
-        budget is faster than that, return None or a slower policy within the budget. If no policy fits the budget,
-        raise InfeasibleBudgetError. Return None instead if a bound has already shown that no policy is faster.
+        budget is faster than `incumbent_ms`, return None or a slower policy within the budget. If no policy fits the
+        budget, raise InfeasibleBudgetError. Return None instead if a bound has already shown that no policy is faster.
         """
         find = self._within_peak if budget.limits_peak else self._within_stored
         policies = find(budget, incumbent_ms)
@@ -102,7 +121,7 @@ class PolicySearch:
         least = self.uniform_program.least_bytes()
         if self._stored_bytes(least) > budget.nbytes:
             plain_bytes = self.kinds.plain_stored_bytes
-            raise _infeasible_stored(self.profile, self.config, budget, least, self._stored_bytes(least), plain_bytes)
+            raise infeasible_stored(self.profile, self.config, budget, least, self._stored_bytes(least), plain_bytes)
         frontiers = self.kinds.frontiers
 
         def fits(policy: list[PricedPlan]) -> bool:
@@ -129,6 +148,10 @@ class PolicySearch:
         """Return the candidate policies within a budget on the peak of the step."""
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
+        if all(peak > budget.nbytes for peak in self._falling_peaks()):
+            frontiers = self._byte_search.kinds.frontiers
+            least, bound = self._timed(self._byte_search.least), least_bound(self.profile, frontiers)
+            raise infeasible_peak(self.profile, self.config, budget, least, bound)
         frontiers = self.kinds.frontiers
         fits = self._fits_peak(budget)
         policies = list(self._chain_policies(frontiers, budget, fits, incumbent_ms, with_uniform=True))
@@ -136,55 +159,76 @@ class PolicySearch:
             policies += self._greedy(fits, self._least_ms_of(policies, incumbent_ms))
         if self._least_ms_of(policies, incumbent_ms) <= self.bound_ms(self._reachable_budget(frontiers)):
             return policies
-        start = self._start
+        start = self.start
         start_bytes = self.oracle.peak_bytes(start)
         if start_bytes <= budget.nbytes:
             policies = [start, *(policies or self._greedy(fits, incumbent_ms))]
-        # The local search below the frontiers' least peak runs for larger budgets too if one of its policies could be
-        # the fastest. Otherwise more memory could cost time.
+        # The policies below the frontiers' least peak are candidates for larger budgets too if one of them could be the
+        # fastest. Otherwise more memory could cost time.
         start_budget = Budget(start_bytes, start_bytes, limits_peak=True)
         if self._least_ms_of(policies, incumbent_ms) > self.bound_ms(start_budget):
-            trail = local_search(self.oracle, self.models, self._extended, start)
-            policies += filter(fits, trail)
-            if not policies:
-                least = self._least_peak(frontiers, trail[-1])
-                if not fits(least):
-                    bound = least_bound(self.profile, frontiers)
-                    raise _infeasible_peak(self.profile, self.config, budget, least, bound)
-                policies = [least]
+            # The last policy is a candidate for every budget, like the others: it may be the fastest one too.
+            others = map(self._timed, [*self._byte_search.trail, self._byte_search.least])
+            policies += (policy for policy in others if fits(policy) and self.oracle.peak_bytes(policy) < start_bytes)
         return policies
 
-    @cached_property
-    def _extended(self) -> list[list[PricedPlan]]:
-        """Frontier plans and checkpointed plans of each kind of block.
+    # The least peak must be the same in each process, so that a budget that one process could use can be used again.
+    # Therefore it comes from a search with prices in bytes, whose policies do not depend on measured times.
 
-        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than the
-        backward of a plan that replays everything.
+    @cached_property
+    def _byte_search(self) -> PolicySearch:
+        """Search for the least peak, with prices in bytes."""
+        search = PolicySearch(self.profile, self.config, self.kinds.by_bytes)
+        search.head_ms = 0.0
+        return search
+
+    def _timed(self, policy: Sequence[PricedPlan]) -> list[PricedPlan]:
+        """Return a policy of `_byte_search` with its measured times."""
+        blocks = zip(self.profile.blocks, policy, strict=True)
+        return [replace(plan, ms=self.oracle.outcome(block.kind, plan).overhead_ms) for block, plan in blocks]
+
+    def _falling_peaks(self) -> Iterator[int]:
+        """Yield peaks that some policy has, from the quickest one to compute to the least peak.
+
+        A budget is feasible if the least peak fits, even if a faster search finds no policy.
         """
-        return [
-            [*frontier, *model.checkpoints] for frontier, model in zip(self.kinds.frontiers, self.models, strict=True)
+        checkpointed = [
+            (*model.checkpoints, plain)[0] for model, plain in zip(self.models, self.retain_plans, strict=True)
         ]
+        yield self.oracle.peak_bytes([checkpointed[block.kind] for block in self.profile.blocks])
+        yield self.quick_peak_bytes
+        yield self.oracle.peak_bytes(self._byte_search.trail[-1])
+        yield self.least_peak_bytes
 
-    @cached_property
+    @property
     def quick_peak_bytes(self) -> int:
         """Upper bound on the least peak, computed without a local search."""
-        return min(map(self.oracle.peak_bytes, (self.plain, self._start)))
+        return min(self.oracle.peak_bytes(policy) for policy in (self.plain, self._byte_search.start))
 
-    @cached_property
-    def _start(self) -> list[PricedPlan]:
-        """Start of the local search: the policy of frontier plans and checkpointed plans with the least peak."""
-        return self.oracle.least_peak(self._extended)
-
-    @cached_property
+    @property
     def least_peak_bytes(self) -> int:
-        """Least peak among the policies that this search can find, whatever the budget."""
-        trail = local_search(self.oracle, self.models, self._extended, self._start)
-        return self.oracle.peak_bytes(self._least_peak(self.kinds.frontiers, trail[-1]))
+        """Least peak among the policies that this search can find, whatever the budget and the measured times."""
+        return self.oracle.peak_bytes(self._byte_search.least)
+
+    @cached_property
+    def start(self) -> list[PricedPlan]:
+        """Start of the local search: the policy of frontier plans and checkpointed plans with the least peak."""
+        return self.oracle.least_peak(self.kinds.extended)
+
+    @cached_property
+    def trail(self) -> list[list[PricedPlan]]:
+        """Policies with falling peaks, from the local search."""
+        return local_search(self.oracle, self.models, self.kinds.extended, self.start)
+
+    @cached_property
+    def least(self) -> list[PricedPlan]:
+        """Policy with the lowest peak that any search finds."""
+        return self._least_peak(self.kinds.frontiers, self.trail[-1])
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """Search from `policy` for policies with a peak at least one byte lower, until none is found.
+        """Search repeatedly for a policy with a lower peak, starting from `policy`.
 
-        Return the policy with the lowest peak.
+        Return the policy with the lowest peak found.
         """
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
@@ -213,7 +257,7 @@ class PolicySearch:
     def least_bytes_bound(self, budget: Budget) -> int:
         """Return a lower bound of the smallest budget that any policy fits: of the peak, or of the stored bytes."""
         if budget.limits_peak:
-            return least_bound(self.profile, self.kinds.frontiers)
+            return least_bound(self.profile, self._byte_search.kinds.frontiers)
         return self._stored_bytes(self.uniform_program.least_bytes())
 
     def _fits_host(self, policy: list[PricedPlan]) -> bool:
@@ -222,8 +266,10 @@ class PolicySearch:
         return all(self.models[block.kind].fits_host(plan.host_bytes) for block, plan in blocks)
 
     def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
-        """Return a budget that some policy of frontier plans fits. The budget is quick to compute, but not the
-        smallest."""
+        """Return a budget that some policy of frontier plans fits.
+
+        The budget is quick to compute, but is not the smallest budget that a policy fits.
+        """
         backs = range(1, NUM_FRONTIER_ENDS + 1)
         ends = ([frontier[max(-back, -len(frontier))] for frontier in frontiers] for back in backs)
         policies = ([end[block.kind] for block in self.profile.blocks] for end in ends)
@@ -278,7 +324,10 @@ class PolicySearch:
         return budget.nbytes - max(EarlierBlocks(live_bytes=-cast_bytes).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the first policy of the greedy rule that fits and is faster than `incumbent_ms`, or []."""
+        """Return a list with the first policy of the greedy rule that fits and is faster than `incumbent_ms`.
+
+        The list is empty if there is no such policy.
+        """
         policies = greedy_policies(self.profile, self.models)
         faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
         return list(itertools.islice(filter(fits, faster), 1))
@@ -293,8 +342,9 @@ class PolicySearch:
     ) -> list[list[PricedPlan]]:
         """Return the fastest policy of the chain that fits, and fitting policies that store a little more.
 
-        These store less than the next faster policy of the chain, which does not fit. If `with_uniform`, add policies
-        with one plan per kind. If no policy of the chain fits, return only the policies with one plan per kind.
+        The additional policies store less than the next faster policy of the chain, which does not fit. If
+        `with_uniform`, add policies with one plan per kind. If no policy of the chain fits, return only the policies
+        with one plan per kind.
         """
         before = self.plain
         for policy in self._chain(frontiers):
@@ -322,11 +372,11 @@ class PolicySearch:
         fits: Fits,
         incumbent_ms: float,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest policy that fits and stores between `low` and `high`, or [] if there is none.
+        """Return a list with the fastest policy that fits and stores between `low` and `high`.
 
-        `low` and `high` differ in one block. Only blocks of this block's kind change, because varying more kinds takes
-        more time than it gains. The largest caps are tried first. A cap above the budget's limit gives either a policy
-        that does not fit or the same policy as the limit itself.
+        The list is empty if none fits. `low` and `high` differ in one block. Only blocks of this block's kind change,
+        because varying more kinds takes more time than it gains. The largest caps are tried first. A cap above the
+        budget's limit gives either a policy that does not fit or the same policy as the limit itself.
         """
         index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
         kind = self.profile.blocks[index].kind
@@ -346,9 +396,10 @@ class PolicySearch:
     ) -> Iterator[list[PricedPlan]]:
         """Yield the fastest policies with one plan per kind that fit, for growing caps on the stored bytes.
 
-        The caps are every percent of plain training's stored bytes from `low` to `high`, and beyond until `MAX_MISSES`
-        policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are skipped. If kinds
-        have few blocks, these policies may be faster than mixtures, or need less memory while a block's backward runs.
+        The caps are spaced by one percent of plain training's stored bytes, from `low` to `high`. Larger caps follow
+        until `MAX_MISSES` policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are
+        skipped. If kinds have few blocks, policies with one plan per kind may be faster than mixtures, or need less
+        memory while a block's backward runs.
         """
         plain_bytes = self.kinds.plain_stored_bytes
         first, last = -(-100 * self._stored_bytes(low) // plain_bytes), 100 * self._stored_bytes(high) // plain_bytes
@@ -379,9 +430,9 @@ class PolicySearch:
         return [cap for cap in caps[: num_within + 1] if self._least_ms(min(limit, cap - outside)) < incumbent_ms]
 
     def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the fastest policy of `program` that stores at most `cap_bytes`.
+        """Return a list with the fastest policy of `program` that stores at most `cap_bytes`.
 
-        Return [] if no policy within `incumbent_ms` is found.
+        The list is empty if no policy within `incumbent_ms` is found.
         """
         policy = program.least_ms(cap_bytes, incumbent_ms - self.head_ms)
         return [] if policy is None else [policy]
@@ -391,7 +442,7 @@ class PolicySearch:
     ) -> list[list[PricedPlan]]:
         """Return the frontiers with only the plans that `policy` uses. For `kind`, neighbouring plans are included too.
 
-        Plans farther along the frontier of `kind` are too expensive for the bytes they free.
+        Plans farther along the frontier of `kind` take too much time for the bytes that they free.
         """
         used: list[set[PricedPlan]] = [set() for _ in frontiers]
         for block, plan in zip(self.profile.blocks, policy, strict=True):
@@ -410,7 +461,7 @@ class PolicySearch:
 
     @cached_property
     def uniform_program(self) -> MixtureProgram:
-        """Integer program that chooses one plan per kind of block. The plan is not limited to the frontier."""
+        """Integer program that chooses one plan per kind of block. The chosen plans need not be on the frontier."""
         return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 
     def _stored_bytes(self, policy: Sequence[PricedPlan]) -> int:
@@ -423,41 +474,3 @@ class PolicySearch:
     def _least_ms_of(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
         """Return the time of the fastest of `policies`, or `incumbent_ms` if no policy is faster."""
         return min([incumbent_ms, *(self.rank(policy)[0] for policy in policies)])
-
-
-# Errors for budgets that no policy fits.
-
-
-def _infeasible_stored(
-    profile: Profile, config: AdaccConfig, budget: Budget, least: Sequence[PricedPlan], floor: int, plain: int
-) -> InfeasibleBudgetError:
-    fraction = math.ceil(floor / plain * 1e4) / 1e4
-    outside = fixed_bytes(profile)
-    return InfeasibleBudgetError(
-        f"memory_budget={budget.setting!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that "
-        f"plain training stores for backward, but the least possible is {floor} bytes ({format_bytes(floor)}), a "
-        f"fraction of {fraction:.4f}: {format_bytes(outside)} are stored outside the blocks ({profile.head} head) and "
-        f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
-        f"more actions or codecs, or use a smaller batch",
-        floor,
-        least=policy_of_plans(profile, [priced_plan.plan for priced_plan in least], {}),
-    )
-
-
-def _infeasible_peak(
-    profile: Profile, config: AdaccConfig, budget: Budget, floor: Sequence[PricedPlan], bound: int
-) -> InfeasibleBudgetError:
-    outcome = simulate(profile, [priced_plan.plan for priced_plan in floor])
-    needed = outcome.peak_bytes
-    hint = f"{text}," if (text := budget_hint(budget.nbytes)) else ""
-    origin = f" ({budget.nbytes} bytes)" if isinstance(budget.setting, str) else ""
-    return InfeasibleBudgetError(
-        f"memory_budget={budget.setting!r}{origin}{hint} is below the least possible peak of {needed} bytes "
-        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
-        f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
-        f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
-        f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
-        needed,
-        min(bound, needed),
-        policy_of_plans(profile, [priced_plan.plan for priced_plan in floor], {}),
-    )

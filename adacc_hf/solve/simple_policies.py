@@ -1,4 +1,4 @@
-"""Policies without a solver: from given plans, one action for all activations, torch's checkpoint, random actions."""
+"""Policies without a solver: given plans, one action for all activations, torch's checkpoint, or random actions."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, An
 
 
 def uniform_policy(profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
-    """Return the policy with `action` for every activation that allows the action, and RETAIN for the others.
+    """Return the policy with `action` for every activation that allows the action, and RETAIN for the rest.
 
     With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed. A value that cannot be recomputed (a mask
     drawn from a user's own generator) is stored with a lossless codec if the profile has such a codec for the value.
-    With COMPRESS, `codec` names the codec. None selects the first codec that the profile has for each activation.
-    Raises ValueError if the profile has `codec` for no activation.
+    With COMPRESS, `codec` names the codec. If `codec` is None, each activation gets the first codec that the profile
+    has for the activation. Raises ValueError if the profile has `codec` for no activation.
     """
     action = Action.parse(action)
     if action is Action.COMPRESS and codec is not None:
@@ -51,8 +51,10 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
 
 
 def checkpoint_policy(profile: Profile) -> Policy:
-    """Return the policy that runs each block under torch's checkpoint, or unchanged if the block does not allow
-    this."""
+    """Return the policy that runs each block under torch's checkpoint.
+
+    A block that does not allow torch's checkpoint runs unchanged.
+    """
     plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
     return policy_of_plans(profile, [plans[block.kind] for block in profile.blocks])
 
@@ -64,11 +66,11 @@ def random_policy(
     lossless: bool = False,
     whole_blocks: bool = False,
 ) -> Policy:
-    """Return a policy with a random action for every activation. The action is one of `actions` that the activation
-    allows.
+    """Return a policy with a random action for every activation.
 
-    With `lossless`, only lossless codecs are used. If `actions` has RECOMPUTE, torch's checkpoint runs each block that
-    cannot be replayed with probability 0.5, and, with `whole_blocks`, each other block with CHECKPOINTED_SHARE.
+    The action is one of `actions` that the activation allows. With `lossless`, only lossless codecs are used. If
+    `actions` has RECOMPUTE, each block that cannot be replayed runs under torch's checkpoint with probability 0.5. With
+    `whole_blocks`, each other block runs under torch's checkpoint with probability CHECKPOINTED_SHARE.
     """
     generator = random.Random(seed)
     allowed = [Action.parse(action) for action in actions]

@@ -1,1 +1,1 @@
-"""Tapes: records of a block's operators. Guards and the key of a call select the tape, which replay runs exactly."""
+"""Tapes: records of a block's operators, from which replay recomputes values. Guards and call keys select the tape."""

@@ -1,5 +1,7 @@
-"""Attached tensors of a block: tensors stored on its modules or parameters without being registered as parameters or
-buffers, such as the scales of a quantized weight."""
+"""Attached tensors of a block, such as the scales of a quantized weight.
+
+Attached tensors are stored on the block's modules or parameters, and are not registered as parameters or buffers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from adacc_hf.torch_glue.private import (
 from adacc_hf.torch_glue.tensors import runs_on_parts
 
 PLACES = ("attached", "module")
-"""Values of `Source.place` for attached tensors: "attached" for a tensor on a parameter, "module" for one on a
+"""Values of `Source.place` for attached tensors: "attached" for a tensor on a parameter, "module" for a tensor on a
 module."""
 _DEPTH = 2
 """Search depth: the maximum number of containers and objects between a module or parameter and an attached tensor."""
@@ -42,7 +44,7 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return a tensor that is attached to the parameter or module `owner`, outside its autograd graph.
+    """Return the tensor at `path` that is attached to the parameter or module `owner`, detached from autograd's graph.
 
     `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
     """

@@ -32,24 +32,24 @@ MAX_SHAPES = 512
 """Maximum number of shapes that a block remembers. The least recently used shape is dropped.
 
 The limit is high because sequences have hundreds of lengths, and recording a shape again takes as long as about ten
-steps. A tape and a plan on it take about 130 KiB of Python objects.
-"""
+steps. A tape and a plan for the tape take about 130 KiB of Python objects."""
 
 
 class CallKey(NamedTuple):
     """Key of a call: two calls of one kind of block with equal keys run the same operators.
 
-    For a block that Dynamo cannot trace, equal keys do not prove this. Each call is then validated (run/validation.py).
+    For a block that Dynamo cannot trace, calls with equal keys may run different operators, so each call is validated
+    (run/validation.py).
     """
 
     shape: Hashable
     """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, path of
     the module that runs in tiles)."""
     data: tuple[Data | None, ...]
-    """Data of the arguments that the block reads into Python."""
+    """Data of the arguments that the block reads into Python, in order. None for an argument without data."""
     layout: int
-    """Hash of the layout of the block's own tensors (`block_layout`). Plans also compare the tensors that they read
-    (`ExecutionPlan.has_all`)."""
+    """Hash of the layout of the block's own tensors (`block_layout`). Plans also compare the layout of the tensors that
+    replay reads (`ExecutionPlan.has_all`)."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Follower(Protocol):
 
 
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """Table of a block's known shapes by call key: the tape of each key, and the number of its calls.
+    """Table of a block's known shapes by call key: the tape of each key, and the number of calls with the key.
 
     The latest key is last. All plans of a block share one table. If the table drops a key, the plans drop their entries
     for this key.
@@ -95,7 +95,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths of the arguments that the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls with a known shape and new data. Each of these keys has occurred once."""
+        """Keys of calls with a known shape and new data, each of which has occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that must drop the entries of keys that this table drops."""
         self.was_compared = False
@@ -120,7 +120,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`, with a module in tiles if
         `tiling` is given. The operators on the tape do not depend on the number of tiles.
 
-        Use this method exactly once per call, because it counts calls.
+        Call this method exactly once per call of the block, because the method counts calls.
         """
         if self._paths is None:
             self._paths = BlockPaths(block, self._untraceable)
@@ -149,12 +149,16 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def has_unstable_layout(self) -> bool:
         """True if the layout of the block's own tensors, such as its parameters, keeps changing between calls.
 
-        A layout is the shapes, strides and storages of these tensors. The limits are MANY_LAYOUTS and CALLS_PER_LAYOUT.
+        A layout is the shapes, strides and storages of these tensors. The constants MANY_LAYOUTS and CALLS_PER_LAYOUT
+        define the limits.
         """
         return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
     def outdate(self, key: CallKey) -> None:
-        """Forget the tape of `key`, because a call diverged from it. The next call is recorded again."""
+        """Forget the tape of `key`, because a call diverged from the tape.
+
+        The next call with this key is recorded again.
+        """
         put_latest(self._num_divergences, key, self.num_divergences(key) + 1, MAX_SHAPES)
         self._forget([key])
 
@@ -165,9 +169,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def has_new_data(self, key: CallKey) -> bool:
         """Return True if calls of this shape were recorded, and this call's data occurs for the first time.
 
-        The data are the elements of tensors that the block reads into Python. The first call with new data is not
+        The data is the elements of tensors that the block reads into Python. The first call with new data is not
         recorded: recording takes memory, which the budget reserves only for new shapes, and time, which is worthwhile
-        only if the data occurs again. This method stores the key, and returns False the second time.
+        only if the data occurs again. The method stores the key, and returns False the second time.
         """
         known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
         if not known_data or key.data in known_data or key in self._new_data:

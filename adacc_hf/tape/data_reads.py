@@ -28,7 +28,7 @@ MAX_READ_BYTES = 1 << 16
 """Largest argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a small block's
 time."""
 _METHODS = ("tolist", "numpy")
-"""Methods that read data into Python without an operator. No dispatch mode sees these reads."""
+"""Methods that read data into Python without an operator. Dispatch modes do not see reads by these methods."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 NoteRead = Callable[[torch.Tensor, str], None]
@@ -50,10 +50,11 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors among `args` whose data determines the result's size, or the result itself if that is a Python
-    number.
+    """Return the tensors among `args` whose data determines the result's size, or the result itself if the result is a
+    Python number.
 
-    `func` is the ATen operator. Most operators have no tensor of this kind. `item` and `nonzero` have one.
+    `func` is the ATen operator. Most operators have no such tensor argument. `item` and `nonzero`, for example, have
+    one.
     """
     if not _TAGS.intersection(func.tags):
         return []
@@ -95,8 +96,8 @@ def _patch_methods() -> Callable[[], None]:
 
 _READS = Watchers[NoteRead](_patch_methods)
 watched_reads = _READS.watching
-"""Context manager `watched_reads(note)`. While open, `note(tensor, method name)` is called each time this thread
-converts a tensor to a list or array."""
+"""Context manager `watched_reads(note)`. Inside the `with` block, `note(tensor, method name)` is called each time this
+thread converts a tensor to a list or array."""
 
 
 def data_behind_reads(
@@ -104,8 +105,10 @@ def data_behind_reads(
 ) -> tuple[dict[Path, Data], Read | None]:
     """Return (data of the arguments that `reads` depend on, by argument path; None).
 
-    If a read depends on data that is not in an argument, return ({}, that read). `arguments(value)` returns (path,
-    tensor) of each argument on the storage of a value. Any of these arguments may have been read.
+    If a read depends on data that is not in an argument, return ({}, the read).
+
+    `arguments(value)` yields (path, tensor) of each argument on the storage of a value. Each argument on the storage
+    may have been read.
     """
     data_by_path: dict[Path, Data] = {}
     for read in reads:
@@ -124,7 +127,7 @@ def data_behind_reads(
 def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
     """Return the data of the tensor argument at `path`.
 
-    Return None if the call has no tensor there, or if its data is not part of call keys (`data_of`).
+    Return None if the call has no tensor at `path`, or if the tensor's data is not part of call keys (`data_of`).
     """
     try:
         return data_of(argument_at(path, args, kwargs))
@@ -137,8 +140,8 @@ def data_of(tensor: Any) -> Data | None:
 
     Return None for floats, large tensors and tensors sharded among ranks.
 
-    Other elements of the storage are left out, because they may be uninitialized: `unique` allocates for the worst
-    case.
+    Other elements of the storage are left out, because other elements may be uninitialized: `unique` allocates for the
+    worst case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None

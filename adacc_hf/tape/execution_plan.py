@@ -1,7 +1,7 @@
 """Execution plans: a policy's plan prepared to run on one tape.
 
 An execution plan contains the stored values of each slot, the operators that each unpack replays, and the external
-tensors that a call must provide for the replay. The functions at the end of the file adapt a plan's choices to a tape
+tensors that a call must provide for the replay. The functions at the end of this file adapt a plan's choices to a tape
 with different operators.
 """
 
@@ -29,7 +29,7 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """Instructions for one saved tensor of a tape under a plan, the same for all batch sizes."""
+    """Instructions for one saved tensor of a tape under a plan. The instructions are the same for all batch sizes."""
 
     value: int
     """The value that the tensor views."""
@@ -38,8 +38,8 @@ class Slot:
     needs: tuple[int, ...] | None
     """Stored values from which the slot is recomputed or decoded. None if autograd keeps the saved tensor itself."""
     checks_offset: bool
-    """True if the storage offset must equal the tape's. The offset of an argument may vary, since an argument may be a
-    slice of any tensor."""
+    """True if the storage offset must equal the tape's. The offset of an argument may vary, because an argument may be
+    a slice of any tensor."""
     is_read_by_replay: bool
     """True if replay reads the value, or if slots of other values with the same bits use it. A backward function that
     may write to the value then gets a copy."""
@@ -81,8 +81,8 @@ class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
     `choices` has an entry for every activation. `shared` are inputs that code outside the block keeps alive. If the
-    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell. Its slots use the
-    cell of the stored value.
+    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell. The slots of the
+    value without a cell use the cell of the stored value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -113,7 +113,7 @@ class ExecutionPlan:
         """(value, source) of the inputs, parameters, buffers and attached tensors that a call must provide for
         replay."""
         self.attached = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        """Indices in `externals` of attached tensors (tape/inputs.py). Empty for most blocks."""
+        """Indices in `externals` of attached tensors (tape/inputs.py). Most blocks have no attached tensors."""
         self._layouts = self._expected_layouts()
         looked_up = {value for value, _ in self.externals}
         self._sharing = [each for each in tape.sharing if each[0] in looked_up]
@@ -143,8 +143,8 @@ class ExecutionPlan:
     def _merged_tape(self) -> Tape:
         """Tape with duplicate values merged.
 
-        If the plan reads a value from a stored value with equal contents, the references on the tape are to the stored
-        value.
+        If the plan reads a value from a stored value with equal contents, references to the value are replaced by
+        references to the stored value.
         """
         if self._merged is None:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
@@ -156,7 +156,7 @@ class ExecutionPlan:
         """Return True if the block's own tensors exist in this call, with the layout that they have on the tape.
 
         `externals` are (value, tensor) for `self.externals` in this call. `find` returns the tensor at a source. The
-        layout of arguments is not checked, because it is part of the call's key.
+        layout of arguments is not checked, because this layout is part of the call's key.
         """
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
@@ -223,12 +223,12 @@ class ExecutionPlan:
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
         """Return the stored values that replay reads to recompute `value`, if no other value was recomputed before
-        it."""
+        `value`."""
         _, leaves = closure(self._merged_tape, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Return the values that replay reads, without values that exist outside the block, such as parameters."""
+        """Return the values that replay reads, except values that exist outside the block, such as parameters."""
         runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
         values_read = {
             value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()
@@ -238,8 +238,8 @@ class ExecutionPlan:
     def _slot(self, value: int, read: set[int]) -> Slot:
         """Return the plan's instructions for a slot that holds `value`.
 
-        `read` contains the values that must not change: replay reads them, or slots of other values with the same bits
-        use them.
+        `read` contains the values that must not change, because replay or slots of other values with the same bits read
+        these values.
         """
         return Slot(
             value=value,
@@ -250,7 +250,7 @@ class ExecutionPlan:
         )
 
     def _place_states(self) -> None:
-        """Determine the slots after which a call captures the generator state for its replay (rule R5)."""
+        """Determine the slots after which a call captures the generator state for replay (rule R5)."""
         for num_saved, value, device in self.tape.generator_states():
             if value in self.roots:
                 self.draws = True
@@ -277,7 +277,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return the storage of the values of `tape` that replay can read without recomputing them."""
+    """Return a map of the values of `tape` that replay can read without recomputation, by kind of storage."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
@@ -287,7 +287,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
 
 
 def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
-    """Return a dict from values that the plan does not store to stored values with equal contents."""
+    """Return a dict from values that the plan does not store to stored values that have equal contents."""
     if all(choice != RECOMPUTE for choice in choices.values()):
         return {}
     saved = set(tape.saved_values())
@@ -326,9 +326,9 @@ def choices_by_value(
 
     Return the choices as a dict by value of `tape`.
 
-    `same` maps the planned tape's values to values of `tape`. Other values get the lossless choice with the least
-    memory. If `with_loss` is False, lossy codecs are not transferred, because their effect on gradients was measured
-    only for the planned operators.
+    `same` maps the planned tape's values to values of `tape`. Values of `tape` that match no planned value get the
+    lossless choice with the least memory. If `with_loss` is False, lossy codecs are not transferred, because the effect
+    of a lossy codec on gradients was measured only for the planned operators.
     """
     planned = {same[value]: choice for value, choice in choices.items() if value in same}
     shared = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()

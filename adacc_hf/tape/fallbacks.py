@@ -12,10 +12,10 @@ class Fallbacks:
         self.counts: Counter[str] = Counter()
         """Number of calls by reason."""
         self.blocks: dict[str, list[str]] = {}
-        """By reason, the names of the blocks in the order of their first calls."""
+        """Names of the blocks by reason, in the order of the blocks' first fallback calls."""
 
     def add(self, reason: str, block: str) -> None:
-        """Count one call of `block`."""
+        """Count one call of `block` that did not follow its plan because of `reason`."""
         self.counts[reason] += 1
         names = self.blocks.setdefault(reason, [])
         if block not in names:

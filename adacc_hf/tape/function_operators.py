@@ -1,8 +1,8 @@
-"""An `autograd.Function` as one operator of a tape: its call, its decomposed arguments, and a rerun of its forward.
+"""An `autograd.Function` as one operator of a tape: the call, its decomposed arguments, and a rerun of the forward.
 
 The dispatcher does not see a kernel that a Function launches by address (Triton, ctypes), so the memory that the kernel
-fills looks unwritten. But the Function itself is Python. Its `forward` fills the same memory again if it gets the same
-arguments and a context that only collects the saved tensors.
+fills looks unwritten. But the Function itself is Python. The Function's `forward` fills the same memory again if
+`forward` gets the same arguments and a context that only collects the saved tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Parts(NamedTuple):
 
     kind: type
     attributes: Any
-    """Items of a `torch.Size`, or the `__dict__` of any other object, with its values decomposed too."""
+    """Items of a `torch.Size`, or the `__dict__` of any other object. The items and the values in the `__dict__` are
+    decomposed too."""
 
 
 class FunctionCall(NamedTuple):
@@ -69,7 +70,7 @@ class FunctionCall(NamedTuple):
 
 
 class FunctionTarget:
-    """A subclass of `autograd.Function`, callable as the target of a tape's operator.
+    """Wrapper of an `autograd.Function` class, callable as the target of a tape's operator.
 
     A call runs the forward, and returns the flattened results, followed by the tensors saved for backward.
     """
@@ -262,7 +263,7 @@ _num_classes: Counter[str] = Counter()
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
     """Describe a Function's call that is about to run: its class, `requires_grad` flags and autocast state.
 
-    The fields `data` and `results` are empty, because they are known only after the call.
+    The fields `data` and `results` are empty, because these fields are known only after the call.
     """
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
     return FunctionCall(_identity(function), tuple(flags), autocast_of(), (), None)
@@ -284,7 +285,7 @@ def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """While open, set autocast to the `recorded` (device type, dtype) pairs.
+    """Set autocast to the `recorded` (device type, dtype) pairs inside the `with` block.
 
     The cast cache is disabled, because a replay must not add casts to the cache.
     """

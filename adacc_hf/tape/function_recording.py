@@ -2,9 +2,9 @@
 
 NOTE [When a Function is one operator]
 A Function is first recorded by the operators that its forward runs. If replaying these operators recomputes all that
-the Function returns and saves, they stay on the tape: replay runs only the operators that a saved tensor needs.
-Otherwise (a kernel that the recorder does not see fills memory, or Python reads data) the Function becomes one
-operator, whose target is the class, and replay runs its whole forward again. In both cases the replayed results are
+the Function returns and saves, the operators stay on the tape: replay runs only the operators that a saved tensor
+needs. Otherwise (a kernel that the recorder does not see fills memory, or Python reads data) the Function becomes one
+operator, whose target is the class, and replay runs the whole forward again. In both cases the replayed results are
 compared with the original results, bit for bit (rule R7).
 
 If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
@@ -73,7 +73,7 @@ class _FunctionRun:
     call: FunctionCall
     result: Any
     saved: list[torch.Tensor]
-    """Tensors that the Function saves for backward. Autograd packs them after the Function was recorded."""
+    """Tensors that the Function saves for backward. Autograd packs these tensors after the Function was recorded."""
     before: _Mark
     state: torch.Tensor | None
     """State of the default generator of the block's device when the Function began."""
@@ -87,9 +87,9 @@ class _FunctionRun:
 
 
 class FunctionRecorder:
-    """Base class of the tape recorder. Records `autograd.Function`s that a block calls.
+    """Base class of the tape recorder, which records `autograd.Function`s that a block calls.
 
-    The attributes that are only annotated here are defined in `Recorder`.
+    Attributes that are only annotated in this class are defined in `Recorder`.
     """
 
     values: list[TapeValue]
@@ -123,7 +123,8 @@ class FunctionRecorder:
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
-        """Tensors that operators inside the running Function have saved, which enabled gradients."""
+        """Tensors that operators inside the running Function have saved. Operators save tensors if the Function enables
+        gradients."""
         self._num_next_saved = 0
         """Number of tensors of the last Function that autograd will pack next."""
         self._read_inside: set[int] | None = None
@@ -139,7 +140,10 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, do not record operators and reads, because the recorder and not the block runs the operators."""
+        """Disable the recording of operators and reads inside the `with` block.
+
+        The recorder, and not the block, runs these operators.
+        """
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -149,7 +153,7 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """While open, count inner Functions and saved tensors as part of the running Function."""
+        """Count inner Functions and saved tensors as part of the running Function inside the `with` block."""
         self._is_in_function, self._saved_inside = True, []
         try:
             yield
@@ -157,7 +161,10 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, forward_call: ForwardCall) -> Any:
-        """Run a Function, record it, and note the slots that operators inside it save. Return its result."""
+        """Run a Function, record the Function, and return its result.
+
+        Also note the saved-tensor slots of the operators inside the Function.
+        """
         if is_one_operator(forward_call.function) and not self._is_paused and not self._is_in_function:
             return self._record_whole(forward_call)
         num_slots = len(self.slots)
@@ -177,7 +184,7 @@ class FunctionRecorder:
         return result
 
     def _note_slot(self) -> None:
-        """Add the newest saved-tensor slot to `function_slots`, if the most recent Function saved its tensor."""
+        """Add the newest saved-tensor slot to `function_slots`, if the most recent Function saved the slot's tensor."""
         if self._num_next_saved:
             self._num_next_saved -= 1
             self.function_slots.add(len(self.slots) - 1)
@@ -235,8 +242,8 @@ class FunctionRecorder:
     ) -> frozenset[int] | None:
         """Return the values that replay of the operators recorded inside a Function recomputes exactly.
 
-        Return None if the operators are enough for replay: they recompute all results that the Function `returned`,
-        and the Function neither wrote to a tensor without a recorded operator nor took a numpy view.
+        Return None if the operators are enough for replay: the operators recompute all results that the Function
+        `returned`, and the Function neither wrote to a tensor without a recorded operator nor took a numpy view.
         """
         new_tensors = [tensor for tensor in _tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
@@ -313,8 +320,7 @@ class FunctionRecorder:
 
         Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
         Raise NotReplayableError if the Function converts a tensor to a numpy array and also returns numbers, which may
-        come from the array. Raise NotReplayableError also if the Function reads data that the arguments do not
-        determine.
+        come from the array, or if the Function reads data that the arguments do not determine.
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
@@ -355,9 +361,9 @@ class FunctionRecorder:
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
         """Return the storage keys of the tensors of unknown source that operators inside the Function read.
 
-        Results inside the Function, and its arguments, are left out. Raise NotReplayableError if an operator reads
-        another tensor of known source, such as a parameter or an earlier result of the block, or if an operator is a
-        collective.
+        Results of operators inside the Function, and the Function's arguments, are left out. Raise NotReplayableError
+        if an operator reads another tensor of known source, such as a parameter or an earlier result of the block, or
+        if an operator is a collective.
         """
         mark, argument_keys = run_record.before, {storage_key(t.untyped_storage()) for t in _tensors(run_record.args)}
         foreign: set[int] = set()
@@ -416,8 +422,10 @@ class FunctionRecorder:
             raise NotReplayableError("gives different bits when it runs again")
 
     def _run_forward_again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
-        """Run the Function's forward again. Return its results, and the keys of the storages that operators inside it
-        read."""
+        """Run the Function's forward again.
+
+        Return the results, and the keys of the storages that operators inside the forward read.
+        """
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         drawing = draw_from_state(run_record.state if run_record.is_random else None, self._device)
         with self.paused(), torch.no_grad(), hooks, preserve_random_states([self._device]), drawing:
@@ -482,7 +490,7 @@ class FunctionRecorder:
         return [generator_state(self._device), generator_state(torch.device("cpu"))]
 
     def _have_advanced(self, before: list[torch.Tensor | None]) -> bool:
-        """Return True if random numbers were drawn: the state of a generator differs from its state in `before`."""
+        """Return True if random numbers were drawn: some generator's state differs from its state in `before`."""
         pairs = zip(before, self._generator_states(), strict=True)
         with self.paused():
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
@@ -490,7 +498,7 @@ class FunctionRecorder:
     def _has_drawn_elsewhere(self, run_record: _FunctionRun) -> bool:
         """Return True if random numbers were drawn between the last recorded generator state and the Function's call.
 
-        Replay of the Function then lacks the state to draw from.
+        Without this state, replay of the Function cannot draw the same numbers.
         """
         recorded_state = run_record.before.generator_state
         with self.paused():
@@ -505,7 +513,7 @@ def _is_view(read: Read) -> bool:
 
 
 def _parts_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
-    """Return (decomposed arguments of a Function, ""), or (None, reason) if they cannot be decomposed."""
+    """Return (decomposed arguments of a Function, ""), or (None, reason) if the arguments cannot be decomposed."""
     try:
         return decompose_arguments(args), ""
     except NotReplayableError as reason:

@@ -6,18 +6,19 @@ trace: calls that pass its guards run the same operators. Sizes are symbols in t
 sizes that take the same branches. Nothing is compiled, and no operator runs while a block is traced.
 
 NOTE [What Dynamo's guards leave out]
-1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. Their values are part of
-   a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, lists in tuples, and dicts' orders.
+1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. The values of these
+   numbers are part of a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, lists in tuples,
+   and dicts' orders.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
 3. Tensors that have a name in the block, and that the path reaches in another way: a list of layers, a bound method. A
    traced path is valid for the recorded names (`TracedPath.fits`).
 4. Methods, and attributes that classes inherit: a traced path compares the attributes that the trace looked up on
    classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo_gaps.py`).
-5. Storage offsets, and which tensors share a storage. The key contains both for the arguments.
-   `ExecutionPlan.has_all` compares both for the block's own tensors.
+5. Storage offsets, and which tensors share a storage. The key contains the offsets and the sharing of the arguments.
+   `ExecutionPlan.has_all` compares the offsets and the sharing of the block's own tensors.
 6. Blocks that cannot be traced completely: data read into Python, code without source, a value that changes at every
-   call. `untraced_key` distinguishes their calls, and each call is validated against its tape, operator by operator
-   (run/validation.py).
+   call. `untraced_key` distinguishes the calls of these blocks, and each call is validated against its tape, operator
+   by operator (run/validation.py).
 """
 
 from __future__ import annotations
@@ -52,20 +53,19 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PATHS = 64
-"""Maximum number of traced paths cached for each block class. The least recently used path is dropped."""
+"""Maximum number of traced paths cached for each class of blocks. The least recently used path is dropped."""
 SHORT_LIFE = 16
-"""Paths that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
-checks."""
+"""Maximum number of calls of a short-lived path. A trace takes as long as about a hundred guard checks."""
 MOST_SHORT_LIVES = 8
 """Number of consecutive short-lived paths after which a block is not traced any more. The guards of such a block
 compare a value that changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
 """Keyword arguments that Transformers passes through blocks to the loss. The values differ at every step, and no
-operator of a block depends on them."""
+operator of a block depends on these values."""
 
 
 class TracedPath:
-    """Trace of one path through the Python code of a block's class, with its guards."""
+    """Trace of one path through the Python code of a block's class, with the guards of the path."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
@@ -82,7 +82,7 @@ class TracedPath:
         return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the path's input numbers as dictionary keys. Keys differ if type or bits differ."""
+        """Return the path's input numbers as hashable keys. Two keys differ if the numbers differ in type or bits."""
         return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
 
 
@@ -114,7 +114,7 @@ class BlockPaths:
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
         """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
 
-        Each model has its own `untraceable`, because the keys do not contain everything that can stop a trace.
+        Each model has a separate `untraceable`, because the keys do not contain everything that can stop a trace.
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable
@@ -128,8 +128,8 @@ class BlockPaths:
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no traced path. None if the call has one, or if the block's tensors are
-        fake (in an estimate)."""
+        """The reason why the latest call has no traced path. None if the call has a traced path, or if the block's
+        tensors are fake (in an estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
         """Return (number of the traced path of the call `fn(*args)`, values of the path's input numbers).
@@ -148,7 +148,10 @@ class BlockPaths:
         return path.number, path.numbers(scope)
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
-        """Return an existing path whose guards accept the call, or None. Usually this is the latest path."""
+        """Return an existing path whose guards accept the call, or None.
+
+        The latest path is tried first.
+        """
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
         paths = self._of_class.paths
@@ -159,7 +162,7 @@ class BlockPaths:
         return None
 
     def _trace_path(self, scope: Scope, untraced_call: Hashable) -> TracedPath | None:
-        """Trace a call that fits no existing path. If that fails, return None and set `untraced` to the reason."""
+        """Trace a call that fits no existing path. If the trace fails, return None and set `untraced` to the reason."""
         self.untraced = self._stop_reason or self._untraceable.get((type(self._block), untraced_call))
         if self.untraced is not None:
             return None
@@ -236,7 +239,8 @@ def untraced_key(block: nn.Module) -> Hashable:
     """Return a key that replaces the path's number for a block that Dynamo cannot trace.
 
     The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
-    parameters require gradients. This takes a few microseconds per module, little compared with validating the call.
+    parameters require gradients. Computing the key takes a few microseconds per module, little compared with validating
+    the call.
     """
     autocast = tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")

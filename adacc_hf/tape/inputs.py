@@ -90,7 +90,7 @@ def fetch(
 
     `externals` are (value, source) of arguments, parameters, buffers and attached tensors. An attached tensor is stored
     on a module or a parameter without being registered as a parameter or buffer, such as the scales of a quantized
-    weight (rule R12). The tensor is None if the call has no tensor at the source.
+    weight (rule R12). The tensor in a pair is None if the call has no tensor at the source.
     """
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 

@@ -20,7 +20,8 @@ _LOCAL = frozenset({"aten", "prim", "prims"})
 def _may_write(func: Any) -> bool:
     """Return True if the operator may write to its arguments.
 
-    The schema declares this, except for torch.distributed, whose operators may write to any argument.
+    The schema declares the written arguments, except for operators of torch.distributed, which may write to any
+    argument.
     """
     return schema_of(func).is_mutable or func.namespace == "c10d"
 
@@ -40,9 +41,9 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class RngUse:
-    """Detector of random draws by one operator. Compares the generator's state before and after the operator.
+    """Detector of random draws by one operator, which compares the generator's state before and after the operator.
 
-    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only if it has dropout.
+    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only with dropout.
     Operators from outside torch may lack the tag.
     """
 

@@ -54,7 +54,7 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storag
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """Operators that are not recorded, because they make no storage. `prim.device` returns a fake tensor's device."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Dropout modules. The rates are part of the identity of a block's tapes, because dropout at rate zero runs no
+"""Classes of dropout modules, whose rates are part of the identity of a block's tapes. Dropout at rate zero runs no
 operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """The operator that torch.tensor() runs on each new tensor."""
@@ -74,8 +74,9 @@ PYTHON_RANDOM = "it draws from Python's or numpy's random generators, on which a
 class Recorder(FunctionRecorder, TorchDispatchMode):
     """Dispatch mode that records every operator that makes or changes a storage, and every tensor that autograd saves.
 
-    All storages stay alive while the recorder runs. So an address identifies one storage, and the original tensors are
-    available for verification (rule R7). An `autograd.Function` may become one operator (function_recording.py).
+    All storages stay alive while the recorder runs. An address therefore identifies one storage, and the original
+    tensors are available for verification (rule R7). An `autograd.Function` may become one operator
+    (function_recording.py).
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._storages: list[int] = []
         """The storage key of each value."""
         self._alive: list[torch.UntypedStorage] = []
-        """Storages that no base tensor keeps alive, such as the storages of tensors that wrap other tensors. The list
-        keeps them alive, because a new storage must not get the same key."""
+        """Storages that no base tensor keeps alive, such as the storages of tensors that wrap other tensors. These
+        storages must stay alive, because otherwise a new storage could get the same key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
@@ -135,24 +136,24 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
         """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
-        random numbers since then. A call under a plan captures the state at the same moments, because this call sees no
-        operators."""
+        random numbers since then. A call under a plan sees no operators, and therefore captures the state at the same
+        moments."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """The generator state if the block's tensors are fake, else None. This state never changes."""
+        """The generator state, which never changes, if the block's tensors are fake, else None."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, because compiled code must stay compiled in recorded calls.
+        """Return True, so that compiled code stays compiled in recorded calls.
 
         By default, torch disables compiled code under a dispatch mode.
         """
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return the tape's reference to `tensor`: a view on the value that is now in its storage.
+        """Return the tape's reference to `tensor`: a view on the value that is now in the tensor's storage.
 
-        If the storage is new to the tape, add a value for it.
+        If the storage is new to the tape, add a value for the storage.
         """
         if not has_storage(tensor):
             self.untrusted = (
@@ -172,7 +173,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of the value that `tensor` views, or None if the block did not make its storage."""
+        """Return the index of the value that `tensor` views, or None if the block did not make the tensor's storage."""
         key = storage_key(local_of(tensor).untyped_storage())
         return None if key in self._externals else self._current.get(key)
 
@@ -284,7 +285,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         is_random: bool = False,
         is_collective: bool = False,
     ) -> None:
-        """Add an operator that has run to the tape, with values for its new and changed storages."""
+        """Add an operator that has run to the tape, with values for the new and the changed storages."""
         index = len(self.operators)
         is_dropout = is_random and func is torch.ops.aten.native_dropout.default
         original_args = args
@@ -308,12 +309,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._derive_dropout(operator, original_args[0])
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
-        """Add a tape value for the default generator's state before the random operator `drawn` ran. Return its index.
+        """Add a tape value for the default generator's state before the random operator `drawn` ran.
 
-        Return None if a call under a plan cannot capture this state. Return None also if the random numbers may depend
-        on data, which a plan may store with loss. The numbers cannot depend on data if the operator is fused attention,
-        or if it reads only the tensor that it fills. An `autograd.Function` is accepted too, because its inputs are
-        then stored exactly. If the operator drew from another generator, verification of replay (rule R7) detects this.
+        Return the index of the value. Return None if a call under a plan cannot capture this state, or if the random
+        numbers may depend on data, which a plan may store with loss. The numbers cannot depend on data if the operator
+        is fused attention, or if the operator reads only the tensor that it fills. An `autograd.Function` is accepted
+        too, because the inputs of a Function that draws random numbers are stored exactly. If the operator drew from
+        another generator, verification of replay (rule R7) detects this.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -418,12 +420,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _has_memory(self, leaf: Any) -> bool:
         """Return False if `leaf` is a meta or fake tensor, but the block's own tensors are not fake.
 
-        DTensors run operators on these tensors to infer shapes.
+        DTensors run operators on meta and fake tensors to infer shapes.
         """
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Set the source of an attached tensor to "unknown" if the call replaced the tensor by another one."""
+        """Set the source of each attached tensor that the call replaced by another tensor to "unknown"."""
         externals = [(value, value.source) for value in self.values if value.source is not None]
         attached = [(value, source) for value, source in externals if source.place in PLACES]
         current = dict(attached_tensors(self.block)) if attached else {}
@@ -451,7 +453,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """Add a tape value for the storage of `tensor`, which an operator has written in place.
 
         Return the indices (old value, new value). The old value is marked as overwritten. The new value covers the same
-        part of the storage as the old one, even if `tensor` is a smaller view.
+        part of the storage as the old value, even if `tensor` is a smaller view.
         """
         old = self.refer(tensor).value
         self.values[old].overwritten = True
@@ -481,10 +483,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
-        """While open, record reads of tensors into Python, and draws from Python's and numpy's random generators.
+        """Record reads of tensors into Python, and draws from Python's and numpy's generators, inside the `with` block.
 
-        Reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded, because
-        replay runs the whole operator again and compares its results.
+        These reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded,
+        because replay runs the whole operator again and compares the results.
         """
         before = PythonStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
@@ -494,7 +496,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """While open, record each operator with the path of the submodule that runs it.
+        """Record each operator inside the `with` block with the path of the submodule that runs the operator.
 
         Compiled submodules get no hooks inside, because hooks would trigger a recompilation.
         """
@@ -530,8 +532,8 @@ def _local_leaves(result: Any) -> list[Any]:
 def _dropout_scale(probability: float, dropped: TapeValue) -> float:
     """Return the factor by which dropout multiplies the elements that it does not zero.
 
-    CUDA computes the reciprocal in its accumulation dtype, float32 for half precision and float32. This differs from
-    the double-precision result for one rate in seven.
+    CUDA computes the reciprocal in its accumulation dtype, float32 for half precision and float32. The float32 result
+    differs from the double-precision result for one rate in seven.
     """
     if probability >= 1.0:
         return 0.0

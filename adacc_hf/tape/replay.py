@@ -63,10 +63,7 @@ def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
 
 
 class PreparedOperator:
-    """An operator of a tape, prepared for replay.
-
-    `run` only inserts tensors into the arguments and calls the operator.
-    """
+    """An operator of a tape, prepared so that `run` only inserts tensors into the arguments and calls the operator."""
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator = operator
@@ -145,8 +142,8 @@ class ReplayStep:
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values to copy before the operator runs. The operator overwrites these values, and they are needed later
-        (rule R6)."""
+        """Values to copy before the operator runs, because the operator overwrites values that are needed later (rule
+        R6)."""
         self.loads: tuple[int, ...] = ()
         """Stored values to fetch immediately before this operator. Earlier decoding would raise the peak of other
         steps."""
@@ -154,13 +151,13 @@ class ReplayStep:
         """Values to free after this operator."""
 
     def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """Return the same step on `tape`, whose `operator` differs from this step's only in numbers."""
+        """Return a copy of this step for `tape`, whose `operator` differs from the step's operator only in numbers."""
         step = copy(self)
         step.operator, step._tape = operator, tape
         return step
 
     def run(self, environment: Environment) -> None:
-        """Run the operator on the values in `environment`, and put its results there."""
+        """Run the operator on the values in `environment`, and put the results into `environment`."""
         bases: list[torch.Tensor] = environment  # type: ignore[assignment]  # its inputs were put there before
         originals = [bases[old] for old in self.copies]
         for old in self.copies:
@@ -199,8 +196,8 @@ class StorageMap:
     persistent: frozenset[int]
     """Parameters, buffers, attached tensors and shared inputs, which always exist."""
     retained: frozenset[int]
-    """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times only the
-    slots that need the tensor own it."""
+    """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times, only the
+    slots that need the tensor refer to the tensor."""
     compressed: frozenset[int]
     """Values stored as payloads until backward. A payload is decoded when an unpack needs the value. The decoded tensor
     is kept if another unpack needs the value soon."""
@@ -214,7 +211,7 @@ class ReplayProgram:
     """Instructions for one unpack: run `steps`, then fetch `loads` from the store, then free `frees`."""
 
     loads: tuple[int, ...]
-    """Stored values to fetch for the slot itself. Values for a step are in `ReplayStep.loads`."""
+    """Stored values to fetch for the slot itself. The values to fetch for a step are in `ReplayStep.loads`."""
     steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
     reads: tuple[int, ...]
@@ -278,7 +275,7 @@ def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequ
 def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
     """Return the replay program for one unpack that is out of order.
 
-    `available` are the values in the environment now. The program frees no recomputed value.
+    `available` contains the values that are in the environment now. The program frees no recomputed value.
     """
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, available)
@@ -293,9 +290,10 @@ def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[
 
 
 def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
-    """Return, for each value, the last (rank of the unpack, index of the step) that needs the value.
+    """Return the last use of each value, as (position of the unpack, index of the operator in the unpack).
 
-    `runs` has the operators of each unpack. The index after the last operator stands for the slot itself.
+    The position is the unpack's index in `order`. `runs` has the operators of each unpack. An index equal to the number
+    of operators stands for the slot itself.
     """
     last: dict[int, tuple[int, int]] = {}
     for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
@@ -328,7 +326,9 @@ def _program(
 def _step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
-    """Return the step that replays operator `number` at `moment`, a (rank of the unpack, index of the step).
+    """Return the step that replays operator `number` at `moment`.
+
+    `moment` is (position of the unpack, index of the operator in the unpack).
 
     `uses` has the last moment that needs each value.
     """

@@ -1,4 +1,4 @@
-"""Verification of replay: finds the values that replay recomputes bit for bit (rule R7), and values with equal bits."""
+"""Verification of replay: find the values that replay recomputes bit for bit (rule R7), and values with equal bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
     `bases` contains the recorded tensors, indexed by value. If replay of a value gives different bits, the next
-    operators read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend
-    on it are not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd
-    saved no part, only the values that depend on the version are compared.
+    operators read the recorded tensor instead. If an in-place operator has overwritten the recorded tensor, values that
+    depend on this tensor are not recomputable. An overwritten version is compared only in the parts that autograd
+    saved. If autograd saved no part, only the values that depend on the version are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
@@ -38,7 +38,7 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
 def exactly_replayed_values(
     tape: Tape, operators: Sequence[TapeOperator], num_outer: int, bases: list[torch.Tensor]
 ) -> frozenset[int]:
-    """Replay some `operators` of a tape, and return the values that they recompute bit for bit.
+    """Replay some `operators` of a tape, and return the values that these operators recompute bit for bit.
 
     The inputs of `operators` are the first `num_outer` values, and the values that no operator makes. `bases` contains
     the recorded tensors, indexed by value.
@@ -58,9 +58,10 @@ def exactly_replayed_values(
 def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, exact_values: set[int]
 ) -> None:
-    """Replay one operator and compare its results. Add values with the recorded bits to `exact_values`.
+    """Replay one operator, and compare the results with the recorded tensors.
 
-    Put the results that later operators read into `environment`.
+    Add each value whose replay gave the recorded bits to `exact_values`. Put the tensors that later operators of the
+    replay read into `environment`.
     """
     is_ready = operator.may_run_again and not _is_timed_by_thread(tape, operator)
     is_ready = is_ready and all(environment[value] is not None for value in operator.inputs())
@@ -101,12 +102,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
     """Return True if cuDNN selects the operator's kernel by a benchmark whose result is cached per thread.
 
-    This holds for convolutions if `torch.backends.cudnn.benchmark` is on (aten/src/ATen/native/cudnn/Conv_v8.cpp:
-    `thread_local benchmark_cache`). Backward's thread may then select a kernel that differs from the one in the thread
-    that compares replay.
+    cuDNN selects kernels of convolutions by a benchmark if `torch.backends.cudnn.benchmark` is on
+    (aten/src/ATen/native/cudnn/Conv_v8.cpp: `thread_local benchmark_cache`). Backward's thread may then select a kernel
+    that differs from the one in the thread that compares replay.
 
-    No other cause of different bits in backward's thread is known. torch transfers its thread-local state to backward's
-    thread (ATen/ThreadLocalState.h; torch/csrc/autograd/engine.cpp, `Engine::thread_main`), and the stream too. TF32,
+    No other cause of different bits in backward's thread is known. torch transfers the thread-local state and the
+    stream to backward's thread (ATen/ThreadLocalState.h; torch/csrc/autograd/engine.cpp, `Engine::thread_main`). TF32,
     deterministic algorithms and similar settings are global (ATen/Context.h).
     """
     if not torch.backends.cudnn.benchmark or "convolution" not in operator.short_name:
@@ -127,10 +128,11 @@ def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded:
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
-    """Replay one operator. Return True if it ran, and wrote only to arguments that its schema declares as mutable.
+    """Replay one operator.
 
-    Of torch's own operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write
-    to any argument. The operator runs on copies of these arguments, because a hidden write must not change an original.
+    Return True if the operator ran, and wrote only to arguments that its schema declares as mutable. Of torch's own
+    operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write to any argument.
+    The operator runs on copies of the arguments, because a hidden write must not change an original.
     """
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
@@ -148,7 +150,10 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
 
 
 def _runs(operator: TapeOperator, tape: Tape, environment: Environment) -> bool:
-    """Replay one operator and return True. Return False if it is an `autograd.Function` whose second run raises."""
+    """Replay one operator and return True.
+
+    Return False if the operator is an `autograd.Function` whose second run raises an error.
+    """
     try:
         ReplayStep(operator, tape).run(environment)
     except torch.OutOfMemoryError:
@@ -220,10 +225,10 @@ def _is_obtainable(tape: Tape, value: int, saved: set[int], recomputable: set[in
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     """Return a dict from each value that duplicates an earlier saved value of the tape to the first equal saved value.
 
-    Both values were made by the same operator with the same arguments, have the same layout, and were not changed in
-    place. Both are `recomputable`: replay of each gave the recorded bits (rule R7), so the results depend only on the
-    arguments and are equal. The earlier value was also saved first, because the first slot decides which storage is
-    kept.
+    Two values are equal if both values were made by the same operator with the same arguments, have the same layout,
+    were not changed in place, and are `recomputable`: replay of both values gave the recorded bits (rule R7), so the
+    results depend only on the arguments. The earlier value was also saved first, because the first slot decides which
+    storage is kept.
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
@@ -271,7 +276,7 @@ def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
 
 
 def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:
-    """Return True if the results of two operators are in storages of the same layout."""
+    """Return True if corresponding results of two operators have the same bytes, geometry, dtype and device."""
     if [position for position, _ in first.outputs] != [position for position, _ in second.outputs]:
         return False
     return all(
@@ -285,8 +290,8 @@ def _layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to the first saved value of its group of equal values, if that is
-    earlier.
+    """Return a dict from each duplicate value to the first saved value of its group of equal values, if the saved value
+    is earlier.
 
     `first` maps each duplicate to the first value of its group. Groups without a saved value are left out.
     """

@@ -101,9 +101,7 @@ class _Rows:
     def __init__(self, tape: Tape, value: int, own: Sequence[TapeOperator]) -> None:
         """Initialize for the module with the operators `own`, whose input is `value`."""
         self._tape = tape
-        shapes = {
-            ref.geometry[0] for op in own for ref in tensor_refs((op.args, op.kwargs)) if ref.value == value
-        }
+        shapes = {ref.geometry[0] for op in own for ref in tensor_refs((op.args, op.kwargs)) if ref.value == value}
         counts = {prod(shape[:-1]) if len(shape) > 1 else 0 for shape in shapes}
         self._input = value
         self.number = counts.pop() if len(counts) == 1 else 0

@@ -6,10 +6,10 @@ different symbolic tapes. No guard shows how an operator uses a size internally.
 whether a mask's last dimension is a multiple of 16, so multiples of 16 have a separate symbolic tape there.
 
 The polynomials are fitted to recorded tapes. Each call is validated against its tape operator by operator
-(run/validation.py) if it is the first at one of the first AGREED new sizes, at a few later sizes, or at a size outside
-the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call compares
-the tensors that autograd saves (rule R8). If records of one path have different operators, each size is recorded.
-Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
+(run/validation.py) if the call is the first at one of the first AGREED new sizes, at a few later sizes, or at a size
+outside the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call
+compares the tensors that autograd saves (rule R8). If records of one path have different operators, each size is
+recorded. Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 
 ENOUGH_RECORDS = 3
-"""Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, a third checks
-it."""
+"""Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, and a third size
+checks the polynomial."""
 MOST_RECORDS = 8
 """Maximum number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
 rounded up to a multiple of a window, follows no polynomial."""
 AGREED = 16
-"""Number of new sizes at which a call is validated. A polynomial is a sum of at most three products of sizes. If it is
-right at this many sizes, it is right at all sizes between the smallest and the largest: a step function, such as
-rounding lengths up, would have differed by then."""
+"""Number of new sizes at which a call is validated. A polynomial is a sum of at most three products of sizes. A
+polynomial that is right at AGREED sizes is right at all sizes between the smallest and the largest: a step function,
+such as rounding lengths up, would differ at one of AGREED sizes."""
 MOST_SIZES = 32
 """Maximum number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
 
@@ -44,7 +44,7 @@ class CallSizes:
     """A call's key, split into sizes and everything else."""
 
     size_class: Hashable
-    """The rest of the key, equal for calls that may share a symbolic tape."""
+    """The key without sizes, equal for calls that may share a symbolic tape."""
     dimensions: tuple[int, ...]
     """Sizes of tensors, integers among the arguments, and integers that the block reads into Python."""
     layout: tuple[int, ...]
@@ -55,7 +55,7 @@ class CallSizes:
         """Split `key`, a `CallKey`, into sizes and everything else.
 
         If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes. The first
-        dimension of a tensor with several dimensions does not count.
+        dimension of a tensor with several dimensions is left out of this distinction.
         """
         (tensors, plain, *settings), data, block_layout = key
         dimensions: list[int] = []
@@ -98,9 +98,9 @@ class RecordedCall:
 
 
 class SymbolicTape:
-    """One tape for all sizes of a size class: its numbers are polynomials of the sizes.
+    """One tape for all sizes of a size class: the tape's numbers are polynomials of the sizes.
 
-    Create it with `SymbolicTape.of`.
+    Create one with `SymbolicTape.of`.
     """
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
@@ -146,7 +146,7 @@ class SymbolicTape:
         self.tapes_by_size.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
-        """Return the tape evaluated at these sizes. Return None if the polynomials do not cover them.
+        """Return the tape evaluated at `sizes`. Return None if the polynomials do not cover `sizes`.
 
         A new tape gets `order`, the order in which backward unpacks its slots (`Tape.order`).
         """
@@ -174,7 +174,7 @@ class SymbolicTape:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
-        """Count a new size, and set the validation that is due at its first call.
+        """Count a new size, and set the validation that is due at the first call of this size.
 
         The bits of replay are compared at the 1st, 2nd, 4th, 8th ... new size (rule R7).
         """
@@ -187,8 +187,8 @@ class SymbolicTape:
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Return True if `tape`, recorded from a call of `sizes`, equals the tape that is evaluated for these sizes.
 
-        Compare the operators, and all numbers such as shapes and bytes. Return False if the polynomials do not cover
-        `sizes`.
+        The operators and all numbers, such as shapes and bytes, are compared. Return False if the polynomials do not
+        cover `sizes`.
         """
         numbers = self._expressions.at(sizes)
         if numbers is None:
@@ -205,7 +205,10 @@ class SymbolicTape:
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Exclude `values` from replay at all sizes, and also values that replay could compute only from them."""
+        """Exclude `values` from replay at all sizes.
+
+        Values that replay could compute only from `values` are excluded too.
+        """
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(
             self.base, recomputable=recomputable, equal=_recomputable_pairs(self.base.equal, recomputable)
@@ -279,7 +282,7 @@ class _Expressions:
 
 
 class SizeClassRecords:
-    """Recorded calls of one block in one size class, and the symbolic tape fitted to them."""
+    """Recorded calls of one block in one size class, and the symbolic tape fitted to these calls."""
 
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
@@ -371,5 +374,5 @@ def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> 
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
-    """Return a key of `records`: their digests and sizes. Blocks with equal keys share a symbolic tape."""
+    """Return a key of `records`, made of digests and sizes. Blocks with equal keys share a symbolic tape."""
     return tuple((record.tape.digest, record.sizes) for record in records)

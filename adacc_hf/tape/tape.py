@@ -29,17 +29,16 @@ OPERATORS, BITS = "operators", "bits"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
-    """Reference to a tensor of the recorded call: a value, and a view on it."""
+    """Reference to a tensor of the recorded call: a value, and a view on the value."""
 
     value: int
     geometry: Geometry
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        """Return the text that `dataclass` would generate. This method is faster, because it does not check for
-        recursion.
+        """Return the text that `dataclass` would generate, which digests of tapes contain.
 
-        Digests of tapes contain this text.
+        In contrast to the generated method, this method does not check for recursion, and is faster.
         """
         return f"TensorRef(value={self.value!r}, geometry={self.geometry!r}, dtype={self.dtype!r})"
 
@@ -67,7 +66,7 @@ class Source:
     """Location from which a call of the block gets a value that no operator on the tape makes (rule R12)."""
 
     place: str
-    """"argument", "parameter", "buffer"; "attached" or "module" for a tensor attached to a parameter or module
+    """"argument", "parameter" or "buffer"; "attached" or "module" for a tensor attached to a parameter or module
     (inputs.py); "generator" for the default generator's state at a moment of the call; "unknown" for any other
     tensor."""
     path: tuple[Any, ...]
@@ -87,7 +86,7 @@ class TapeValue:
     nbytes: int
     """Bytes of the whole storage."""
     ref: TensorRef
-    """The tensor that the operator returned, or that the call passed in. Replay calls this tensor the value's base."""
+    """The tensor that the operator returned, or that the call passed in. In replay, this tensor is the value's base."""
     device: torch.device
     source: Source | None
     """Location of a value that existed before the call. None for a value that an operator of the block makes."""
@@ -95,7 +94,7 @@ class TapeValue:
     """Index of the operator that makes the value, or None."""
     name: str = ""
     overwritten: bool = False
-    """True if a later operator of the block changed the storage in place. This version of the storage is then gone."""
+    """True if a later operator of the block changed the storage in place, so that this version no longer exists."""
 
     @property
     def is_encodable(self) -> bool:
@@ -126,14 +125,15 @@ class TapeOperator:
     random: bool
     """True if the operator drew random numbers."""
     module: str
-    """Path of the submodule that ran the operator. Empty for the block itself."""
+    """Path of the submodule that ran the operator, or "" for the block itself."""
     generator: int | None = None
     """The value that is the generator state before the draw, if replay may draw again (rule R5). None otherwise."""
     is_collective: bool = False
-    """True if the operator involves other ranks. Its arguments are then only the tensors, without process groups."""
+    """True if the operator involves other ranks. The arguments on the tape are then only the tensors, without process
+    groups."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
-    """The `PreparedOperator` of its first replay (tape/replay.py)."""
+    """The `PreparedOperator` made at the operator's first replay (tape/replay.py)."""
 
     @property
     def name(self) -> str:
@@ -147,7 +147,7 @@ class TapeOperator:
 
     @property
     def is_attention(self) -> bool:
-        """True for fused attention. The dropout inside it depends only on sizes."""
+        """True for fused attention, whose random draws for dropout depend only on sizes."""
         return self.short_name.startswith("scaled_dot_product")
 
     @property
@@ -200,7 +200,8 @@ class Tape:
     slots: list[TensorRef]
     """Tensors that autograd saved for backward, in order."""
     function_slots: frozenset[int] = frozenset()
-    """Slots saved by autograd Functions written in Python, whose backward may write into them (rule R6)."""
+    """Slots saved by autograd Functions written in Python. The backward of such a Function may write into saved tensors
+    (rule R6)."""
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
@@ -220,10 +221,11 @@ class Tape:
     equal: dict[int, int] = field(default_factory=dict)
     """Dict from each value that duplicates an earlier saved value to that value (`equal_values`)."""
     order: tuple[int, ...] | None = None
-    """Indices of the slots in the order in which backward unpacks them. None if no backward was observed."""
+    """Indices of the slots in the order in which backward unpacks the slots. None if no backward was observed."""
     due_check: str | None = None
     """The validation due at the next call: OPERATORS, BITS or None. None for a recorded tape. Also None for a tape
-    evaluated from a symbolic tape, after a call has passed or if enough calls at other sizes have passed."""
+    evaluated from a symbolic tape, after a call has passed the validation, or if enough calls at other sizes have
+    passed."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -277,7 +279,7 @@ class Tape:
         return states
 
     def saved_values(self) -> list[int]:
-        """Return the values of the slots, each once, in the order they were saved."""
+        """Return the values of the slots, each once, in the order in which the values were saved."""
         return list(dict.fromkeys(slot.value for slot in self.slots))
 
     def consumers(self, value: int) -> list[int]:
@@ -351,8 +353,8 @@ def tensor_refs(tree: Any) -> Iterator[TensorRef]:
 def leaves(*trees: Any) -> list[Any]:
     """Return the leaves of nested tuples, lists and dicts, in order.
 
-    This runs for each operator of a recorded call. torch's `tree_leaves` is slower, because it looks up each container
-    in a registry.
+    torch's `tree_leaves`, which looks up each container in a registry, is slower. This function runs for each operator
+    of a recorded call.
     """
     items: list[Any] = []
     _collect(trees, items)

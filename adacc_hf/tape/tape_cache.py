@@ -1,4 +1,4 @@
-"""Cache of a model's tapes and of the execution plans built for them."""
+"""Cache of a model's tapes and of the execution plans built for these tapes."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""(likely cause, remedy) for the warning that a block runs unplanned operators: at a new size, and at a known size."""
+"""(likely cause, remedy) in the warning that a block runs unplanned operators, for a new size and for a known size."""
 
 
 class TapeCache:
-    """Cache of a model's tapes, and of the execution plans built for them. Blocks with equal tapes share one tape
-    object.
+    """Cache of a model's tapes, and of the execution plans built for these tapes.
 
-    A tape is freed when all blocks have dropped the call keys that map to the tape. Tapes recorded by a profile stay
-    alive (`profiled_tapes`).
+    Blocks with equal tapes share one tape object. A tape is freed when all blocks have dropped the call keys that map
+    to the tape. Tapes recorded by a profile stay alive (`profiled_tapes`).
     """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
@@ -70,7 +69,7 @@ class TapeCache:
         self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
         """Tapes by (structure, call key, block name). The entry with the name None is the tape of the latest block."""
         self.profiled: dict[str, Tape] = {}
-        """Tapes merged from other caches, by digest. This dict keeps them alive."""
+        """Tapes merged from other caches, by digest. This dict keeps the tapes alive."""
         self.records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
         """Recorded calls by block name and by size class."""
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
@@ -78,18 +77,18 @@ class TapeCache:
         self._refused: dict[str, set[int]] = {}
         """Values that replay did not recompute bit for bit at some size, by structure."""
         self._alignment = 1
-        """Number whose multiples never share a size class with other sizes (`CallSizes.of`)."""
+        """Alignment of sizes: multiples of this number never share a size class with other sizes (`CallSizes.of`)."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest key and its sizes. Consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """Order in which backward unpacks saved tensors, by structure. The order does not depend on sizes."""
         self.preliminary: set[str] = set()
-        """Structures of tapes that occur only in a block's first call, because this call fills tables for later
+        """Structures of tapes that occur only in a block's first call, because the first call fills tables for later
         calls."""
         self.untraceable = Untraceable()
         """Paths of the model's blocks that cannot be traced."""
         self.fallbacks = Fallbacks()
-        """Block calls that did not follow their plan. The code that counts steps clears this counter."""
+        """Block calls that did not follow their plan. The code that counts steps resets this counter."""
         self.may_record: Callable[[], bool] = lambda: True
         """Callback that returns True if the budget has room to record a call that differs from all recorded calls."""
         self._warned: set[str] = set()
@@ -154,7 +153,10 @@ class TapeCache:
             self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
 
     def symbolic_tape_at(self, key: CallKey, block: str) -> tuple[SymbolicTape, CallSizes] | None:
-        """Return (symbolic tape, sizes) for a call of `block` with this key, or None if no symbolic tape covers it."""
+        """Return (symbolic tape, sizes) for a call of `block` with this key.
+
+        Return None if no symbolic tape covers the call.
+        """
         sizes = self._sizes_of(key)
         symbolic_tape = self._records_of(block, sizes).active_symbolic_tape()
         return None if symbolic_tape is None else (symbolic_tape, sizes)
@@ -165,11 +167,11 @@ class TapeCache:
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
-        """Return the tape of a call of these sizes, or None if the symbolic tape does not cover them."""
+        """Return the tape of a call of these sizes, or None if the symbolic tape does not cover the sizes."""
         return symbolic_tape.tape_at(sizes, self._orders.get(_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """Return an untrusted tape from another size, if all recorded tapes of this size class were untrusted.
+        """Return an untrusted tape from another size if all recorded tapes of this size class were untrusted.
 
         Return None otherwise.
         """
@@ -239,7 +241,7 @@ class TapeCache:
         return size_class_records
 
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Return the symbolic tape fitted to `records`, or None. Blocks with equal records share it."""
+        """Return the symbolic tape fitted to `records`, or None. Blocks with equal records share a symbolic tape."""
         key = identity_of(records)
         symbolic_tape = self.symbolic_tapes.get(key)
         if symbolic_tape is None:
@@ -252,7 +254,7 @@ class TapeCache:
     def forget(self, kind: str, key: CallKey) -> None:
         """Forget which tapes blocks of `kind` ran in calls with this key.
 
-        Used if a call with this key has run operators that differ from the expected tape.
+        Call this method if a call with this key has run operators that differ from the expected tape.
         """
         for call in list(self._of_calls):
             if call[:2] == (_structure(kind), key):
@@ -261,15 +263,15 @@ class TapeCache:
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
         """Return the tape that `block`, with a plan for `kind`, probably runs in a call with this key.
 
-        This is the tape that the block itself ran before, for example in a profile. If there is no such tape, return
-        the tape that another block of the kind ran last. Numbers on that tape may differ, because layers may differ.
-        Return None if no block of the kind has run a call with this key.
+        If the block itself has run a tape with this key before, for example in a profile, return this tape. Otherwise
+        return the tape that another block of the kind ran last. Numbers on the tape of another block may differ,
+        because layers may differ. Return None if no block of the kind has run a call with this key.
         """
         candidates = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in candidates if tape is not None), None)
 
     def take(self, other: TapeCache) -> None:
-        """Merge the tapes and observations of `other` into this cache, and keep its tapes alive."""
+        """Merge the tapes and observations of the cache `other` into this cache. Keep the tapes of `other` alive."""
         self.profiled |= other.tapes
         self.tapes.update(other.tapes)
         self._of_calls.update(other._of_calls)
@@ -286,10 +288,10 @@ class TapeCache:
                 own_records.setdefault(size_class, SizeClassRecords()).take(size_class_records, self._symbolic_tape_of)
 
     def tape_of_structure(self, structure: str) -> Tape | None:
-        """Return a recorded tape with the operators that `structure` identifies, at any size, or None if there is no
-        such tape.
+        """Return a recorded tape, of any size, with the operators that `structure` identifies.
 
-        `structure` is the first part of a plan's kind (`Tape.kind`): a digest of operators without sizes.
+        Return None if no recorded tape has these operators. `structure` is the first part of a plan's kind
+        (`Tape.kind`): a digest of operators without sizes.
         """
         return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
@@ -429,14 +431,19 @@ def profiled_tapes(model: nn.Module) -> TapeCache:
 
 
 def _treatment_of_varying(tape: Tape) -> str:
-    """Describe the execution of a block whose operators vary. Collectives must not run again (rule R13)."""
+    """Describe the execution of a block whose operators vary.
+
+    A block with collectives must not run again (rule R13).
+    """
     return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
 
 
 @contextmanager
 def autocast_off(tape: Tape) -> Iterator[None]:
-    """While open, disable autocast for all device types of `tape`. A block on a GPU may have values on the CPU too
-    (random seeds)."""
+    """Disable autocast for all device types of `tape` inside the `with` block.
+
+    A block on a GPU may have values on the CPU too (random seeds).
+    """
     with ExitStack() as stack:
         for device_type in {value.device.type for value in tape.values}:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -16,7 +16,7 @@ from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, T
 
 
 class TapeNumbers:
-    """The integers of a tape, in order, and a digest of everything else. Used to fit and compare symbolic tapes."""
+    """The integers of a tape, in order, and a digest of everything else, for fitting and comparing symbolic tapes."""
 
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
@@ -37,7 +37,7 @@ class TapeNumbers:
         return len(size), ref.dtype
 
     def _without_numbers(self, tree: Any) -> Any:
-        """Append the integers in `tree` to `numbers`, and return `tree` without them."""
+        """Append the integers in `tree` to `numbers`, and return `tree` without the integers."""
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -58,7 +58,10 @@ def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Placeholder in a template for a number. `place` is its index in the list of numbers that fill the template."""
+    """Placeholder in a template for a number.
+
+    `place` is the number's index in the list of numbers that fill the template.
+    """
 
     place: int
 
@@ -79,15 +82,17 @@ class _BlankLike:
 
 
 class TapeTemplate:
-    """A tape with placeholders for its numbers. Tapes filled from it share everything that does not depend on sizes.
+    """A tape with placeholders for its numbers.
 
-    `places` has, for each number of the tape in order, its index in the list that is passed to `fill`.
+    Tapes made by `fill` share with each other everything that does not depend on sizes. `places` has one index for each
+    number of the tape, in order: the index of the number's value in the list that is passed to `fill`.
     """
 
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
-        """Index of each distinct (value, dtype, places of size, of stride, of offset)."""
+        """Index of each distinct tensor reference, by (value, dtype, places of the size, places of the stride, place of
+        the offset)."""
         self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]

@@ -276,7 +276,7 @@ class Tiles:
         expected = (*self.outer, min(self.size, len(self.rows)))
         if not isinstance(part, Tensor) or tuple(part.shape[:-1]) != expected:
             raise TilesError(
-                f'a module returned {type(part).__name__} for a tile of {expected[-1]} rows, not a tensor with as many: '
+                f"a module returned {type(part).__name__} for a tile of {expected[-1]} rows, not a tensor with as many: "
                 f'leave "tile" out of AdaccConfig(actions=...)'
             )
         return part.new_empty(len(self.rows), part.shape[-1])

@@ -24,7 +24,7 @@ BatchShapes = tuple[TensorShape, ...]
 
 
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
-    """Return the shapes of the tensors in `batch` that determine its size, sorted by name.
+    """Return the shapes of the tensors that determine the size of `batch`, sorted by name.
 
     Scalars are left out. Lists of indices, such as the boundaries of packed documents (`cu_seq_lens_q`), are left out
     too.
@@ -38,7 +38,7 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
 
 
 def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Return True if `tensor` is a list of indices into a larger tensor of the batch, and not data.
+    """Return True if `tensor` is a list of indices into a larger tensor of the batch, instead of data.
 
     An index list has one dimension, a length other than the number of samples, and fewer elements than another tensor
     of integers. Activations do not grow with the length of an index list.
@@ -80,7 +80,7 @@ def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
     """Return the dimension of a tensor in which batches of one bucket must agree, or None.
 
-    This dimension is the number of images per sample in [B, N, C, H, W], and the number of channels in [B, C, H, W].
+    The dimension is the number of images per sample in [B, N, C, H, W], and the number of channels in [B, C, H, W].
     """
     return 1 if len(size) > 3 else None
 
@@ -127,7 +127,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
     """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
     A tensor that is not in `after`, such as one that a collator adds later, is resized in each dimension whose size
-    equals a number of samples or a length in `before`. If such a tensor lists the boundaries of packed documents, its
+    equals a number of samples or a length in `before`. If such a tensor lists the boundaries of packed documents, the
     boundaries are cut or extended to the new length.
     """
     sizes = {s.name: s.size for s in after}

@@ -1,6 +1,6 @@
 """Filter for Transformers' warning that caching is incompatible with gradient checkpointing.
 
-Blocks under a policy use the entry point of gradient checkpointing, so Transformers would warn about them.
+Blocks under a policy use the entry point of gradient checkpointing, so Transformers would warn about these blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CachingWarning(logging.Filter):
     """
 
     _has_dropped = False
-    """True if any filter has dropped a warning. This is a class attribute, because only the first filter sees each
+    """True if any filter has dropped a warning. The flag is a class attribute, because only the first filter sees each
     record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
@@ -37,7 +37,9 @@ class CachingWarning(logging.Filter):
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False if `record` is the caching warning of a layer that satisfies `is_ours`. logging then drops it.
+        """Return False if `record` is the caching warning of a layer that satisfies `is_ours`.
+
+        If this method returns False, logging drops `record`.
 
         logging calls this method inside the call that logs `record`, so the layer is found on the call stack.
         """

@@ -1,4 +1,4 @@
-"""Differences between releases of Transformers and torch (tested: transformers 5.17, 5.23; torch 2.11, 2.13, 2.15).
+"""Differences between releases of Transformers and torch (tested: transformers 5.17, 5.23; torch 2.11, 2.13, 2.14.1).
 
 `checkpoint_call` runs a block under torch's checkpoint, and restores state that torch does not restore.
 """
@@ -37,8 +37,8 @@ FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_f
 SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
 _CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"
-"""Class attribute of layers that can be checkpointed with a key-value cache. The attribute does not exist in
-Transformers 5.17."""
+"""Name of the class attribute of layers that can be checkpointed with a key-value cache. The attribute does not exist
+in Transformers 5.17."""
 if hasattr(GradientCheckpointingLayer, _CACHE_ATTRIBUTE):
     private_name("GradientCheckpointingLayer", _CACHE_ATTRIBUTE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
@@ -57,9 +57,9 @@ __all__ = [
 def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = False) -> bool:
     """Return True if this release of torch can add products in `dtype` to a float32 sum (`torch.addmm(out_dtype=...)`).
 
-    The function tries a small product. CUDA supports this for half types in some releases of torch. CPUs and ROCm do
-    not. `is_fake` is True for fake tensors, whose device may be absent. The flag only separates the results for fake
-    tensors in this function's cache.
+    The function tries a small product. Some releases of torch support such sums for half types on CUDA, but not on CPUs
+    and ROCm. `is_fake` is True for fake tensors, whose device may be absent. The flag only separates the results for
+    fake tensors in this function's cache.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -75,7 +75,7 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
 def keyword_arguments(fn: Any) -> dict[str, Any]:
     """Return the keyword arguments bound in `fn`, the function that Transformers passes to a checkpoint function.
 
-    Every release of Transformers binds them with `functools.partial`.
+    Every release of Transformers binds the keyword arguments with `functools.partial`.
     """
     return fn.keywords if isinstance(fn, partial) else {}
 
@@ -99,7 +99,7 @@ def run_inside_hooks(
 
     `run(forward, args)` gets the block's forward without hooks. Transformers 5.23 passes the forward alone as `fn`, but
     5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because FSDP2's hooks gather the
-    parameters before forward and free them after it.
+    parameters before forward and free the parameters afterwards.
     """
     block, call = block_of(fn), fn.func if isinstance(fn, partial) else fn
     if block is None or getattr(call, "__func__", None) is not nn.Module.__call__:
@@ -157,7 +157,7 @@ def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
     """Return the forward hooks on modules of `block` with which Transformers collects hidden states and attentions.
 
-    These hooks only observe, and run no operator.
+    The returned hooks only observe, and run no operator.
     """
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
@@ -179,8 +179,8 @@ def attention_of(block: nn.Module) -> list[str]:
 def forward_needs_all_ranks(module: nn.Module) -> bool:
     """Return True if a forward of `module` communicates with other ranks.
 
-    This holds for sharded parameters, for SyncBatchNorm, and for attention of DeepSpeed's Ulysses, whose ranks share
-    sequences. All ranks must then run the same number of forwards.
+    Forwards with sharded parameters, SyncBatchNorm, or attention of DeepSpeed's Ulysses (whose ranks share sequences)
+    communicate. All ranks must then run the same number of forwards.
     """
     if is_sharded(module):
         return True
@@ -232,11 +232,11 @@ def owns_graph_node(node: Any) -> bool:
 
 
 def graph_owner(tensor: torch.Tensor) -> Any:
-    """Return a torch autograd node of `tensor`. While the caller references the node, the graph of `tensor` stays
-    alive.
+    """Return a torch autograd node of `tensor`.
 
-    The node is the tensor's `grad_fn`. If a reference to `grad_fn` does not keep the graph alive (`owns_graph_node`),
-    the node is the `grad_fn` of a new view of `tensor`.
+    While the caller references the node, the graph of `tensor` stays alive. The returned node is the tensor's
+    `grad_fn`. If a reference to `grad_fn` does not keep the graph alive (`owns_graph_node`), the returned node is the
+    `grad_fn` of a new view of `tensor`.
     """
     if owns_graph_node(tensor.grad_fn):
         return tensor.grad_fn
@@ -260,9 +260,9 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """While open, disable Transformers' detection of packed sequences.
+    """Disable Transformers' detection of packed sequences inside the `with` block.
 
-    The detection reads the values of the position ids, which fake tensors do not have.
+    The detection reads the elements of the position ids, and fake tensors have no elements.
     """
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -286,12 +286,12 @@ def checkpoint_call(
     get each item once, and random generators give the same numbers in both runs. torch itself restores only its own
     default generators.
 
-    torch's hooks are removed even if `fn` raises. Before torch 2.13 they would stay active as long as the error is
+    torch's hooks are removed even if `fn` raises. Before torch 2.13 the hooks would stay active as long as the error is
     referenced.
 
-    By default `fn` and `args` are kept until backward. If `hold` is given, it is called after the first run and returns
-    a function, which is kept instead. In backward, that function returns the function and the arguments of the second
-    run.
+    By default `fn` and `args` are kept until backward. If `hold` is given, `hold()` is called after the first run, and
+    the function that `hold` returns is kept instead. In backward, this function returns the function and the arguments
+    of the second run.
     """
     errors: list[BaseException] = []
     in_forward = True
@@ -366,7 +366,10 @@ def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """While open, set all layerdrop rates of a Transformers `model` to 0. No layer is then skipped at random."""
+    """Set all layerdrop rates of a Transformers `model` to 0 inside the `with` block.
+
+    No layer is then skipped at random.
+    """
     rates = layerdrop_rates(model)
     for owner, name, _ in rates:
         setattr(owner, name, 0.0)

@@ -1,5 +1,4 @@
-"""Events of torch's CPU allocator: makes torch's profiler record events of all threads, and reads live bytes from
-them."""
+"""Events of torch's CPU allocator: recording of the events of all threads, and reading of live bytes from events."""
 
 from __future__ import annotations
 
@@ -38,15 +37,15 @@ log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
 
 @contextmanager
 def count_all_threads() -> Iterator[None]:
-    """Make torch's memory profiler record CPU allocations and frees of all threads while this context is open.
+    """Make torch's memory profiler record CPU allocations and frees of all threads inside the `with` block.
 
     By default the profiler records only the profiled thread. Gloo's threads are often the last to free a tensor that
     ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
     torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
 
-    c10 warns about freed blocks whose allocation the profiler did not record: about the first one, then about each
-    thousandth. These warnings are useless here, and c10 has hardly any others, so only c10's errors are written while
-    the context is open.
+    c10 warns about freed blocks whose allocation the profiler did not record: about the first freed block, then about
+    each thousandth. The warnings are useless here, and c10 has hardly any other warnings, so only c10's errors are
+    written inside the `with` block.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:

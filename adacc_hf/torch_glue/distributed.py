@@ -33,7 +33,7 @@ def is_first_rank() -> bool:
 
 
 def gather_from_all_ranks(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order. All ranks must call this."""
+    """Return the `value` of every rank, in rank order. All ranks must call this function."""
     if num_ranks() == 1:
         return [value]
     values: list[Any] = [None] * num_ranks()
@@ -42,7 +42,7 @@ def gather_from_all_ranks(value: T) -> list[T]:
 
 
 _SHARD_ATTRIBUTES = (LOCAL_TENSOR, SHARDED_SIZE, "ds_tensor")
-"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also of parameters that are gathered now."""
+"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also while the parameters are gathered."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -59,12 +59,12 @@ class OutOfMemoryOnRankError(torch.OutOfMemoryError):
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """While open, catch an error on any rank. At the end of the context, raise an error on all ranks.
+    """Catch an error of any rank inside the `with` block. At the end of the block, raise an error on all ranks.
 
-    Without this, the other ranks could wait for the failed one forever.
+    Without this context, the other ranks could wait for the failed rank forever.
 
     If memory runs out on any rank, raise OutOfMemoryOnRankError on all. For any other error, raise RankFailedError on
-    the other ranks. All ranks must enter the context, and there must be no collective inside.
+    the other ranks. All ranks must enter the `with` block, and the block must not contain a collective.
     """
     if num_ranks() == 1:
         yield
@@ -81,10 +81,10 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def end_process_if_out_of_memory() -> Iterator[None]:
-    """While open, turn an out-of-memory error on one of several ranks into RankFailedError, which is not retried.
+    """Turn an out-of-memory error inside the `with` block into RankFailedError if there are several ranks.
 
-    This is for code with collectives. The other ranks may be waiting in a collective, and cannot be notified. The
-    launcher stops them when this process has ended.
+    A RankFailedError is not retried. The context is for code with collectives. The other ranks may be waiting in a
+    collective, and cannot be notified. The launcher stops the other ranks when this process has ended.
     """
     try:
         yield
@@ -100,7 +100,7 @@ def end_process_if_out_of_memory() -> Iterator[None]:
 
 
 def _raise_on_all(error: Exception | None) -> None:
-    """Exchange the errors of all ranks, and raise one on each rank if any rank has failed."""
+    """Exchange the errors of all ranks, and raise an error on each rank if any rank has failed."""
     is_oom = isinstance(error, torch.OutOfMemoryError)
     results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
     failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]
@@ -128,8 +128,8 @@ def check_same_policy(policy: Policy) -> None:
 def common_profile(profile: Profile) -> Profile:
     """Return the first rank's `profile` on every rank, with the least available memory of all ranks and their hosts.
 
-    Measured costs and outliers differ between ranks, but decisions based on them, such as when to solve, must be equal.
-    A rank that asks for a solution alone would wait for the other ranks forever.
+    Measured costs and outliers differ between ranks, but decisions based on costs and outliers, such as when to solve,
+    must be equal. A rank that asks for a solution alone would wait for the other ranks forever.
     """
     if num_ranks() == 1:
         return profile

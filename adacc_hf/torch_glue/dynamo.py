@@ -31,7 +31,7 @@ Scope = dict[str, Any]
 
 
 _TRACING = RLock()
-"""Lock held while Dynamo's settings are changed for a trace, because they are global to the process."""
+"""Lock held while Dynamo's settings are changed for a trace, because the settings are global to the process."""
 
 
 class NotTraceableError(Exception):
@@ -57,14 +57,16 @@ class TracedGuards:
 
     @property
     def is_alive(self) -> bool:
-        """True while all objects whose addresses a guard compares are alive. Another object may get the address of a
-        dead one."""
+        """True while all objects whose addresses a guard compares are alive.
+
+        Another object may get the address of a dead object.
+        """
         return not self._dead_objects
 
     def hold(self, scope: Scope) -> bool:
         """Return True if all guards accept a call with these local variables. The call then takes the traced path.
 
-        Active dispatch modes are disabled during the check, because they only observe the block's operators.
+        Active dispatch modes are disabled during the check, because dispatch modes only observe the block's operators.
         """
         if not self.is_alive:
             return False
@@ -78,8 +80,10 @@ class TracedGuards:
             return self._check(scope)
 
     def first_failure(self, scope: Scope) -> str:
-        """Return Dynamo's description of the first guard that rejects a call with these local variables, or "" if none
-        does."""
+        """Return Dynamo's description of the first guard that rejects a call with these local variables.
+
+        Return "" if no guard rejects the call.
+        """
         parts = self._manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]).partition("#")[0].strip() if parts else ""
 
@@ -135,7 +139,7 @@ _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
-"""Names of the methods with which loggers log. Transformers adds the last three."""
+"""Names of the methods with which loggers log. The last three methods are added by Transformers."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
 """Suffixes of the names of guards on module attributes that do not affect the operators of forward: backward hooks, and
 the calling conventions of forward hooks. Calling conventions matter only for existing hooks, which have their own
@@ -170,14 +174,20 @@ def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _DeadObjects(list[Any]):
-    """List of weak references to watched objects that have died. Empty while all watched objects are alive."""
+    """List of weak references to watched objects that have died.
+
+    The list is empty while all watched objects are alive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._watched: dict[int, Callable[[], Any]] = {}
 
     def watch(self, obj: Any) -> None:
-        """Append a weak reference to this list when `obj` dies. Keep `obj` alive if it cannot be weakly referenced."""
+        """Append a weak reference to this list when `obj` dies.
+
+        Keep `obj` alive if weak references to `obj` are not possible.
+        """
         try:
             self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
         except TypeError:
@@ -214,10 +224,10 @@ class _Inputs:
         """(class, name) of each attribute that was looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return, for each of Dynamo's guards, True if the guard must be checked. Dynamo calls this for each trace.
+        """Return, for each of Dynamo's guards, True if the guard must be checked.
 
-        Half of all guards say that a module has no hooks, and are dropped. Values that a guard does not compare exactly
-        are added to `numbers`.
+        Dynamo calls this method for each trace. Half of all guards say that a module has no hooks. Such guards are
+        dropped. Values that a guard does not compare exactly are added to `numbers`.
         """
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
@@ -248,7 +258,8 @@ class _Inputs:
 def _raw_environment() -> dict[Any, Any]:
     """Return the environment variables undecoded, as os.environ stores them.
 
-    The variables are compared at each call. Decoding them would take longer than the check of all of Dynamo's guards.
+    The variables are compared at each call. Decoding the variables would take longer than the check of all of Dynamo's
+    guards.
     """
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
@@ -348,9 +359,9 @@ def _dynamo() -> Any:
 
 @contextmanager
 def grouped_products_of_any_dtype() -> Iterator[None]:
-    """While open, let torch infer shapes of grouped matrix products for float32 and float16 too.
+    """Let torch infer shapes of float32 and float16 grouped matrix products inside the `with` block.
 
-    torch's shape inference supports only bfloat16, although its kernels support the other dtypes.
+    torch's shape inference supports only bfloat16, although torch's kernels support the other dtypes.
     """
     from torch import _meta_registrations
 
@@ -373,7 +384,10 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, silence Dynamo's logs and all warnings, for example about `.grad` of non-leaf tensors."""
+    """Silence Dynamo's logs and all warnings inside the `with` block.
+
+    Dynamo warns, for example, about `.grad` of non-leaf tensors.
+    """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -2,8 +2,8 @@
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. The
-contexts in this module record or guard such reads while Dynamo traces. These contexts add expressions to the list
-`numbers`. The values of the expressions are part of a call's key.
+contexts in this module record or guard such reads while Dynamo traces, and add expressions to the list `numbers`. The
+values of the expressions are part of a call's key.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
 
 @contextmanager
 def guard_identities(numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add guards on the identity of objects that the code compares by `is`, or uses as keys.
+    """Guard, inside the `with` block, the identity of objects that traced code compares by `is` or uses as keys.
 
     For two tensors, add the expression `a is b` to `numbers` instead.
     """
@@ -94,7 +94,10 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
     example, sources = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return a node's example tensor. Dynamo calls this only for the two operands of `is`, one after the other."""
+        """Return a node's example tensor.
+
+        Dynamo calls this function only for the two operands of `is`, one after the other.
+        """
         sources.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(sources) % 2 == 0 and None not in sources[-2:]:
             numbers.append(" is ".join(map(name_of, sources[-2:])))
@@ -119,10 +122,10 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add to `class_reads` the (class, name) of each attribute that the code looks up on a class.
+    """Record attributes that traced code looks up on classes, inside the `with` block.
 
-    Also guard globals of the standard library. For each `__dict__` that is read, add an expression to `numbers` that
-    hashes its names.
+    For each lookup, `class_reads` gets the (class, name). Globals of the standard library are guarded too. For each
+    `__dict__` that is read, `numbers` gets an expression that hashes the names in the `__dict__`.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
@@ -163,8 +166,9 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 
 @contextmanager
 def record_dict_order(numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add an expression to `numbers` for each dict that the code iterates: a hash of its ordered
-    names.
+    """Add an expression to `numbers`, inside the `with` block, for each dict that traced code iterates.
+
+    The expression is a hash of the dict's ordered names.
 
     Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
     OrderedDict.
@@ -205,7 +209,7 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While open, replace attributes, given as (owner, name, value). Skip attributes that do not exist."""
+    """Replace attributes, given as (owner, name, value), inside the `with` block. Skip attributes that do not exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:
@@ -220,9 +224,9 @@ def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 def _guard_identity(variable: Any, by_value: bool) -> None:
     """Install a guard on the identity of the object that `variable`, one of Dynamo's variables, stands for.
 
-    Constants and tensors get no guard, because Dynamo guards them itself. `by_value` is True if the traced code
-    compares objects by `==` and hash. Then only objects that inherit `object.__hash__` get the guard, because their
-    hash is their identity.
+    Constants and tensors get no guard, because Dynamo itself guards constants and tensors. `by_value` is True if the
+    traced code compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the
+    guard, because the hash of such an object is its identity.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable

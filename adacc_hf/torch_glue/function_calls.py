@@ -3,8 +3,8 @@
 Patching `Function.apply` is not enough: code may have looked up the method before (`scale = Scale.apply`), and since
 torch 2.14 this method is a C function. But in each release of torch, `apply` looks up attributes of the Function's
 class: first the class of the context, under the caller's gradient mode, then `forward`, with gradients disabled, and
-after the forward `setup_context`. So these lookups are intercepted, in the metaclass of all Functions. A callback of
-the current thread, the *watcher*, then gets each call.
+after the forward `setup_context`. So lookups of these attributes are intercepted, in the metaclass of all Functions. A
+callback of the current thread, the *watcher*, then gets each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.private import CONTEXT_CLASS
 from adacc_hf.torch_glue.watchers import Watchers
 
 Lookup = Callable[[Any, str], Any]
-"""Function that returns the attribute of a class, from the class and the attribute's name."""
+"""Function of (class, attribute name) that returns the attribute of the class."""
 
 
 class ForwardCall:
@@ -39,11 +39,17 @@ class ForwardCall:
 
     @property
     def saved(self) -> list[torch.Tensor]:
-        """Tensors that the Function saves for backward. Autograd packs them right after the watcher has returned."""
+        """Tensors that the Function saves for backward.
+
+        Autograd packs these tensors right after the watcher has returned.
+        """
         return saved_tensors(self._context) if self._has_gradients else []
 
     def run(self) -> Any:
-        """Run the Function's `forward`, then its `setup_context` if it has one. Return the result of `forward`."""
+        """Run the Function's `forward`, and then its `setup_context` if the Function defines one.
+
+        Return the result of `forward`.
+        """
         if self._setup is None:
             return self._forward(self._context, *self.args)
         result = self._forward(*self.args)
@@ -57,7 +63,7 @@ class ForwardCall:
         return self._context
 
     def replace_forward(self, lookup: Lookup) -> Callable[..., Any]:
-        """Return a replacement for `forward`. When `apply` calls it, it calls the current thread's watcher."""
+        """Return a replacement for `forward`, which calls the current thread's watcher."""
         self._forward = lookup(self.function, "forward")
         self._setup = lookup(self.function, "setup_context") if has_setup(self.function) else None
         return self._watched_forward
@@ -99,11 +105,11 @@ def has_setup(function: type[Function]) -> bool:
 
 
 def _skip(*args: Any) -> None:
-    """Do nothing. Stands in for a `setup_context` that `ForwardCall.run` has run already."""
+    """Do nothing, in place of a `setup_context` that `ForwardCall.run` has run already."""
 
 
 def _intercepted(lookup: Lookup, function: type[Function], name: str) -> Any:
-    """Return the attribute `name` of a Function, or a replacement for it if `apply` looks it up."""
+    """Return the attribute `name` of a Function, or a replacement for the attribute if `apply` does the lookup."""
     begun, is_set_up = _thread.begun, _thread.set_up is function
     # torch's own Functions run operators that the dispatcher sees, or compiled code.
     is_own = function.__module__.partition(".")[0] == "torch"

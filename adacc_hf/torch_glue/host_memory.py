@@ -1,8 +1,9 @@
-"""Memory of the host next to a device: whether they are separate, and the free bytes for this process."""
+"""Memory of the host next to a device: a check for separate memory, and the free bytes for this process."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,9 +11,15 @@ import torch
 from adacc_hf.torch_glue.distributed import num_ranks
 
 UNIFIED_NAMES = ("GB10",)
-"""Parts of the names of GPUs that share the host's memory, in case the driver does not report them as integrated."""
+"""Parts of the names of GPUs that share the host's memory, for drivers that do not report such GPUs as integrated."""
 CGROUP = Path("/sys/fs/cgroup")
-"""Folder with the limits of a container."""
+"""Folder of the cgroups, which limit the memory of containers and of jobs."""
+OWN_CGROUPS = Path("/proc/self/cgroup")
+"""File with the paths of this process's cgroups."""
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Names of a cgroup's files with its limit and its used bytes, and the key of the inactive page cache in memory.stat,
+by version of the cgroups."""
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -26,8 +33,9 @@ def has_own_memory(device: torch.device) -> bool:
 def free_host_bytes() -> int:
     """Return the free bytes of the host's memory, divided by the number of ranks on the host.
 
-    A container's limit counts too. The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun and Accelerate
-    set. Without it, all ranks of the run are assumed to be on this host.
+    Limits on the process's cgroups, such as a container's or a job's, count too. The number of ranks is the
+    variable LOCAL_WORLD_SIZE, which torchrun and Accelerate set. Without it, all ranks of the run are assumed to be on
+    this host.
     """
     import psutil
 
@@ -36,18 +44,47 @@ def free_host_bytes() -> int:
 
 
 def _container_bytes() -> list[int]:
-    """Return the bytes that are free within the limit of this process's container, or [] if it has no limit.
+    """Return the bytes that are free within each memory limit on this process's cgroup and on the cgroups above it.
 
-    The inactive part of the page cache counts as free, because the kernel frees it when memory is needed.
+    The limits come from containers, batch systems such as Slurm, and systemd. The inactive part of the page cache
+    counts as free, because the kernel frees it when memory is needed.
     """
-    for folder, limit, used, cached in (
-        (CGROUP, "memory.max", "memory.current", "inactive_file"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used_bytes = int((folder / used).read_text()) - int(counts.get(cached, 0))
-            return [max(0, int((folder / limit).read_text()) - used_bytes)]
-        except (OSError, ValueError):  # no such files, or "max", which means no limit
-            continue
-    return []
+    return [
+        free
+        for hierarchy, names in ((CGROUP, VERSION_2), (CGROUP / "memory", VERSION_1))
+        for folder in _folders(hierarchy, _own_path(is_version_2=names is VERSION_2))
+        for free in _free_within(folder, *names)
+    ]
+
+
+def _own_path(is_version_2: bool) -> str:
+    """Return the path of this process's cgroup in a hierarchy, or "/" if it is unknown.
+
+    A line of OWN_CGROUPS is "number:controllers:path". The number in version 2 is 0.
+    """
+    with suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if (number == "0" and not controllers) if is_version_2 else "memory" in controllers.split(","):
+                return path
+    return "/"
+
+
+def _folders(hierarchy: Path, path: str) -> list[Path]:
+    """Return the folder of the cgroup `path` and all folders above it, up to the folder `hierarchy`.
+
+    Folders that do not exist are included: within a container, `path` may be relative to the machine's hierarchy, of
+    which only the container's part is mounted.
+    """
+    parts = [part for part in Path(path).parts if part not in ("/", "..")]
+    return [hierarchy.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _free_within(folder: Path, limit: str, used: str, cached: str) -> list[int]:
+    """Return the bytes that are free within the limit of the cgroup in `folder`, or [] if the cgroup has no limit."""
+    try:
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used_bytes = int((folder / used).read_text()) - int(counts.get(cached, 0))
+        return [max(0, int((folder / limit).read_text()) - used_bytes)]
+    except (OSError, ValueError):  # no such files, or "max", which means no limit
+        return []

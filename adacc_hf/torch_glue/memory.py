@@ -61,7 +61,7 @@ _FAILED_ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Messages of failed allocations for which torch raises a plain RuntimeError. The errors come from torch's CPU
+"""Messages of failed allocations for which torch raises a plain RuntimeError. The RuntimeErrors come from torch's CPU
 allocator, and from libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
@@ -81,20 +81,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Live bytes at one mark of a memory meter, and their maximum until the next mark.
+    """Live bytes at one mark of a memory meter, and the maximum of the live bytes until the next mark.
 
-    All bytes are relative to the meter's start.
+    All numbers of bytes are relative to the start of the meter.
     """
 
     label: tuple[Any, ...]
     live_bytes: int
     """Live bytes at the mark."""
     max_bytes: int
-    """Maximum of the live bytes from the mark to the next one."""
+    """Maximum of the live bytes from the mark to the next mark."""
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Context manager that measures the live bytes of one device at marks and between them. `points` is set on exit."""
+    """Context manager that measures the live bytes of one device at marks and between marks.
+
+    `points` is set on exit.
+    """
 
     points: list[MemoryPoint]
     is_open = False
@@ -102,8 +105,8 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
     def mark(self, label: tuple[Any, ...], dying_bytes: int = 0) -> None:
         """Set a mark named `label`. `dying_bytes` are bytes that will be freed immediately after the mark.
 
-        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Do nothing if the meter is not
-        open, because code that reports freed tensors may call this at any time.
+        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Do nothing outside the `with`
+        block of the meter, because code that reports freed tensors may call this method at any time.
         """
         if self.is_open:
             self._mark(label, dying_bytes)
@@ -205,7 +208,7 @@ class CpuMemoryMeter(MemoryMeter):
         self.points = self.points[1:]
 
     def _add_point(self, live_bytes: int, max_bytes: int) -> None:
-        """Append the next point: the live bytes at a mark, and their maximum until the following mark.
+        """Append the next point: the live bytes at a mark, and the maximum of the live bytes until the following mark.
 
         Points are appended in the order of the marks. The first point has an empty label, and covers the interval
         before the first mark.
@@ -217,7 +220,10 @@ class CpuMemoryMeter(MemoryMeter):
 
 @contextmanager
 def _silenced_stderr() -> Iterator[None]:
-    """While open, discard all output to stderr. The profiler's C++ code writes a line there at each start and stop."""
+    """Discard all output to stderr inside the `with` block.
+
+    The profiler's C++ code writes a line to stderr at each start and stop.
+    """
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with open(os.devnull, "w") as devnull:
@@ -242,7 +248,8 @@ def _reset_peak(device: torch.device) -> None:
 def take_peak() -> int:
     """Return the peak of live bytes on the current GPU since the last call, and reset torch's peak statistic.
 
-    In contrast to `torch.cuda.max_memory_allocated()`, the peak is also right if a meter has reset the statistic.
+    In contrast to `torch.cuda.max_memory_allocated()`, the returned peak is also right if a meter has reset the
+    statistic.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     peak = max(torch.cuda.max_memory_allocated(device), _peaks_before_reset.pop(device, 0))
@@ -300,7 +307,10 @@ class StepMemory:
 
 @contextmanager
 def garbage_collection_disabled() -> Iterator[None]:
-    """While open, disable garbage collection, which would free tensors in reference cycles at random times."""
+    """Disable garbage collection inside the `with` block.
+
+    Garbage collection would free tensors in reference cycles at random times.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -380,7 +390,7 @@ def backward(loss: torch.Tensor) -> None:
 def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> int:
     """Return the bytes live on the model's device before a step.
 
-    On a GPU these are all bytes that the allocator counts for this process, including a second model, prefetched
+    On a GPU, the result has all bytes that the allocator counts for this process, including a second model, prefetched
     batches and cuBLAS workspaces. torch's CPU allocator has no count, so the tensors of model, batch and optimizer are
     summed (`count_static_bytes`).
     """
@@ -391,7 +401,10 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has allocated on `device`, or 0 on a CPU, where torch does not count them."""
+    """Return the bytes that this process has allocated on `device`.
+
+    Return 0 for a CPU, for which torch has no count.
+    """
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -405,7 +418,8 @@ def has_expandable_segments() -> bool:
 def allocate_workspaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces, about 32 MiB, which a GPU keeps after the first matrix products.
 
-    Call this before a step whose stored bytes are measured: a workspace allocated in that step would count as stored.
+    Call this function before a step whose stored bytes are measured: a workspace allocated in that step would count as
+    stored.
     """
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -451,7 +465,7 @@ def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.
 def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the innermost optimizers of `optimizer`, without the wrapper of Accelerate.
 
-    This is one optimizer per layer for GaLore's layer-wise mode, and a single optimizer otherwise.
+    GaLore's layer-wise mode has one optimizer per layer. Otherwise the list has a single optimizer.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
@@ -460,7 +474,7 @@ def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.O
 
 
 def tensors_in(containers: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, and the tensors that are attributes of objects in them."""
+    """Return the tensors in nested containers, and the tensors that are attributes of objects in these containers."""
     leaves = tree_leaves(containers)
     leaves += [leaf for record in leaves if _is_record(record) for leaf in tree_leaves(vars(record))]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

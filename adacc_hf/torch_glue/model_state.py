@@ -81,9 +81,9 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
 }  # fmt: skip
 """Packages whose objects, classes and globals are not searched, on the assumption that blocks change no state there."""
 _INSTALLED = ("site-packages", "dist-packages")
-"""Folders of installed packages. Of other installed packages than the above, only objects are searched, unless a module
-or a root of the search belongs to the package. Code of packages that the model merely reaches changes its globals
-independently of the model: `filelock`, for example, counts the locks of the process."""
+"""Names of the folders of installed packages. Of an installed package that is not in `_LIBRARIES`, only objects are
+searched, unless a module or a root of the search belongs to the package. Code of packages that the model merely reaches
+changes its globals independently of the model: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,
@@ -101,14 +101,14 @@ class _Search:
         self.records: list[tuple[Kind, Any]] = []
         """(kind of state, object) of each object with state."""
         self.empty: list[dict[Any, Any]] = []
-        """Attributes of modules that are empty dicts, most of them for hooks."""
+        """Attributes of modules that are empty dicts. Most of these dicts are for hooks."""
         self.leaves: dict[int, torch.Tensor] = {}
         """Tensors that may get a gradient, by id."""
         self._visited: dict[Any, Any] = {id(obj): obj for obj in excluded}
         self._packages: set[str] = set()
         """Installed packages whose code is searched."""
         self._skipped: dict[str, list[Callable[[], None]]] = {}
-        """By installed package, the searches to do if a module of the package is found."""
+        """Searches to do if a module of an installed package is found, by package."""
         for root in roots:
             self._search_code_of(root if isinstance(root, (type, FunctionType)) else type(root))
         self._queue = roots
@@ -135,8 +135,10 @@ class _Search:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched. Then keep `search`, which runs if the module is searched
-        later."""
+        """Return True if the code of `module` is not searched.
+
+        In this case keep `search`, which runs if the module is searched later.
+        """
         if _is_library(module):
             return True
         package = _installed_package(module)
@@ -171,7 +173,7 @@ class _Search:
         self._queue.append(type(module))
 
     def _tensor(self, tensor: torch.Tensor | None, is_buffer: bool = False) -> None:
-        """Add a tensor: its content if it can be copied, else only its version."""
+        """Add a tensor: the content if the tensor can be copied, else only the version."""
         if tensor is None or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             self.leaves |= {} if tensor is None else {id(tensor): tensor}
             return
@@ -325,7 +327,7 @@ _visitor_cache: WeakKeyDictionary[type, Callable[[_Search, Any], None] | None] =
 
 
 def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
-    """Return the method of `_Search` for objects of type `cls`, or None if these objects hold no state."""
+    """Return the method of `_Search` for objects of type `cls`, or None if objects of this type hold no state."""
     if cls not in _visitor_cache:
         default = None if _is_library(cls.__module__) else _Search._object
         _visitor_cache[cls] = next((visit for types, visit in _VISITORS if issubclass(cls, types)), default)
@@ -336,11 +338,11 @@ def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
 
 
 class ModelState:
-    """Snapshot of all state reachable from `roots`, to restore it after a model was run outside training.
+    """Snapshot of all state reachable from `roots`, to restore the state after a model was run outside training.
 
     Roots are, for example, modules, functions, the arguments of a call, or a Trainer. Tensors of more than
-    `largest_copy` bytes are not copied, and their changes are only detected. State that is reachable only through
-    `excluded` objects is left out.
+    `largest_copy` bytes are not copied: changes of such tensors are detected, but cannot be restored. State that is
+    reachable only through `excluded` objects is left out.
     """
 
     def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, excluded: Iterable[Any] = ()) -> None:
@@ -358,7 +360,9 @@ class ModelState:
         self.records += [(VERSION, leaf, version_of(leaf)) for leaf in leaves if not self._is_sharded]
 
     def changed(self) -> ModelState | None:
-        """Return a snapshot of only the state that has changed since this snapshot, or None if nothing has changed.
+        """Return a new snapshot with only the state that has changed since this snapshot.
+
+        Return None if no state has changed.
 
         Raise UnrestorableError for a change that cannot be undone.
         """
@@ -388,7 +392,7 @@ class ModelState:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """While open, restore the state of this snapshot. Afterwards, put the present state back."""
+        """Set the model to the state of this snapshot inside the `with` block. Restore the present state afterwards."""
         present = copy.copy(self)
         present.records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self.records]
         present.records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]

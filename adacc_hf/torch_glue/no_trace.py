@@ -1,7 +1,7 @@
 """Restoration of a model's state after extra runs by a profile or the gradient check (`NoTrace`).
 
-`record_state_changes` detects the state that one call of a block changes. torch's checkpoint needs this: it runs a
-block twice, although the block's state must change once.
+`record_state_changes` detects the state that one call of a block changes. torch's checkpoint needs
+`record_state_changes`, because torch's checkpoint runs a block twice, and the block's state must change only once.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Tables:
     """Registry of tables: dict entries that a model's runs fill with tensors, such as cached rotary embeddings.
 
     An entry is a table if a run gave it tensors without gradient, and before that run it was absent, None or a tensor
-    of a different shape. Tables are not restored between runs, because training too fills them in its first step and
-    reads them in later steps. After the last run, a table stays if it was filled once and then only read. An entry that
-    later runs change, such as a counter that starts at None, is restored.
+    of a different shape. Tables are not restored between runs, because training too fills tables in the first step and
+    reads the tables in later steps. After the last run, a table stays if it was filled once and then only read. An
+    entry that later runs change, such as a counter that starts at None, is restored.
     """
 
     def __init__(self) -> None:
         self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """(first value, versions of its tensors at that time) of each table, by (id of the dict, name)."""
+        """(first value, versions of the first value's tensors at that time) of each table, by (id of the dict,
+        name)."""
         self._changed_keys: set[tuple[int, Any]] = set()
         """Keys of entries that a later run has changed."""
         self.has_copies = False
@@ -104,7 +105,7 @@ _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDi
 
 @contextmanager
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
-    """While open, watch the state of `block` and of `call`, the called function and its arguments.
+    """Watch the state of `block` and of `call` (the called function and its arguments) inside the `with` block.
 
     Yield a list. At the end of the context, the list receives snapshots with the earlier values of all state that has
     changed. Raise UnrestorableError if a change cannot be undone.
@@ -125,13 +126,15 @@ def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[M
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context manager for runs of a model outside training. At its end, the state that the runs changed is restored.
+    """Context manager for runs of a model outside training.
+
+    At the end of the `with` block, the state that the runs changed is restored.
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
     `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step in
-    backward, are not called inside. Filled tables, such as cached rotary embeddings, stay filled (`Tables`), because a
-    run that fills them calls operators that later runs do not call. Raise UnrestorableError for a change that cannot be
-    undone.
+    backward, are not called inside the block. Filled tables, such as cached rotary embeddings, stay filled (`Tables`),
+    because a run that fills them calls operators that later runs do not call. Raise UnrestorableError for a change that
+    cannot be undone.
     """
 
     def __init__(
@@ -173,13 +176,16 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     def continue_random_states(self) -> None:
         """Restore the model's state, but not the random generators.
 
-        Later runs start from the generators' present states.
+        Later runs start from the present states of the generators.
         """
         self._first_states = self._take_random_states()
         self._state.restore(self._tables)
 
     def protect_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Also restore, at the end, the gradients of further leaf tensors that a backward from `outputs` reaches."""
+        """Add the leaf tensors that a backward from `outputs` reaches to the tensors whose gradients are restored.
+
+        The gradients are restored at the end of this context.
+        """
         protected_ids = {id(leaf) for leaf, _, _ in self._gradients}
         leaves = [leaf for leaf in gradient_leaves(outputs) if id(leaf) not in protected_ids]
         self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]

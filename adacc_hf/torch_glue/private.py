@@ -1,9 +1,9 @@
-"""Private names of torch that the package uses, each under its own name (tested: torch 2.11, 2.13, 2.15).
+"""Private names of torch that the package uses, each under its own name (tested: torch 2.11, 2.13, 2.14.1).
 
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
-objects would fail later, or seem to be absent from every object. So each attribute is registered here with its class,
-and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler uses are in
-compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
+objects would cause an error later, or seem to be absent from every object. So each attribute is registered here with
+its class, and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler
+uses are in compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ version_of = _attribute_getter("Tensor", "_version")
 storage_key = _attribute_getter("UntypedStorage", "_cdata")
 """Function that returns a key of a storage, unique while the storage is alive.
 
-In contrast to `data_ptr()`, this works for storages without memory too."""
+In contrast to `data_ptr()`, this key is also unique for storages without memory."""
 coo_indices, coo_values = Tensor._indices, Tensor._values
-"""Functions that return the indices and the values of a sparse COO tensor, also if it is not coalesced. The public
-methods raise for such a tensor."""
+"""Functions that return the indices and the values of a sparse COO tensor, also of an uncoalesced tensor, for which the
+public methods raise an error."""
 GRADIENT_HOOKS = (private_name("Tensor", "_backward_hooks"), private_name("Tensor", "_post_accumulate_grad_hooks"))
 """Names of the attributes with a parameter's hooks before and after the accumulation of its gradient."""
 make_wrapper_subclass = Tensor._make_wrapper_subclass
@@ -99,8 +99,8 @@ SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")
 PARAMETERS, BUFFERS, MODULES = (private_name("Module", name) for name in ("_parameters", "_buffers", "_modules"))
 """Names of a module's attributes with its own parameters, buffers and child modules, each a dict by name."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
-"""Functions that return a module's dict of parameters, of buffers, and of child modules. These functions are faster
-than the public methods."""
+"""Functions that return a module's dict of parameters, of buffers, and of child modules, faster than the public
+methods."""
 forward_pre_hooks = _attribute_getter("Module", "_forward_pre_hooks")
 forward_hooks = _attribute_getter("Module", "_forward_hooks")
 """Functions that return the forward hooks of a module, a dict by id."""
@@ -127,9 +127,11 @@ current_autograd_node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Function that returns True if the backward running in this thread was called with retain_graph."""
 CONTEXT_CLASS = private_name("Function", "_backward_cls")
-"""Name of the attribute with the class of the contexts (`ctx`) of an `autograd.Function`. Each call looks it up."""
+"""Name of the attribute with the class of the contexts (`ctx`) of an `autograd.Function`. Each call of the Function
+looks up this attribute."""
 outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-"""Function that returns the innermost active pair of saved-tensor hooks, or None. Called once per call of a block."""
+"""Function that returns the innermost active pair of saved-tensor hooks, or None. The function is called once per call
+of a block."""
 
 
 # Process groups.
@@ -205,7 +207,8 @@ def attention_operator(kind: str) -> Any:
 # State of the running process: Dynamo, torch.func, profilers, GPU stream.
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Function that returns the callback that Dynamo makes Python call for each function. None or False if inactive."""
+"""Function that returns the callback that Dynamo makes Python call for each function. The callback is None or False if
+Dynamo is inactive."""
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
@@ -213,8 +216,7 @@ _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_pre
 
 
 transform_level = torch._C._functorch.maybe_current_level
-"""Function that returns the nesting depth of torch.func transforms (grad, vmap, jvp), or None if none is active.
-
+"""Function that returns the nesting depth of torch.func transforms (grad, vmap, jvp), or None outside transforms.
 Tensors inside a transform have no storage."""
 
 
@@ -238,7 +240,7 @@ def _is_prepared(profiler: torch.profiler.profile) -> bool:
 
 @contextmanager
 def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
-    """While open, call `call` each time before a torch profiler prepares or starts its session."""
+    """Call `call` before each torch profiler that prepares or starts a session inside the `with` block."""
     before = {name: getattr(torch.autograd.profiler, name) for name in _STARTS}
 
     def start(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Messages on the progress of a run, shown on stderr even if the program does not configure logging.
 
 Python shows only warnings of a library. The logger `adacc_hf.progress` shows a few lines of information too: when
-profiling starts, when a policy is set or changed, how much of the run followed it, and why training stands still for
-more than a few seconds. To switch them off, set the logger's level:
+profiling starts, when a policy is set or changed, how much of the run followed the policy, and why training stands
+still for more than a few seconds. To switch these messages off, set the logger's level:
 `logging.getLogger("adacc_hf.progress").setLevel(logging.WARNING)`.
 """
 
@@ -26,13 +26,13 @@ progress = logging.getLogger("adacc_hf.progress")
 SLOW_SECONDS = 3.0
 """Time after which a phase that interrupts training is reported. A shorter interruption needs no explanation."""
 GROWTH = 4
-"""Factor between the times of two reports of one phase, so that a long phase has few of them."""
+"""Factor between the times of two reports of one phase, so that a long phase has few reports."""
 
 
 PROFILING, SOLVING = "profiling", "solving"
-"""Kinds of interruptions. A wait for the solver is a kind of solving."""
+"""Kinds of interruptions. A wait for the solver counts as SOLVING."""
 MAX_INTERRUPTIONS = 64
-"""Number of latest interruptions that a thread remembers. A step has fewer."""
+"""Number of latest interruptions that a thread remembers. A step has fewer interruptions."""
 
 
 class Interruption(NamedTuple):
@@ -44,7 +44,7 @@ class Interruption(NamedTuple):
 
 
 class _Remembered(threading.local):
-    """Latest interruptions, stored per thread: a solver on another thread does not interrupt training."""
+    """Latest interruptions, stored per thread, because a solver on another thread does not interrupt training."""
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
@@ -73,7 +73,7 @@ def announce(text: str, *details: Any) -> None:
 
 @contextmanager
 def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Return a context manager for work that training waits for. If the work is slow, it is reported as `phase`.
+    """Time the work in the `with` block, for which training waits. If the work is slow, report the work as `phase`.
 
     `kind` is PROFILING or SOLVING. `interruptions_since` returns how long the work took.
     """
@@ -90,28 +90,46 @@ def interruptions_since(started: float) -> list[Interruption]:
     return [interruption for interruption in _remembered.interruptions if interruption.started >= started]
 
 
-@contextmanager
-def reported_if_slow(phase: str, normal_seconds: float = 0.0) -> Iterator[None]:
-    """Return a context that reports `phase`, such as "solving for a policy", if it takes more than SLOW_SECONDS.
+class SlowReport:
+    """Report of a phase, such as "solving for a policy", if the phase takes more than SLOW_SECONDS.
 
     The report comes while the phase lasts, from another thread, and once more at the phase's end. If `normal_seconds`
     is more than SLOW_SECONDS, the first report comes after this time.
     """
-    if not is_first_rank():
-        yield
-        return
-    started, ended = time.monotonic(), threading.Event()
-    reports: list[float] = []
-    first = max(SLOW_SECONDS, normal_seconds)
-    thread = threading.Thread(target=_report, args=(phase, started, first, ended, reports), daemon=True)
-    thread.start()
+
+    def __init__(self, phase: str, normal_seconds: float = 0.0) -> None:
+        self._phase, self._started, self._ended = phase, time.monotonic(), threading.Event()
+        self._reports: list[float] = []
+        """Times of the reports so far, in seconds since the start."""
+        first = max(SLOW_SECONDS, normal_seconds)
+        arguments = (phase, self._started, first, self._ended, self._reports)
+        self._thread = threading.Thread(target=_report, args=arguments, daemon=True) if is_first_rank() else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def end(self, has_failed: bool = False) -> None:
+        """End the report. If the phase was reported, log its time, and if it has failed. Further calls have no
+        effect."""
+        if self._thread is None:
+            return
+        self._ended.set()
+        self._thread.join()
+        self._thread = None
+        if self._reports:
+            outcome = "failed" if has_failed else "done"
+            progress.info("Adacc: %s: %s after %.0f s", self._phase, outcome, time.monotonic() - self._started)
+
+
+@contextmanager
+def reported_if_slow(phase: str) -> Iterator[None]:
+    """Return a context with a `SlowReport` of `phase`."""
+    report = SlowReport(phase)
     try:
         yield
-    finally:
-        ended.set()
-        thread.join()
-    if reports:
-        progress.info("Adacc: %s: done after %.0f s", phase, time.monotonic() - started)
+    except BaseException:
+        report.end(has_failed=True)
+        raise
+    report.end()
 
 
 def _report(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:

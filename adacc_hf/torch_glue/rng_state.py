@@ -1,7 +1,7 @@
 """States of the random generators of torch, Python and numpy.
 
-Models use all of them: Transformers draws SpecAugment's masks from numpy, and some models choose layers to skip with
-Python's generator.
+Models use all these generators: Transformers draws SpecAugment's masks from numpy, and some models choose layers to
+skip with Python's generator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class PythonStates:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """While open, set the generators to the states of the snapshot. Afterwards, restore their present states."""
+        """Set the generators to the states of the snapshot inside the `with` block.
+
+        Restore the generators' present states afterwards.
+        """
         present = PythonStates()
         self.restore()
         try:
@@ -49,7 +52,7 @@ class PythonStates:
 class RandomStates:
     """Snapshot of all default generators: of the CPU, of the GPUs among `devices`, of Python and of numpy.
 
-    A GPU's generator keeps its seed and offset on the host, so reading them does not wait for kernels (rule R10).
+    A GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels (rule R10).
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -87,7 +90,7 @@ _replacement_generators: dict[str, Any] = {}
 def generator_of(device: torch.device) -> Any:
     """Return torch's default generator of `device`, or None for devices other than CPUs and CUDA GPUs.
 
-    While `replace_generators` is open, return the replacement instead.
+    Inside the `with` block of `replace_generators`, return the replacement instead.
     """
     if _replacement_generators:
         return _replacement_generators.get(device.type)
@@ -99,7 +102,8 @@ def generator_of(device: torch.device) -> Any:
 def generator_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the default generator of `device`: 5,056 bytes for a CPU, 16 (seed, offset) for a GPU.
 
-    The state is on the CPU for every device. Reading it takes a microsecond and does not wait for kernels (rule R10).
+    The state is on the CPU for every device. Reading the state takes a microsecond and does not wait for kernels (rule
+    R10).
     """
     generator = generator_of(device)
     return None if generator is None else generator.get_state()
@@ -117,10 +121,10 @@ def from_bytes(state: bytes | None) -> torch.Tensor | None:
 
 @contextmanager
 def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """While open, use `replacements` in place of torch's default generators. `replacements` has a generator for each
-    device type.
+    """Use `replacements` in place of torch's default generators inside the `with` block.
 
-    This is used with fake tensors, for which no random numbers are drawn.
+    `replacements` has a generator for each device type. The replacement is for fake tensors, for which no random
+    numbers are drawn.
     """
     _replacement_generators.update(replacements)
     try:
@@ -131,7 +135,7 @@ def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """While open, set the default generator of `device` to `state`. Restore the generator afterwards.
+    """Set the default generator of `device` to `state` inside the `with` block. Restore the generator afterwards.
 
     If `state` is None, do nothing.
     """
@@ -156,8 +160,7 @@ def gpus_in_use() -> list[torch.device]:
 
 @contextmanager
 def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    """At the end of the context, restore the default generators of the CPU, the GPUs among `devices`, Python and
-    numpy."""
+    """Restore the default generators of the CPU, the GPUs among `devices`, Python and numpy after the `with` block."""
     before = RandomStates(devices)
     try:
         yield

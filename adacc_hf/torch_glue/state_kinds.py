@@ -159,7 +159,7 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
 def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a sharded module, without parameters and views of parameters.
 
-    FSDP sets and removes these around each forward.
+    FSDP sets and removes parameters and views of parameters around each forward.
     """
     return {
         name: value
@@ -206,7 +206,7 @@ CAPTURING = "transformers.utils.output_capturing"
 """Module of Transformers' hooks that collect hidden states.
 
 A model that returns hidden states (LLaVA's vision tower) registers the hooks permanently at its first forward.
-Restoring state does not remove these hooks. If they were removed, each forward would register new hooks, and need new
+Restoring state does not remove these hooks, because otherwise each forward would register new hooks, and need new
 guards."""
 CAPTURES = "_output_capturing_hooks_installed"
 """Name of an attribute that Transformers sets on a model that has registered the hooks of `CAPTURING`."""

@@ -1,4 +1,4 @@
-"""Helpers for tensors: tensors that wrap others (DTensor, sparse, quantized), autograd nodes, and norms.
+"""Helpers for tensors: tensors that wrap other tensors (DTensor, sparse, quantized), autograd nodes, and norms.
 
 Operators on a DTensor run on its local tensor, so a tape contains local tensors only. Autograd saves the DTensor, so
 the tensor returned to autograd must be a DTensor again.
@@ -45,13 +45,13 @@ def runs_on_parts(kind: type) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a DTensor, after waiting for a pending collective.
 
-    Return any other tensor itself.
+    Return any other tensor unchanged.
     """
     return tensor if is_plain(tensor) else wait_if_async(getattr(tensor, LOCAL_TENSOR, tensor))
 
 
 def wait_if_async(tensor: Tensor) -> Tensor:
-    """Return the result of an asynchronous collective, after waiting for it. Return any other tensor itself."""
+    """Wait for an asynchronous collective, and return its result. Return any other tensor unchanged."""
     return tensor if is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
 
 
@@ -83,7 +83,7 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Return the storage of a tensor's part on this rank.
 
-    For a sparse or nested tensor, return the storage of its values.
+    For a sparse or nested tensor, return the storage of the values.
     """
     local = local_of(tensor)
     return (local if local.layout is torch.strided else _elements(local)).untyped_storage()
@@ -159,9 +159,11 @@ def current_node() -> Any:
 
 @contextmanager
 def calling_node(node: Any) -> Iterator[None]:
-    """While open, let `current_node` return `node`, an autograd node that is called without torch's engine.
+    """Make `current_node` return `node` inside the `with` block.
 
-    If the engine runs a node inside, that node takes precedence.
+    `node` is an autograd node that is called without torch's engine.
+
+    If the engine runs another node inside the block, `current_node` returns the other node.
     """
     token = _called.set(node)
     try:
@@ -200,9 +202,9 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While open, disable the gradient hooks of `parameters`.
+    """Disable the gradient hooks of `parameters` inside the `with` block.
 
-    In such hooks, DeepSpeed's ZeRO 1 and 2 send the gradients to other ranks, and an optimizer that steps per layer
+    In gradient hooks, DeepSpeed's ZeRO 1 and 2 send the gradients to other ranks, and an optimizer that steps per layer
     (GaLore) or per parameter (LOMO) changes the weights.
     """
     # The same dicts are emptied and refilled, because handles that remove a hook refer to them.

@@ -11,14 +11,15 @@ Watcher = TypeVar("Watcher")
 
 
 class Watchers(Generic[Watcher]):
-    """Watchers, by thread, of one patched function of torch. The patched function gets its watcher from `current()`.
+    """Watchers, by thread, of one patched function of torch.
 
-    The patch is applied when the first watcher begins, and undone when the last one ends. Other code, such as Dynamo,
-    may keep a reference to the patched function. If such a function is called later, `current()` returns None.
+    The patched function gets the watcher from `current()`. The patch is applied when the first watcher begins, and
+    undone when the last watcher ends. Other code, such as Dynamo, may keep a reference to the patched function. If the
+    patched function is called after the patch was undone, `current()` returns None.
     """
 
     def __init__(self, apply_patch: Callable[[], Callable[[], None]]) -> None:
-        """Initialize. `apply_patch` must apply the patch, and return a function that removes it."""
+        """Initialize. `apply_patch` must apply the patch, and return a function that removes the patch."""
         self._apply_patch = apply_patch
         self._undo_patch: Callable[[], None]
         self._lock = Lock()
@@ -49,7 +50,7 @@ class Watchers(Generic[Watcher]):
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
-        """While open, register `watcher` for the calling thread."""
+        """Register `watcher` for the calling thread inside the `with` block."""
         self.begin(watcher)
         try:
             yield

@@ -33,9 +33,9 @@ class TrainerFinder:
 
 
 def call_after_import(loader, function):
-    """Make `loader` call `function(module)` once, after it has executed the module.
+    """Make `loader` call `function(module)` once, after the loader has executed the module.
 
-    The loader keeps its class, because `inspect` and Transformers read the module's source through it.
+    The loader keeps its class, because `inspect` and Transformers read the module's source through the loader.
     """
     exec_module = loader.exec_module
 
@@ -82,7 +82,7 @@ def record(event):
 
 
 def run_next_sitecustomize():
-    """Import the `sitecustomize` that Python would have imported without `adacc run`, if there is one."""
+    """Import the `sitecustomize`, if any, that Python would have imported without `adacc run`."""
     folder = os.path.dirname(__file__)
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     own_module = sys.modules.pop("sitecustomize")

@@ -39,13 +39,15 @@ def files(tmp_path: Path, gpt2_like_profile) -> tuple[str, str]:
     return str(tmp_path / "policy.json"), str(tmp_path / "profile.json")
 
 
-def test_explain_prints_the_policy(files, capsys) -> None:
+def test_explain_prints_the_policy(files, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     Path(files[1]).unlink()
     assert main(["explain", files[0]]) == 0
     assert capsys.readouterr().out == f"{Policy.load(files[0])}\n"
 
 
-def test_explain_with_profile_gives_reasons(files, capsys) -> None:
+def test_explain_with_profile_gives_reasons(files, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["explain", files[0], "--profile", files[1]]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if line.startswith("  tanh "))
@@ -53,7 +55,21 @@ def test_explain_with_profile_gives_reasons(files, capsys) -> None:
     assert "ms for 48.00 MiB; outlier_int4: " in row
 
 
-def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(files, tmp_path: Path, capsys) -> None:
+def test_explain_fits_the_terminal_and_leaves_nothing_out(files, capsys, monkeypatch) -> None:
+    words = {}
+    for columns in (80, 110, 500):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["explain", files[0]]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= columns
+        words[columns] = sorted(text.split())
+    assert words[80] == words[110] == words[500]
+
+
+def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(
+    files, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["explain", files[0], "--html", str(tmp_path / "out")]) == 0
     assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out
     assert (tmp_path / "out" / "report.html").is_file()

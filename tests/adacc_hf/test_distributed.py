@@ -1,12 +1,10 @@
 """Two ranks on gloo: DDP and FSDP2 train under policies bit for bit as without them.
 
-Each test starts two processes with torchrun on a worker that this file writes; every rank compares for itself.
+Each test starts two processes on a worker that this file writes; every rank compares for itself.
 """
 
-import subprocess
-import sys
-
 import pytest
+from forked_runs import run_forked
 
 WORKER = '''
 import sys
@@ -126,10 +124,7 @@ def run_two_ranks(tmp_path_factory):
     script.write_text(WORKER, encoding="utf-8")
 
     def run(*arguments):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        result = subprocess.run(
-            [*command, str(script), *arguments], capture_output=True, text=True, timeout=200, check=False
-        )
+        result = run_forked(script, *arguments, num_ranks=2)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 

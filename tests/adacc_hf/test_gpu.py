@@ -15,6 +15,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
 from adacc_hf.kernels._host_pool import host_pool
+from adacc_hf.kernels._host_sizes import ALIGNMENT, MOST_TENSORS
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.run.call import Recording
@@ -335,7 +336,8 @@ def test_training_with_host_memory_is_exact_and_as_predicted(host_profile, seed)
         for _ in range(3):
             host_pool.take_peak()
             assert all(map(torch.equal, step(), plain))
-            assert policy.predicted_host_bytes <= host_pool.take_peak() <= host_pool.nbytes
+            rounding = ALIGNMENT * MOST_TENSORS * policy.action_counts()["compress"]
+            assert policy.predicted_host_bytes - rounding <= host_pool.take_peak() <= policy.predicted_host_bytes
         assert host_pool.live_bytes == 0
         del plain
         model.zero_grad(set_to_none=True)

@@ -5,7 +5,6 @@ The ranks follow different policies in the same step, which must neither change 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_runs import run_forked
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -140,10 +140,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def test_ranks_that_share_each_layer_train_as_without_a_policy(models: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.run(
-        [*torchrun, __file__, str(models)], capture_output=True, text=True, timeout=250, check=False
-    )
+    process = run_forked(__file__, str(models), num_ranks=2, timeout=250)
     assert process.returncode == 0, process.stderr[-8000:]
     assert all(f"rank {rank} is done" in process.stdout for rank in range(2))
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forked_runs import run_forked
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import adacc_hf.adapt.policy_builder as maker_module
@@ -150,22 +148,13 @@ def make_trainer(tmp_path):
     return partial(tiny_trainer, tmp_path / "run")
 
 
-def run_script_on_two_ranks(script: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `script` by torchrun on two ranks, which can import this module."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [*torchrun, script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-
-
 @pytest.fixture
 def run_two_ranks(tmp_path):
     """Return `run_two_ranks(script)`, which runs `script` on two ranks and returns the contents of their rank0.json and
     rank1.json."""
 
     def run(script: str) -> list[Any]:
-        process = run_script_on_two_ranks(script, str(tmp_path), timeout=280)
+        process = run_forked(script, str(tmp_path), num_ranks=2)
         assert process.returncode == 0, process.stderr[-8000:]
         return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainer_builders import run_script_on_two_ranks
 
 import adacc_hf.adapt.policy_builder as builder_module
 import adacc_hf.adapt.run_profiler as profiler_module
@@ -124,7 +125,10 @@ def test_all_ranks_hear_of_one_that_has_no_memory_to_profile_in(run_two_ranks) -
 
 def test_a_rank_whose_parts_others_wait_for_ends_and_the_launcher_stops_them(tmp_path) -> None:
     """Backward gathers parameters, and a rank in the middle of it cannot notify the others."""
-    process = run_script_on_two_ranks(__file__, timeout=100)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    builders = Path(__file__).parents[1] / "builders"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(builders), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.run([*torchrun, __file__], capture_output=True, text=True, timeout=100, env=environment)
     assert process.returncode != 0
     assert "RankFailedError: rank 1 ran out of memory while the other ranks wait for its part" in process.stderr
 

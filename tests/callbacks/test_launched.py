@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_runs import run_forked
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -97,9 +98,14 @@ def script(tmp_path: Path) -> Path:
 
 
 def assert_equal_to_by_hand(folder: Path, launcher: tuple[str, ...], num_ranks: int) -> None:
-    """Run the script plainly, by hand and under `adacc run`, and compare all figures bit by bit."""
-    for name, prefix in (("plain", ()), ("by-hand", ()), ("launched", (*ADACC, *OPTIONS))):
-        process = run(folder, *prefix, *launcher, "train.py", name)
+    """Run the script plainly and by hand in forks, and with the launcher under `adacc run`. Compare all figures bit by
+    bit."""
+    ranks = None if num_ranks == 1 else num_ranks
+    for name in ("plain", "by-hand", "launched"):
+        if name == "launched":
+            process = run(folder, *ADACC, *OPTIONS, *launcher, "train.py", name)
+        else:
+            process = run_forked(folder / "train.py", name, num_ranks=ranks, cwd=folder, ACCELERATE_USE_CPU="true")
         assert process.returncode == 0, process.stderr
         assert process.stderr.count(LINE) == (2 if name == "launched" else 0)  # a line per training, not per process
     plain, by_hand, launched = (results_of(folder, name, num_ranks) for name in ("plain", "by-hand", "launched"))

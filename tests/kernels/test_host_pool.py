@@ -2,7 +2,8 @@
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import SimpleQueue, get_context
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.kernels import _host_pool
-from adacc_hf.kernels._host_pool import ALIGNMENT, HostPool, aligned
+from adacc_hf.kernels._host_pool import HostPool
+from adacc_hf.kernels._host_sizes import ALIGNMENT, aligned
 
 
 @pytest.fixture
@@ -80,6 +82,113 @@ def test_reservations_of_several_users_add_up_and_are_never_reduced(pool: HostPo
     gc.collect()
     pool.release(first)
     assert pool.nbytes == 0
+
+
+def store_with(pool: HostPool, action: Callable[[], None]) -> None:
+    """Call `action` while the pool stores a tensor."""
+
+    class Tensor:
+        device, dtype, nbytes = torch.device("cpu"), torch.float32, 4
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            action()
+            return (1,)
+
+    with pytest.raises(TypeError, match="copy_"):
+        pool.store([Tensor()])  # type: ignore[list-item]
+
+
+def run_in_thread(action: Callable[[], object]) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+def test_the_reservation_of_a_deleted_user_ends(pool: HostPool) -> None:
+    class User:
+        pass
+
+    first, second = User(), User()
+    pool.release(pool)
+    pool.reserve(first, ALIGNMENT)
+    pool.reserve(second, ALIGNMENT)
+    second.cycle = second  # type: ignore[attr-defined]
+    del first, second
+    gc.collect()
+    assert pool.nbytes == 0
+
+
+def test_the_reservation_of_a_user_that_is_deleted_within_the_pool_ends_afterwards(pool: HostPool) -> None:
+    """The garbage collector may run within any call of the pool, and on a thread that does not hold the lock."""
+
+    class User:
+        pass
+
+    users = [User(), User(), User()]
+    pool.release(pool)
+    for user in users:
+        pool.reserve(user, ALIGNMENT)
+    del user
+
+    def delete_two() -> None:
+        users.pop()
+        run_in_thread(users.pop)
+        assert pool.reserved_for_others(None) == 3 * ALIGNMENT
+
+    store_with(pool, delete_two)
+    assert pool.reserved_for_others(None) == ALIGNMENT
+    users.clear()
+    assert pool.nbytes == 0
+
+
+def test_a_reservation_belongs_to_a_model(pool: HostPool) -> None:
+    class User:
+        pass
+
+    user, model = User(), User()
+    pool.reserve(user, 1, model)
+    assert pool.reserved_for_others(model) == 64 * ALIGNMENT
+    assert pool.reserved_for_others(user) == 65 * ALIGNMENT
+    pool.release(user)
+
+
+def test_memory_that_cannot_be_allocated_leaves_the_earlier_reservation(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(nbytes: int) -> None:
+        raise MemoryError(f"{nbytes} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_pool, "PinnedMemory", fail)
+        with pytest.raises(MemoryError, match=f"{100 * ALIGNMENT} bytes"):
+            pool.reserve(pool, 100 * ALIGNMENT)
+    assert pool.reserved_for_others(None) == 64 * ALIGNMENT
+    assert pool.store([torch.zeros(1)]) is not None
+
+
+def test_a_forked_process_has_an_empty_pool_of_its_own(pool: HostPool) -> None:
+    """Payloads of the parent process are not readable. The lock may be held by another thread during the fork."""
+    block, results = pool.store([torch.ones(1)]), SimpleQueue()
+    assert block is not None
+
+    def work() -> None:
+        results.put((pool.nbytes, pool.live_bytes))
+        own = pool.store([torch.full((1,), 2.0)])
+        results.put((pool.nbytes, pool.load(own, torch.device("cpu"))[0].item()))
+        try:
+            pool.load(block, torch.device("cpu"))
+        except RuntimeError as error:
+            results.put(str(error))
+
+    process = get_context("fork").Process(target=work)
+    store_with(pool, lambda: run_in_thread(process.start))
+    process.join(60)
+    assert process.exitcode == 0
+    assert results.get() == (0, 0)
+    assert results.get() == (64 * ALIGNMENT, 2.0)
+    assert "cannot be read in a forked process" in results.get()
+    assert pool.load(block, torch.device("cpu"))[0].item() == 1.0
 
 
 def test_the_pool_does_not_grow_under_live_payloads(pool: HostPool) -> None:

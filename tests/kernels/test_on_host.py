@@ -54,7 +54,6 @@ def test_host_restores_every_bit_of_every_layout(every_dtype: torch.dtype, layou
 def test_host_is_lossless_and_takes_no_options() -> None:
     codec = get_codec("host")
     assert codec.lossless
-    assert codec.in_host_memory
     assert codec.options == {}
     with pytest.raises(ValueError, match="codec 'host' has no option 'seed'"):
         get_codec("host", seed=1)
@@ -84,7 +83,6 @@ def test_a_codec_in_host_memory_declares_what_the_codec_does(name: str) -> None:
     assert (moved.lossless, moved.keeps_outliers, moved.option_names()) == (
         *(on_device.lossless, on_device.keeps_outliers, on_device.option_names()),
     )
-    assert (moved.in_host_memory, on_device.in_host_memory) == (True, False)
 
 
 def test_an_unknown_codec_before_host_is_named() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked_runs import run_forked
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "first_hour.ipynb"
 EXPECTED = {
@@ -60,11 +58,8 @@ def run_with_nbclient(folder: Path) -> tuple[list[str], str]:
 def run_in_python(folder: Path) -> tuple[list[str], str]:
     """Return the same as `run_with_nbclient`, without Jupyter."""
     (folder / "cells.json").write_text(json.dumps(code_cells()), encoding="utf-8")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", RUNNER, "cells.json", "shown.json"],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=280,
-    )  # fmt: skip
+    (folder / "runner.py").write_text(RUNNER, encoding="utf-8")
+    process = run_forked(folder / "runner.py", "cells.json", "shown.json", cwd=folder, ACCELERATE_USE_CPU="true")
     assert process.returncode == 0, process.stderr
     return json.loads((folder / "shown.json").read_text(encoding="utf-8")), process.stdout + process.stderr
 

@@ -123,9 +123,10 @@ def test_steps_before_the_policy_are_allowed_up_to_profile_steps(train, late_pol
     assert [event["fallback_steps"] for event in callback.history if event["event"] == "policy"] == [2]
 
 
-def test_a_run_that_ends_before_its_policy_is_an_error(train, late_policy):
-    with pytest.raises(UncoveredBlockError, match=r"ended after 1 step, before a policy was set.*profile_steps=2"):
-        train([AdaccCallback(**COVERED)], max_steps=1)
+def test_a_run_that_ends_before_its_policy_is_warned_about(train, late_policy, caplog):
+    """An error after the last step would be of no use: the steps up to `profile_steps` are allowed."""
+    train([AdaccCallback(**COVERED)], max_steps=1)
+    assert re.search(r"ended after 1 step, before a policy was set.*profile_steps=2", caplog.text)
 
 
 def test_a_profile_that_must_wait_longer_is_an_error(train, late_policy, monkeypatch):
@@ -168,6 +169,31 @@ def test_a_step_in_eval_mode_is_an_error_in_an_own_loop(make_model):
     step(session, model, optimizer, batch_of(32))
     model.eval()
     with pytest.raises(UncoveredBlockError, match=r"\(it is in eval mode\).*call model\.train\(\)"):
+        step(session, model, optimizer, batch_of(32))
+    assert session.is_closed
+
+
+@pytest.mark.parametrize("steps_inside", [True, False])
+def test_a_skipped_batch_is_no_error_but_an_update_without_a_forward_is_one(make_model, steps_inside):
+    model, other = make_model(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = AdaccSession(model, optimizer, **COVERED)
+    for number in range(4):
+        with session.step(batch_of(32)):
+            if number == 1:  # as a batch whose loss would be undefined
+                continue
+            model(**batch_of(32)).loss.backward()
+            if steps_inside:
+                optimizer.step()
+        if not steps_inside:
+            optimizer.step()
+    assert session.num_steps == 3
+    with pytest.raises(UncoveredBlockError, match="of the very model that the session was given"):  # noqa: PT012
+        with session.step(batch_of(32)):
+            other(**batch_of(32)).loss.backward()
+            if steps_inside:
+                optimizer.step()
+        optimizer.step()
         step(session, model, optimizer, batch_of(32))
     assert session.is_closed
 

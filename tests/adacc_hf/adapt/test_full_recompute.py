@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig
-from adacc_hf.adapt.phases import MOST_STEPS, FullRecompute, is_ready
+from adacc_hf.adapt import phases
+from adacc_hf.adapt.phases import MOST_STEPS, FullRecompute, skipped_on_any_rank
 from adacc_hf.artifacts.errors import UncalledBlocksError
 
 
-def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model):
+def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model, monkeypatch):
     """Waiting ends at MOST_STEPS with an error that says what to set."""
     model, tokens = make_model(), torch.arange(8)[None]
     waiting = FullRecompute(model, AdaccConfig())
@@ -16,11 +17,16 @@ def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model):
     model.transformer.h = blocks[:1]
     waiting.begin_step()
     model(tokens, labels=tokens).loss.backward()
-    assert not is_ready(waiting, MOST_STEPS - 1)
+    assert skipped_on_any_rank(waiting, MOST_STEPS - 1) == ["transformer.h.1"]
     with pytest.raises(UncalledBlocksError, match=f"not called by the last of {MOST_STEPS} steps"):
-        is_ready(waiting, MOST_STEPS)
+        skipped_on_any_rank(waiting, MOST_STEPS)
     model.transformer.h = blocks
     waiting.begin_step()
     model(tokens, labels=tokens).loss.backward()
-    assert is_ready(waiting, 0)
+    assert skipped_on_any_rank(waiting, 0) == []
+    # Another rank's batch may leave blocks out. All ranks have the same error.
+    monkeypatch.setattr(phases, "gather_from_all_ranks", lambda own: [own, ["transformer.h.1"], ["transformer.h.0"]])
+    assert skipped_on_any_rank(waiting, 0) == ["transformer.h.0", "transformer.h.1"]
+    with pytest.raises(UncalledBlocksError, match=r"transformer\.h\.0.*not called by the last of"):
+        skipped_on_any_rank(waiting, MOST_STEPS)
     waiting.remove()

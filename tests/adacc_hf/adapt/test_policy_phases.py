@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 import adacc_hf.adapt.policy_phases as phases_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccSession
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
@@ -354,15 +353,42 @@ def test_figures_that_are_not_measured_yet_are_left_out(recomputing, fake_profil
 
 def test_only_steps_that_do_more_than_train_may_be_reported(train, lossless, monkeypatch):
     """A normal step starts no thread."""
-    reports = []
-
-    @contextmanager
-    def record(phase, normal_seconds=0.0):
-        reports.append((phase, normal_seconds))
-        yield
-
-    monkeypatch.setattr(phases_module, "reported_if_slow", record)
+    reports = record_reports(monkeypatch)
     train([AdaccCallback(**lossless, tracking="off")], max_steps=8)
     task = "the first under a new policy, which checks the records of the blocks"
-    assert [phase for phase, _ in reports] == [f"step 1, {task}", f"step 2, {task}"]
-    assert all(normal_seconds > 0 for _, normal_seconds in reports), "a longer time than a normal step's"
+    assert [report.phase for report in reports] == [f"step 1, {task}", f"step 2, {task}"]
+    assert all(report.normal_seconds > 0 for report in reports), "a longer time than a normal step's"
+    assert [report.ends for report in reports] == [[False], [False]]
+
+
+def record_reports(monkeypatch):
+    """Return a list to which the reports of later steps are added. `ends` has True for an end with an error."""
+    reports = []
+
+    class Recorded:
+        def __init__(self, phase, normal_seconds):
+            self.phase, self.normal_seconds, self.ends = phase, normal_seconds, []
+            reports.append(self)
+
+        def end(self, has_failed=False):
+            self.ends.append(has_failed)
+
+    monkeypatch.setattr(phases_module, "SlowReport", Recorded)
+    return reports
+
+
+def test_a_report_ends_with_the_optimizers_step_outside_the_session(tiny_gpt2, token_batch, monkeypatch):
+    """What the loop does until the next micro-batch, such as an evaluation, is not part of the step."""
+    reports = record_reports(monkeypatch)
+    model, batch = tiny_gpt2(layers=2), token_batch(8, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = AdaccSession(model, optimizer, memory_budget=0.6, actions=("retain", "recompute"))
+    with session.micro_batch(batch):
+        model(**batch).loss.backward()
+    assert [report.ends for report in reports] == [[]]
+    optimizer.step()
+    assert [report.ends for report in reports] == [[False]]
+    with pytest.raises(KeyError), session.micro_batch(batch):
+        raise KeyError
+    assert [report.ends for report in reports] == [[False], [True]]
+    session.close()

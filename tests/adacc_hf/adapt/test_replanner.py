@@ -372,20 +372,40 @@ def test_comparing_a_gradient_is_no_call_of_the_block(model, batch, num_steps):
     assert [shape.num_calls for shape in known_shapes] == [num_steps + 2] * 2
 
 
-def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("full"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["torch", "allocator"],
+)
+def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog, error):
     """A comparison that runs out of memory is left out with a warning, and training continues."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     session.replanner.start_tracking(session.handle.plans)
     session.step()
 
     def full(*_):
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     monkeypatch.setattr(gradient_module, "NoTrace", full)  # around each run of the block
     tracking = session.replanner.finish_tracking()
     assert (tracking.gradients, bool(tracking.errors)) == ({}, True)
     assert "not enough memory to compare the gradient of transformer.h.0" in caplog.text
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
+
+
+@pytest.mark.parametrize("may_record", [False, True])
+def test_a_comparison_records_a_block_only_if_the_budget_has_room(model, batch, monkeypatch, caplog, may_record):
+    """A comparison may take a traced path without a tape, and recording a tape keeps all intermediates alive."""
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    session.replanner.start_tracking(session.handle.plans)
+    session.step()
+    session.handle.tape_cache.may_record = lambda: may_record
+    for strategy in session.handle.plans.strategies.values():
+        monkeypatch.setattr(strategy.entries, "latest", lambda key: None)
+        monkeypatch.setattr(strategy.entries, "expected_entry", lambda *_: None)
+    tracking = session.replanner.finish_tracking()
+    assert bool(tracking.gradients) == may_record
+    assert ("the budget has no room to record another traced path" in caplog.text) == (not may_record)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9], ids=["half-the-largest", "nine-tenths"])

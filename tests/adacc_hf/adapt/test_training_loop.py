@@ -1,9 +1,11 @@
 """TrainingLoop: the facts about a user's own loop, and the autocast around its forwards."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
 
 
 def autocast_state():
@@ -46,3 +48,14 @@ def test_a_forward_without_autocast_ends_that_of_earlier_ones():
     assert loop.autocast is None
     with loop.profiling():
         assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_adapter_is_shown_with_its_settings_and_its_policy():
+    adapter = SessionAdapter(None, None, {"memory_budget": 0.5, "head": "plain"})
+    assert repr(adapter) == "SessionAdapter(memory_budget=0.5, head='plain')"
+
+    class WithPolicy(SessionAdapter):
+        policy = SimpleNamespace(describe=lambda: "4 blocks")
+
+    assert repr(WithPolicy(adapter.config, None, {})) == "<WithPolicy(memory_budget=0.5, head='plain'): 4 blocks>"
+    assert repr(SessionAdapter(None, None, {})) == "SessionAdapter()"

@@ -11,9 +11,12 @@ from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import RETAIN, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.kernels._host_sizes import ALIGNMENT
 from adacc_hf.solve.simple_policies import policy_of_plans
 
 LINK = HostLink(to_host_bytes_per_ms=10.0, to_device_bytes_per_ms=5.0, copy_ms=1.0)
+ONE, FOUR = ALIGNMENT, 4 * ALIGNMENT
+"""Most bytes of the pool that a small payload of one tensor takes, and one of up to four tensors."""
 
 
 @pytest.fixture
@@ -42,9 +45,9 @@ def test_a_moved_payload_costs_its_bytes_over_the_bandwidth(kind):
     options = {option.codec: option for option in kind.codec_options(hidden)}
     assert list(options) == ["int8", "host", "int8+host"]
     host, after_int8 = options["host"], options["int8+host"]
-    assert (host.nbytes, host.host_bytes, host.staging_bytes) == (0, 100, 0)
+    assert (host.nbytes, host.host_bytes, host.staging_bytes) == (0, ONE, 0)
     assert (host.encode_ms, host.decode_ms, host.error, host.lossless) == (1 + 10, 1 + 20, 0.0, True)
-    assert (after_int8.nbytes, after_int8.host_bytes, after_int8.staging_bytes) == (0, 60, 60)
+    assert (after_int8.nbytes, after_int8.host_bytes, after_int8.staging_bytes) == (0, FOUR, 60)
     assert (after_int8.encode_ms, after_int8.decode_ms) == (2 + 1 + 6, 3 + 1 + 12)
     assert (after_int8.error, after_int8.options) == (options["int8"].error, options["int8"].options)
 
@@ -58,7 +61,7 @@ def test_without_a_link_or_for_other_values_nothing_moves(kind):
 def test_the_simulator_counts_payloads_on_the_device_only_while_they_are_copied(kind):
     plain, on_device = run_block(kind, plan_with(kind)), run_block(kind, plan_with(kind, hidden="int8"))
     moved, encoded = (run_block(kind, plan_with(kind, hidden=name)) for name in ("host", "int8+host"))
-    assert (plain.host_bytes, on_device.host_bytes, moved.host_bytes, encoded.host_bytes) == (0, 0, 100, 60)
+    assert (plain.host_bytes, on_device.host_bytes, moved.host_bytes, encoded.host_bytes) == (0, 0, ONE, FOUR)
     assert (plain.stored_bytes, on_device.stored_bytes) == (140, 100)
     assert (moved.stored_bytes, encoded.stored_bytes) == (40, 40)
     assert encoded.overhead_ms == on_device.overhead_ms + 1 + 6 + 1 + 12
@@ -75,14 +78,14 @@ def test_inputs_of_checkpointed_blocks_move_too(kind):
     kept = run_block(kind, checkpoint_plan(kind))
     moved = run_block(kind, checkpoint_plan(kind, {start.index: Choice.compress(options["host"])}))
     assert (kept.stored_bytes, kept.host_bytes) == (40, 0)
-    assert (moved.stored_bytes, moved.host_bytes) == (0, 40)
+    assert (moved.stored_bytes, moved.host_bytes) == (0, ONE)
     assert moved.overhead_ms == kept.overhead_ms + options["host"].encode_ms + options["host"].decode_ms
 
 
 def test_a_step_stores_the_payloads_of_all_blocks_at_its_peak(kind, profile_of):
     profile = profile_of([kind], [0, 0, 0])
     plans = [plan_with(kind, hidden="host"), plan_with(kind, hidden="int8+host", input="host"), plan_with(kind)]
-    assert simulate(profile, plans).host_bytes == 100 + (60 + 40)
+    assert simulate(profile, plans).host_bytes == ONE + (FOUR + ONE)
 
 
 def test_records_survive_their_files(kind, profile_of, tmp_path):
@@ -92,9 +95,9 @@ def test_records_survive_their_files(kind, profile_of, tmp_path):
     policy = policy_of_plans(profile, [plan_with(kind, hidden="host")])
     policy.save(tmp_path / "policy.json")
     assert Policy.load(tmp_path / "policy.json") == policy
-    assert policy.predicted_host_bytes == 100
+    assert policy.predicted_host_bytes == ONE
     assert "1 compress (1 in host memory)" in policy.summary()
-    assert "100 B in host memory" in policy.summary()
+    assert "512 B in host memory" in policy.summary()
 
 
 def test_the_limit_is_divided_among_the_first_blocks(kind, profile_of):

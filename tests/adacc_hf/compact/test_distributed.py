@@ -1,9 +1,7 @@
 """Two ranks on gloo train by CompAct as one process does on the whole batch. DDP exchanges the subspace alone."""
 
-import subprocess
-import sys
-
 import pytest
+from forked_runs import run_forked
 
 SETUP = """
 import torch
@@ -100,7 +98,6 @@ dist.destroy_process_group()
 def test_two_ranks_are_one_process(tmp_path, worker):
     script = tmp_path / "worker.py"
     script.write_text(worker)
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", str(script)]
-    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    process = run_forked(script, num_ranks=2)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("equal") == 2

@@ -7,7 +7,6 @@ compiled one by one, and share one graph.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_runs import run_forked
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -109,8 +109,7 @@ def run_rank(folder: Path) -> None:
 
 
 def test_two_ranks_train_as_under_the_plain_partition(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=280)
+    process = run_forked(__file__, str(tmp_path), num_ranks=2)
     assert process.returncode == 0, process.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for name in ("ddp", "fsdp2"):

@@ -59,6 +59,13 @@ def test_explanation_has_totals_over_calls_and_a_line_per_tensor(policy: Compile
     assert "region 2: partitioned by torch.compile: everything fits" in lines
 
 
+def test_explanation_fits_a_width_and_leaves_nothing_out(policy: CompiledPolicy) -> None:
+    narrow, wide = explain_compiled(policy, columns=60), explain_compiled(policy)
+    tables = [line for line in narrow.splitlines() if line.startswith("  ")]
+    assert max(map(len, tables)) <= 60 < max(len(line) for line in wide.splitlines() if line.startswith("  "))
+    assert sorted(narrow.split()) == sorted(wide.split())
+
+
 @pytest.mark.parametrize(
     ("allowed", "words"),
     [({"share": None}, "the least possible"), ({"share": None, "budget_bytes": 2048}, "each allowed 2.00 KiB")],
@@ -85,7 +92,10 @@ def test_report_of_nothing_compiled_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.png")) == []
 
 
-def test_command_tells_the_file_by_what_it_says_it_is(policy: CompiledPolicy, tmp_path: Path, capsys) -> None:
+def test_command_tells_the_file_by_what_it_says_it_is(
+    policy: CompiledPolicy, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "adacc_compiled.json"
     policy.save(file)
     assert main(["explain", str(file), "--html", str(tmp_path / "html")]) == 0

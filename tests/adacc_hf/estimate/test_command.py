@@ -1,5 +1,6 @@
 """The command `adacc plan`: its text and report, and refused options."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.cli import USER_ERROR, main
+from adacc_hf.estimate import command
 from adacc_hf.estimate.command import COMPUTED_IN
 from adacc_hf.estimate.fake_model import PRECISIONS
 from adacc_hf.estimate.plan_report import WIDTH
@@ -46,6 +48,10 @@ REFUSED = {
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
     ),
     "host bandwidth alone": (["--host-bandwidth", "25GB"], "--host-bandwidth=25GB needs --host-memory: pass both"),
+    "host bandwidth with measured rates": (
+        ["--host-memory", "64GiB", "--host-bandwidth", "25GB", "--profile", "profile.json"],
+        "--host-bandwidth=25GB has no effect with --profile, which has measured the rates",
+    ),
     "host memory of a CPU": (
         ["--device", "cpu", "--host-memory", "64GiB"],
         "--host-memory=64GiB: a CPU has no other memory",
@@ -137,6 +143,24 @@ def test_wrong_options_are_refused_before_torch_is_imported() -> None:
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [f"{USER_ERROR} False"] * len(wrong), process.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "own_message", "other_message"),
+    [
+        ("torchao", "Failed to load library.so: no CUDA", "incompatible torch version"),
+        ("torch.utils._pytree", "%s is an Enum subclass and is now natively supported", "%s cannot be registered"),
+    ],
+)
+def test_torchao_is_imported_silently_and_other_warnings_are_logged(name, own_message, other_message, monkeypatch):
+    logger, records = logging.getLogger(name), []
+    monkeypatch.setattr(logger, "callHandlers", records.append)
+    arguments = ["Kind"] if "%s" in own_message else []
+    with command._torchao_imported_silently():
+        logger.warning(own_message, *arguments)
+        logger.warning(other_message, *arguments)
+    logger.warning(own_message, *arguments)
+    assert [record.msg for record in records] == [other_message, own_message]
 
 
 def test_the_help_names_every_preset(capsys):

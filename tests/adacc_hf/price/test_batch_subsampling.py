@@ -75,7 +75,7 @@ def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
 
     The batch would then be recorded as a whole.
     """
-    batch = Batch({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
+    batch = Batch({"input_ids": torch.zeros(samples, tokens, dtype=torch.long, device="meta")})  # like a GPU's tensors
     parts, *smaller = ([part.tensors for part in each] for each in small_parts(batch))
     assert len(parts) == (2 if tokens == ALIGNED else 3)  # aligned lengths are not cut
     assert [len(others) for others in smaller] == ([6] if tokens in (33, 40, 100, 1040) else [])  # 3 lengths

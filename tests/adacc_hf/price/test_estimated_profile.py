@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.batch_subsampling import Batch, move_media_first, small_parts
 from adacc_hf.price.estimated_profile import describe_duration, estimate_profile, predict_duration
@@ -186,12 +187,15 @@ def fake_part(elements):
 
 def test_the_time_of_a_profile_is_told_in_seconds_and_steps(gpt2_like_profile):
     """The first part took 2 s and its step 100 ms. The other parts have 2 and 3 times its elements."""
-    first = replace(gpt2_like_profile(num_blocks=2), step_ms=100.0, other_heads=())
+    first = replace(gpt2_like_profile(num_blocks=2), step_ms=100.0, head_ms=2.0, other_heads=())
     parts, whole = [fake_part(n) for n in (16, 32, 48)], fake_part(160)
     seconds, num_steps = predict_duration(parts, whole, first, first_seconds=2.0)
     assert seconds == pytest.approx(2.0 + 2.5 * 0.1 * 5)
-    assert num_steps == pytest.approx(seconds / (0.75 * 0.1 * 10))
-    assert describe_duration(3, seconds, num_steps) == (
+    assert num_steps == pytest.approx(1e3 * seconds / ((plain_blocks_ms(first) + 2.0) * 10))
+    slow = replace(first, step_ms=200.0)
+    slow_seconds, slow_steps = predict_duration(parts, whole, slow, first_seconds=2.0)
+    assert slow_steps / slow_seconds == pytest.approx(num_steps / seconds), "the measured step records its memory"
+    assert describe_duration(3, 3.25, 4.3) == (
         "profiling takes about 3.2 s in all, as long as about 4 plain steps on this batch (estimated after 1 of 3 "
         "small parts of the batch)"
     )

@@ -1,12 +1,15 @@
-"""BlockExecutor: when it compares a call with its tape, and when it does not."""
+"""BlockExecutor: when it compares a call with its tape, and when it does not; calls that fill a table."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.adapt.coverage import refuse_fallbacks
+from adacc_hf.artifacts.errors import PolicyMismatchError, UncoveredBlockError
 from adacc_hf.run import block_executor
+from adacc_hf.run.entries import FILLED_TABLE, VARYING
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -42,3 +45,33 @@ def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_ba
         monkeypatch.setattr(block_executor, "is_being_captured", lambda: True)
         with pytest.raises(PolicyMismatchError, match="draws its dropout masks again"):
             model(**batch)
+
+
+def test_a_call_that_fills_a_table_is_a_transient_fallback(toy_model, toy_batch, run_steps, assert_same_steps):
+    """A call that fills a table keeps all tensors. The reason is not transient if each call fills the table."""
+
+    def forward(block, hidden):
+        if block.table is None:
+            block.table = torch.linspace(0, 1, hidden.shape[1])[:, None].cos()
+        return hidden + block.down((block.up(hidden) * block.table).tanh().exp())
+
+    def reset_tables():
+        for layer in model.layers:
+            layer.table = None
+
+    model, batch = toy_model(forward, setup=lambda block: setattr(block, "table", None)), toy_batch()
+    plain = run_steps(model, batch, 1)
+    reset_tables()
+    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "recompute")) as handle:
+        fallbacks = handle.tape_cache.fallbacks
+        for num_resets in (1, 2):
+            reset_tables()
+            for _ in range(2):
+                assert_same_steps(run_steps(model, batch, 1), plain)
+            assert fallbacks.counts == {FILLED_TABLE: 2 * num_resets}
+            refuse_fallbacks(AdaccConfig(on_uncovered="error"), fallbacks)
+        for _ in range(2):
+            reset_tables()
+            assert_same_steps(run_steps(model, batch, 1), plain)
+        with pytest.raises(UncoveredBlockError, match=VARYING):
+            refuse_fallbacks(AdaccConfig(on_uncovered="error"), fallbacks)

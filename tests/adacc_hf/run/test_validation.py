@@ -14,7 +14,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import SavedTensorMismatchError
 from adacc_hf.artifacts.polynomials import Polynomial
 from adacc_hf.run import validation
-from adacc_hf.run.entries import VARYING
+from adacc_hf.run.entries import DIVERGED
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.symbolic_tape import AGREED, SizeClassRecords
@@ -422,9 +422,9 @@ def test_other_operators_at_the_second_call_are_noticed(toy_model, run_steps, as
         # The second call differs from the tape; the next ones are recorded again and validated.
         for switch.is_on in (False, True, True, True):
             assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on][:1])
-        assert handle.tape_cache.fallbacks.counts[VARYING] == 2  # one call of each block
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 2  # one call of each block
         assert_same_steps(run_steps(model, batch, autocast=autocast), plain[True])
-        assert handle.tape_cache.fallbacks.counts[VARYING] == 2
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 2
 
 
 def test_other_operators_of_an_untraced_block_are_noticed_at_any_call(toy_model, run_steps, assert_same_steps, case):
@@ -441,7 +441,7 @@ def test_other_operators_of_an_untraced_block_are_noticed_at_any_call(toy_model,
             assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on])
         strategies = handle.plans.strategies.values()
         assert all("torch.compiler.disable" in strategy.known_shapes.untraced for strategy in strategies)
-        assert handle.tape_cache.fallbacks.counts[VARYING] > 2
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] > 2
 
 
 def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_same_steps, case, caplog):
@@ -479,7 +479,7 @@ def test_tensors_from_elsewhere_may_be_others(toy_model, run_steps, assert_same_
     with apply_policy(model, policy) as handle:
         for switch.is_on in (False, True, True, False, False, True, False):
             assert_same_steps(run_steps(model, batch, 1), plain[switch.is_on])
-        assert handle.tape_cache.fallbacks.counts[VARYING] == 0
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 0
 
 
 def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
@@ -512,7 +512,7 @@ def test_what_a_guard_sees_is_another_program(toy_model, run_steps, assert_same_
         for tokens, expected in [*zip((12, 13, 14), plain, strict=True)] * 2:
             assert_same_steps(run_steps(model, text(tokens)), expected)
         assert family in families_of(handle.tape_cache)
-        assert handle.tape_cache.fallbacks.counts[VARYING] == 0
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 0
     assert not [record for record in caplog.records if "at some sizes" in record.message]
 
 

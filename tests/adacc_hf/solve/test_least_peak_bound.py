@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
+from adacc_hf.solve.byte_prices import price_by_bytes
 from adacc_hf.solve.frontier import frontiers
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
@@ -79,7 +80,7 @@ def test_the_least_peak_is_that_of_the_head_that_needs_least(gpt2_like_profile, 
 def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_costs_time(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=3, attention=attention)
     profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
-    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
+    models = [price_by_bytes(build_block_model(kind, AdaccConfig())) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)
     trail = [oracle.peak_bytes(policy) for policy in local_search(oracle, models, columns, oracle.least_peak(columns))]
@@ -114,7 +115,7 @@ def test_a_comparison_of_the_least_peak_with_a_budget_is_exact(gpt2_like_profile
 
 def test_a_head_that_cannot_have_the_least_peak_is_not_searched(gpt2_like_profile, add_chunked_head, monkeypatch):
     searched = []
-    search = PolicySearch.least_peak_bytes.func
+    search = PolicySearch.least_peak_bytes.fget
     monkeypatch.setattr(
         PolicySearch, "least_peak_bytes", property(lambda self: searched.append(self.profile.head) or search(self))
     )
@@ -123,6 +124,7 @@ def test_a_head_that_cannot_have_the_least_peak_is_not_searched(gpt2_like_profil
     chunked = replace(chunked, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
     profile = replace(profile, other_heads=(chunked,))
     least_bytes = quick_least_policy(profile).predicted_peak_bytes
+    searched.clear()
     assert least_peak_bytes(profile, least_bytes) == least_bytes
     assert searched == ["chunked"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.run.entries import VARYING
+from adacc_hf.run.entries import DIVERGED, VARYING
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.guards import MOST_SHORT_LIVES
 
@@ -204,7 +204,7 @@ def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, pro
     start(toy)
     with apply_policy(toy, uniform_policy(profile, "recompute")) as handle:
         assert_same_steps(train(toy, batch, changes), plain)
-        assert handle.tape_cache.fallbacks.counts[VARYING] == 0
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 0
 
 
 def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, toy_batch, run_steps, assert_same_steps):
@@ -279,7 +279,7 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
         assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
         assert "num_calls" in strategy.known_shapes.untraced
-        assert handle.tape_cache.fallbacks.counts[VARYING] == 0
+        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 0
         assert strategy.entries.recorded[next(reversed(strategy.known_shapes))].known_shape.num_calls > 2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_runs import run_forked
 
 from adacc_hf import Profile
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
@@ -108,14 +109,9 @@ def test_two_ranks_agree(tmp_path, profile_of, tape_builder):
         profile_of([tape.kind()], [0], available_bytes=size, static_bytes=64 * (index + 1)).save(
             tmp_path / f"profile{index}.json"
         )
-    command = [sys.executable, __file__, str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    process = run_forked(__file__, str(tmp_path), num_ranks=2, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[2]), Path(sys.argv[1]))
+    run_rank(int(os.environ["RANK"]), Path(sys.argv[1]))

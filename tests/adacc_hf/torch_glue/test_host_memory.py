@@ -27,15 +27,20 @@ def test_other_devices_have_none(device):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """`machine(available, files)`: a machine with `available` bytes, and files of its container's limits."""
+    """`machine(available, files, own="")`: a machine with `available` bytes, files of its cgroups by path, and the text
+    `own` about the process's cgroups."""
 
-    def make(available, files):
+    def make(available, files, own=""):
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-        monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+        monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "cgroup")
+        monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         for name, text in files.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        if own:
+            (tmp_path / "own").write_text(own)
 
     return make
 
@@ -61,6 +66,43 @@ FIRST = {
 )
 def test_the_limit_of_a_container_counts(machine, available, files, expected):
     machine(available, files)
+    assert free_host_bytes() == expected
+
+
+def within(folder, files):
+    """Return `files` of the root cgroup as files of the cgroup `folder`, below the same hierarchy."""
+    return {
+        f"memory/{folder}/{name.removeprefix('memory/')}" if name.startswith("memory/") else f"{folder}/{name}": text
+        for name, text in files.items()
+    }
+
+
+JOB = "system.slice/slurm/job_7"
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "expected"),
+    [
+        pytest.param(within(JOB, SECOND), f"0::/{JOB}\n", 350, id="own limit"),
+        pytest.param(within(JOB, SECOND), f"0::/{JOB}/step_0/task_3\n", 350, id="limit of a parent"),
+        pytest.param(within(JOB, SECOND), "0::/user.slice\n", 5000, id="limit of others"),
+        pytest.param(within(JOB, SECOND), "", 5000, id="no own cgroup"),
+        pytest.param(
+            within(JOB, SECOND) | within("system.slice", SECOND | {"memory.max": "800\n"}),
+            f"0::/{JOB}\n",
+            150,
+            id="least",
+        ),
+        pytest.param(SECOND | within(JOB, SECOND | {"memory.max": "max\n"}), f"0::/{JOB}\n", 350, id="unlimited child"),
+        pytest.param(within("job", SECOND), "0::/../job\n", 350, id="other namespace"),
+        pytest.param(SECOND, "0::/docker/ab12\n", 350, id="path of the machine"),
+        pytest.param(within(JOB, FIRST), f"9:cpu,cpuacct:/x\n4:hugetlb,memory:/{JOB}\n0::/x\n", 700, id="version 1"),
+        pytest.param(FIRST, "4:memory:/docker/ab12\n", 700, id="version 1, path of the machine"),
+        pytest.param(within(JOB, FIRST), f"4:memory:/{JOB}/step_0\n", 700, id="version 1, parent"),
+    ],
+)
+def test_limits_on_the_process_and_its_parents_count(machine, files, own, expected):
+    machine(5000, files, own)
     assert free_host_bytes() == expected
 
 

@@ -13,6 +13,7 @@ from adacc_hf.torch_glue import progress
 from adacc_hf.torch_glue.progress import (
     PROFILING,
     SOLVING,
+    SlowReport,
     announce,
     interruption,
     interruptions_since,
@@ -77,24 +78,39 @@ def test_a_slow_phase_is_reported_while_it_lasts_and_at_its_end(monkeypatch, cap
 def test_a_fast_phase_is_not_reported(caplog) -> None:
     with reported_if_slow("solving"):
         pass
-    with reported_if_slow("a step", normal_seconds=60.0):
-        pass
+    SlowReport("a step", normal_seconds=60.0).end()
     assert not caplog.messages
 
 
 def test_the_first_report_of_a_step_comes_after_its_normal_time(monkeypatch, caplog) -> None:
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
-    with reported_if_slow("a step", normal_seconds=60.0):
-        time.sleep(0.05)
+    report = SlowReport("a step", normal_seconds=60.0)
+    time.sleep(0.05)
+    report.end()
     assert not caplog.messages
 
 
-def test_an_error_in_a_phase_ends_its_report(monkeypatch) -> None:
+def test_an_error_in_a_phase_ends_its_report(monkeypatch, caplog) -> None:
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
     num_threads = threading.active_count()
-    with pytest.raises(KeyError), reported_if_slow("solving"):
+
+    def fail() -> None:
+        time.sleep(0.05)
         raise KeyError
+
+    with pytest.raises(KeyError), reported_if_slow("solving"):
+        fail()
     assert threading.active_count() == num_threads
+    assert caplog.messages[-1] == "Adacc: solving: failed after 0 s"
+
+
+def test_a_report_ends_once(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+    report = SlowReport("a step")
+    time.sleep(0.05)
+    report.end()
+    report.end(has_failed=True)
+    assert [message for message in caplog.messages if " after " in message] == ["Adacc: a step: done after 0 s"]
 
 
 def test_an_interruption_is_timed_and_reported(monkeypatch, caplog) -> None:

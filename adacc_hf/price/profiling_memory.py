@@ -1,0 +1,107 @@
+"""Memory that profiling takes, predicted for the other parts of a batch from the profile of one small part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.memory_simulator import simulate
+from adacc_hf.artifacts.plans import recompute_plan
+from adacc_hf.artifacts.profile import Profile, Value
+from adacc_hf.artifacts.units import parse_bytes
+from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.torch_glue.batch_shapes import num_elements
+
+
+def peak_limit(config: AdaccConfig) -> int | None:
+    """Return the bytes that the peak of a step may take, or None if the budget is not a number of bytes.
+
+    With the budget "auto", profiling may take all memory of the device, and an error shows if that is not enough.
+    """
+    budget = config.memory_budget
+    if isinstance(budget, float) or budget == "auto":
+        return None
+    return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+
+
+FIRST_SHARE = 0.25
+"""Largest share of the batch's elements in the first part under a budget in bytes. Nothing predicts the memory of the
+first part. Up to this share, the first part of T5, GPT-2 and LLaMA takes less than the least peak of the batch."""
+
+
+def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[Batch]]:
+    """Return the lists of parts, each with a first part of at most `FIRST_SHARE` of the batch, if some list has one.
+
+    The smallest part of all lists replaces a larger first part.
+    """
+    smallest = min((parts[0] for parts in choices), key=lambda part: num_elements(part.shapes))
+    limit = FIRST_SHARE * num_elements(whole.shapes)
+    return [list(parts) if num_elements(parts[0].shapes) <= limit else [smallest, *parts[1:]] for parts in choices]
+
+
+def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]]) -> list[Batch]:
+    """Return the parts to profile, beginning with the first part of `choices[0]`, whose profile is `first`.
+
+    The other parts are from the first list of `choices` whose profiles are predicted to take at most `limit` bytes, or
+    from the last list.
+    """
+    profiled = choices[0][0]
+    for parts in choices:
+        others = [part for part in parts if part.shapes != profiled.shapes]
+        if parts is choices[-1] or all(profiling_bytes(first, profiled, part) <= limit for part in others):
+            break
+    return [profiled, *others]
+
+
+def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
+    """Predict the peak of profiling `other`, without prices, from `profile`, the profile of `part`.
+
+    Recording keeps all values that a block computes alive. The passes that measure memory recompute all blocks, and one
+    of them retains its activations. The prediction is an upper estimate: a dimension of a value counts as a length of
+    the batch if it is equal to one by chance, and parameters' gradients are scaled like activations.
+    """
+    growth = _Growth.between(part, other)
+    static_bytes = profile.static_bytes
+    bases = [block.forward_base_bytes - static_bytes for block in profile.blocks]
+    recorded = max(sum(growth.bytes_of(v) for v in kind.values if _is_computed(v)) for kind in profile.kinds)
+    retained = max(sum(growth.bytes_of(v) for v in kind.activations if v.saved) for kind in profile.kinds)
+    recomputed = simulate(profile, [recompute_plan(profile.kind_of(block)) for block in profile.blocks]).peak_bytes
+    return static_bytes + max(
+        int(growth.linear * max(bases)) + recorded,
+        int(growth.linear * (recomputed - static_bytes)) + retained,
+    )
+
+
+def _is_computed(value: Value) -> bool:
+    return value.producer is not None and value.shared is None
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """Ratios of the sizes of two parts of a batch."""
+
+    samples: float
+    """Ratio of the numbers of samples."""
+    lengths: Mapping[int, float]
+    """Ratio of the lengths of a sequence, by the length in the first part."""
+
+    @classmethod
+    def between(cls, part: Batch, other: Batch) -> _Growth:
+        lengths: dict[int, float] = {}
+        for before, after in zip(part.shapes, other.shapes, strict=True):
+            if len(before.size) == 2:
+                length = before.size[1]
+                lengths[length] = max(lengths.get(length, 0.0), after.size[1] / length)
+        return cls(other.num_samples / part.num_samples, lengths)
+
+    @property
+    def linear(self) -> float:
+        """Largest ratio of the bytes of a value that has the length of a sequence once, at least 1."""
+        return max(1.0, self.samples * max(self.lengths.values(), default=1.0))
+
+    def bytes_of(self, value: Value) -> int:
+        """Predict the bytes of a value in the other part, such as attention's scores, which have a length twice."""
+        ratios = [self.lengths[size] for size in value.shape if size in self.lengths]
+        return int(value.nbytes * (max(1.0, self.samples * prod(ratios)) if ratios else self.linear))

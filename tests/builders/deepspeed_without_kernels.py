@@ -1,0 +1,5 @@
+"""Import of DeepSpeed without its kernel for reductions at inference, which takes a minute to compile."""
+
+import deepspeed
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
