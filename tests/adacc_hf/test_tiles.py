@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts import tiles
 from adacc_hf.artifacts.errors import TilesError
-from adacc_hf.artifacts.plans import plain_plan, random_plan, recompute_plan
+from adacc_hf.artifacts.plans import random_plan, recompute_plan
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.price.model_recorder import ModelRecorder
 from adacc_hf.reports.explain import explain_policy
