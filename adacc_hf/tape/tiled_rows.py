@@ -11,7 +11,7 @@ in the parameter's dtype if that is wider, as in the chunked head (`head/chunked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +37,33 @@ _watcher: Callable[[str], None] | None = None
 measured."""
 
 
+Gradients = Callable[[Tensor, Sequence[Tensor], Tensor], tuple[Tensor | None, ...]]
+"""Function of (result, inputs, gradient of the result) that returns the gradient of each input, or None."""
+
+
+def _autograd_gradients(result: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(result, inputs, gradient, allow_unused=True)
+
+
+_gradient_function: Gradients = _autograd_gradients
+
+
+@contextmanager
+def gradients_by(function: Gradients) -> Iterator[None]:
+    """Compute the gradients of tiles by `function` inside the `with` block, for tensors that autograd's engine cannot
+    run backward on."""
+    global _gradient_function
+    before, _gradient_function = _gradient_function, function
+    try:
+        yield
+    finally:
+        _gradient_function = before
+
+
 @contextmanager
 def watching_tiles(watcher: Callable[[str], None]) -> Iterator[None]:
-    """While open, call `watcher` at the begin and end of each run over tiles, and in the backward of these runs."""
+    """Call `watcher` at the begin and end of each run over tiles that starts inside the `with` block, and of its
+    backward."""
     global _watcher
     before, _watcher = _watcher, watcher
     try:
@@ -97,7 +121,7 @@ def _forward_in_tiles(
     trainable = trainable_parameters(module)
     if not trainable and not args[0].requires_grad:
         return forward(*args)
-    return TiledModule.apply(TiledCall(module, forward, tuple(trainable), num_tiles), args[0], *trainable.values())
+    return TiledModule.apply(args[0], *trainable.values(), TiledCall(module, forward, tuple(trainable), num_tiles))
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -141,9 +165,11 @@ class TiledModule(Function):
     """Read by the recorder and the validator of tapes: the operators inside are not on the tape."""
 
     @staticmethod
-    def forward(ctx: Any, call: TiledCall, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, *parameters_and_call: Any) -> Tensor:
+        # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
+        *parameters, call = parameters_and_call
         ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
-        ctx.parameters = parameters
+        ctx.parameters = tuple(parameters)
         ctx.autocast = autocast_of()
         state = generator_state(rows.device)
         tiles = Tiles(rows, call.num_tiles)
@@ -171,7 +197,7 @@ class TiledModule(Function):
         call: TiledCall = ctx.call
         sums = GradientSums(ctx.parameters)
         tiles = Tiles(rows, call.num_tiles)
-        row_gradient = torch.empty_like(tiles.rows) if ctx.needs_input_grad[1] else None
+        row_gradient = torch.empty_like(tiles.rows) if ctx.needs_input_grad[0] else None
         gradient = gradient.reshape(len(tiles.rows), -1)
         drawing = draw_from_state(from_bytes(ctx.state), ctx.device)
         with _watched(ctx.watcher), autocast_as(ctx.autocast), drawing:
@@ -186,7 +212,7 @@ class TiledModule(Function):
                 if row_gradient is not None and part is not None:
                     tile.write(row_gradient, part)
                 del part
-        return (None, None if row_gradient is None else row_gradient.view(rows.shape), *sums.gradients())
+        return (None if row_gradient is None else row_gradient.view(rows.shape), *sums.gradients(), None)
 
 
 def backward_of_tile(
@@ -202,7 +228,7 @@ def backward_of_tile(
     with torch.enable_grad():
         result = call.on_parameters(dict(zip(call.names, detached, strict=True)), rows)
     inputs = [rows, *detached] if needs_row_gradient else detached
-    gradients = torch.autograd.grad(result, inputs, gradient.view(result.shape), allow_unused=True)
+    gradients = _gradient_function(result, inputs, gradient.view(result.shape))
     del result
     sums.add(gradients[1:] if needs_row_gradient else gradients)
     return gradients[0] if needs_row_gradient else None
