@@ -600,7 +600,7 @@ class Profile:
         if not any(num_tiles) and all(kind.tiles is None for kind in self.kinds):
             return self
         kinds: dict[tuple[int, int], KindProfile] = {}
-        chosen = []
+        keys = []
         for block, number in zip(self.blocks, num_tiles, strict=True):
             kind = self.kinds[block.kind]
             index = block.kind if not number or kind.tiles is not None else kind.tiled
@@ -614,12 +614,12 @@ class Profile:
                 kinds[key] = (
                     replace(self.kinds[index], tiled=None) if not number else self.kinds[index].in_tiles(number)
                 )
-            chosen.append(key)
+            keys.append(key)
         order = list(kinds)
         return replace(
             self,
             kinds=tuple(kinds.values()),
-            blocks=tuple(replace(block, kind=order.index(key)) for block, key in zip(self.blocks, chosen, strict=True)),
+            blocks=tuple(replace(block, kind=order.index(key)) for block, key in zip(self.blocks, keys, strict=True)),
         )
 
     @property

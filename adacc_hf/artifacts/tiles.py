@@ -61,15 +61,16 @@ class RowTiles:
 
     def forward_bytes(self, num_tiles: int) -> int:
         """Return the peak of the forward of one of `num_tiles` tiles. 0 for no tiles."""
-        return self._bytes(self.forward, num_tiles)
+        return _highest(self.forward, tile_rows(self.num_rows, num_tiles) if num_tiles else 0)
 
     def backward_bytes(self, num_tiles: int) -> int:
-        """Return the peak of the backward of one of `num_tiles` tiles. 0 for no tiles."""
-        return self._bytes(self.backward, num_tiles)
+        """Return the peak of the backward of one of `num_tiles` tiles. 0 for no tiles.
 
-    def _bytes(self, lines: tuple[Line, ...], num_tiles: int) -> int:
+        This is the second tile: during the first one, the sums of the parameters' gradients do not exist yet. Of two
+        tiles, the second may have a row less.
+        """
         rows = tile_rows(self.num_rows, num_tiles) if num_tiles else 0
-        return math.ceil(max(nbytes + per_row * rows for nbytes, per_row in lines)) if rows else 0
+        return _highest(self.backward, min(rows, self.num_rows - rows))
 
     def extra_ms(self, num_tiles: int, forward_ms: float, launch_ms: float) -> float:
         """Return the time by which a step with tiles is longer than plain training's.
@@ -77,6 +78,11 @@ class RowTiles:
         The module's forward (`forward_ms`) runs a second time, and each tile but one launches kernels again.
         """
         return forward_ms + PASSES_PER_TILE * (num_tiles - 1) * self.num_operators * launch_ms
+
+
+def _highest(lines: tuple[Line, ...], rows: int) -> int:
+    """Return the bytes of the highest of `lines` at a number of rows, or 0 without rows."""
+    return math.ceil(max(nbytes + per_row * rows for nbytes, per_row in lines)) if rows else 0
 
 
 def most_tiles(num_rows: int) -> int:

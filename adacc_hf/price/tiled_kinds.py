@@ -77,15 +77,15 @@ def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dic
     """Return the row-wise module of each kind of blocks that has one and may run it in tiles, by the kind's index."""
     modules: dict[int, RowWiseModule] = {}
     for block in {block.kind: block for block in reversed(recording.blocks)}.values():
-        found = row_wise_module(block.tape)
-        if found is None:
+        module = row_wise_module(block.tape)
+        if module is None:
             continue
-        owner = profiled.installation.modules[block_of_call(block.name)].get_submodule(found.path)
+        owner = profiled.installation.modules[block_of_call(block.name)].get_submodule(module.path)
         reason = refusal_of(owner)
         if reason is None:
-            modules[block.kind] = found
+            modules[block.kind] = module
         else:
-            log.info("Adacc: %s of block %s does not run in tiles: %s", found.path, block.name, reason)
+            log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
     return modules
 
 

@@ -55,16 +55,16 @@ def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int
     number = 2
     while not _fits(profile, plans, [min(number, each) for each in most], budget_bytes):
         number *= 2
-    chosen = [min(number, each) for each in most]
-    for index, each in enumerate(chosen):
+    counts = [min(number, each) for each in most]
+    for index, each in enumerate(counts):
         fewer = 2
         while fewer < each:
-            numbers = [*chosen[:index], fewer, *chosen[index + 1 :]]
+            numbers = [*counts[:index], fewer, *counts[index + 1 :]]
             if _fits(profile, plans, numbers, budget_bytes):
-                chosen = numbers
+                counts = numbers
                 break
             fewer *= 2
-    return profile.with_tiles(chosen), _with_tiles(plans, chosen)
+    return profile.with_tiles(counts), _with_tiles(plans, counts)
 
 
 def _fits(profile: Profile, plans: Sequence[Plan], num_tiles: Sequence[int], budget_bytes: int) -> bool:

@@ -18,8 +18,8 @@ from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, leaves, ten
 from adacc_hf.torch_glue.private import OpOverload, op_name
 
 LEAST_INNER_SHARE = 3
-"""Least bytes of a module's inner tensors, relative to the bytes of its result. Tiles of a norm, or of one linear layer,
-would save little memory."""
+"""Least bytes of a module's inner tensors, relative to the bytes of its result. Tiles of a single linear layer would
+save little memory."""
 PRODUCTS = ("mm", "addmm")
 """Operators of linear layers. A module without them, such as an activation function, is not worth running in tiles."""
 
@@ -45,8 +45,8 @@ def row_wise_module(tape: Tape) -> RowWiseModule | None:
     """
     if tape.untrusted is not None:
         return None
-    found = [module for path in _module_paths(tape) if (module := _check_module(tape, path)) is not None]
-    return max(found, key=lambda module: module.inner_bytes, default=None)
+    modules = [module for path in _module_paths(tape) if (module := _check_module(tape, path)) is not None]
+    return max(modules, key=lambda module: module.inner_bytes, default=None)
 
 
 def _module_paths(tape: Tape) -> list[str]:
@@ -66,18 +66,18 @@ def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
         return None
     if not any(isinstance(op.target, OpOverload) and op_name(op.target) in PRODUCTS for op in own):
         return None
-    made = {value for operator in own for value in operator.results()}
+    own_values = {value for operator in own for value in operator.results()}
     read_outside = [op.inputs() for op in tape.operators if op.index not in indices]
-    results = made.intersection(*[set().union(*read_outside)])
+    results = own_values.intersection(*[set().union(*read_outside)])
     result = results.pop() if len(results) == 1 else _last_result(own[-1]) if not results else None
-    inputs = [value for operator in own for value in operator.inputs() if value not in made]
+    inputs = [value for operator in own for value in operator.inputs() if value not in own_values]
     tokens = {value for value in inputs if not _is_state_of(tape, value, path) and not tape.is_generator_state(value)}
     if result is None or len(tokens) != 1:
         return None
     rows = _Rows(tape, tokens.pop(), own)
     if rows.number < 2 or not all(map(rows.follow, own)) or result not in rows.widths:
         return None
-    inner_bytes = sum(tape.values[value].nbytes for value in made if value != result and value in rows.widths)
+    inner_bytes = sum(tape.values[value].nbytes for value in own_values if value != result and value in rows.widths)
     if inner_bytes < LEAST_INNER_SHARE * tape.values[result].nbytes:
         return None
     return RowWiseModule(path=path, num_rows=rows.number, inner_bytes=inner_bytes, operators=indices)
@@ -147,8 +147,8 @@ class _Rows:
         if not is_plain or self._input in changed:
             return False
         splits = [self.split(ref) for ref in refs]
-        known = [split for split in splits if split is not None]
-        if len(known) != len(splits) or not _is_row_wise(operator, refs, known, self._results(operator)):
+        row_splits = [split for split in splits if split is not None]
+        if len(row_splits) != len(splits) or not _is_row_wise(operator, refs, row_splits, self._results(operator)):
             return False
         return all(map(self._add, operator.results()))
 

@@ -114,7 +114,7 @@ def _is_foreign(hook: Any) -> bool:
 def _forward_in_tiles(
     module: nn.Module, forward: Callable[..., Tensor], num_tiles: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Run `forward`, the forward of `module`, in tiles. If the call is not of one tensor in training, run it plainly."""
+    """Run `forward`, the forward of `module`, in tiles. If the call is not of one tensor in training, run it whole."""
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
     if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
         return forward(*args, **kwargs)
@@ -298,11 +298,11 @@ class Tiles:
         return Tile(self, 0).rows
 
     def empty(self, part: Any) -> Tensor:
-        """Return an uninitialized matrix for the module's results on all rows. `part` is the result on the first tile."""
+        """Return an uninitialized matrix for the module's results on all rows. `part` is the first tile's result."""
         expected = (*self.outer, min(self.size, len(self.rows)))
         if not isinstance(part, Tensor) or tuple(part.shape[:-1]) != expected:
             raise TilesError(
-                f"a module returned {type(part).__name__} for a tile of {expected[-1]} rows, not a tensor with as many: "
+                f"a module returned {type(part).__name__} for a tile of {expected[-1]} rows, not as many rows: "
                 f'leave "tile" out of AdaccConfig(actions=...)'
             )
         return part.new_empty(len(self.rows), part.shape[-1])
