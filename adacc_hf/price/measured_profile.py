@@ -153,6 +153,7 @@ def _measure_blocks(
 
 def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[KindProfile]:
     """Measure the memory of all kinds of a recording, and return the kinds."""
+    profiled.installation.expect(block.name for block in recording.blocks)
     groups = _watched_groups(recording) if profiled.measurement.watches_one_block else [tuple(recording.watched_names)]
     return _measure_blocks(profiled, batch, recording, groups)[0].kinds
 

@@ -200,7 +200,8 @@ class ModelRecorder:
         """Run one forward, and record every block and the tensors that the rest of the model saves."""
         model = profiled.model
         self.is_sharded = is_sharded(model)
-        profiled.installation.begin_step()
+        # An earlier recording may have set later calls of blocks in a step. The strategy below records all calls.
+        profiled.installation.expect(profiled.installation.blocks)
         for name, function in profiled.installation.blocks.items():
             function.strategy = RecordingStrategy(name, self)
         state_keys = {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}

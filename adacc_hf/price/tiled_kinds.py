@@ -75,18 +75,19 @@ def with_tiled_kinds(
 
 def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dict[int, RowWiseModule]:
     """Return the row-wise module of each kind of blocks that has one and may run it in tiles, by the kind's index."""
-    modules: dict[int, RowWiseModule] = {}
-    for block in {block.kind: block for block in reversed(recording.blocks)}.values():
-        module = row_wise_module(block.tape)
+    tapes = {block.kind: block.tape for block in recording.blocks}
+    modules = {kind: row_wise_module(tape) for kind, tape in tapes.items()}
+    refusals: set[int] = set()
+    for block in recording.blocks:
+        module = modules[block.kind]
         if module is None:
             continue
         owner = profiled.installation.modules[block_of_call(block.name)].get_submodule(module.path)
         reason = refusal_of(owner)
-        if reason is None:
-            modules[block.kind] = module
-        else:
+        if reason is not None:
             log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
-    return modules
+            refusals.add(block.kind)
+    return {kind: module for kind, module in modules.items() if module is not None and kind not in refusals}
 
 
 def _row_tiles(module: RowWiseModule, memory: TileMemory, tape: Tape) -> RowTiles:

@@ -321,10 +321,26 @@ _PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
 """Traced paths of the modules that ran in tiles."""
 
 
+@contextmanager
+def _without_own_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove this package's forward hooks from the modules inside `module` inside the `with` block."""
+    tables = [hooks(child) for child in module.modules() for hooks in (forward_pre_hooks, forward_hooks)]
+    own = [(table, {key: hook for key, hook in table.items() if not _is_foreign(hook)}) for table in tables if table]
+    for table, hooks in own:
+        for key in hooks:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in own:
+            table.update(hooks)
+
+
 def _path_of(call: TiledCall, rows: Tensor) -> Any:
     """Return the key of the Python code that the module runs (`tape/guards.py`), the same in forward and backward."""
     paths = _PATHS.get(call.module)
     if paths is None:
         paths = _PATHS[call.module] = BlockPaths(call.module)
-    with without_modes(), torch.enable_grad():  # a recorder must not see how Dynamo reads the module
+    # A recorder must not see how Dynamo reads the module, nor Dynamo the recorder's hooks, which are gone in backward.
+    with without_modes(), _without_own_hooks(call.module), torch.enable_grad():
         return paths.key(call.forward, (rows.detach().requires_grad_(),))

@@ -7,7 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
@@ -93,7 +93,12 @@ def tiled_policy(profile, num_tiles, plan_of=recompute_plan):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5", "lora", "llama-bf16", "llama-autocast"])
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),  # a search for a smaller example would take minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     num_tiles=st.integers(2, 40),
     num_samples=st.integers(1, 3),
@@ -106,13 +111,15 @@ def test_gradients_and_peaks_are_those_of_plain_training(
 ):
     model, batch = build(name, tiny_gpt2, tiny_llama), batch_of(num_samples, length, seed)
     autocast = name == "llama-autocast"
+    is_half = autocast or name == "llama-bf16"
+    if is_half:  # products of one to three rows run in other kernels, with other scratch memory
+        num_tiles = min(num_tiles, num_samples * length // 4)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
         profile = profile_model(model, batch, LOSSLESS)
     expected = gradients_of(model, batch, autocast, steps)
     generator = random.Random(seed)
     plan_of = partial(random_plan, generator=generator, allowed=list(Action), lossless=True, checkpoint_share=0.0)
     policy = tiled_policy(profile, num_tiles, plan_of)
-    is_half = autocast or name == "llama-bf16"
     with apply_policy(model, policy):
         for _ in range(3):  # recorded, validated, and neither
             gradients = gradients_of(model, batch, autocast, steps)
@@ -188,9 +195,9 @@ def test_hooks_on_parameters_run_once_for_the_whole_gradient(one_thread, few_row
 
 def test_a_module_with_hooks_inside_runs_whole(few_rows, tiny_llama):
     model, batch = tiny_llama(intermediate_size=128), batch_of(2, 16)
-    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *call: None)
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *call: None)
     profile = profile_model(model, batch, LOSSLESS)
-    assert [profile.kind_of(block).tiled is None for block in profile.blocks] == [True, False]
+    assert all(kind.tiled is None for kind in profile.kinds), "both blocks are of one kind"
 
 
 def test_a_hook_that_appears_in_training_runs_once_per_call(one_thread, few_rows, tiny_llama):
@@ -236,18 +243,15 @@ def test_short_batches_are_profiled_without_tiles(tiny_llama, monkeypatch):
 def test_the_solver_uses_tiles_only_where_they_are_allowed_and_needed(few_rows, tiny_budgets, tiny_llama, tmp_path):
     model, batch = tiny_llama(intermediate_size=512, layers=4), batch_of(1, 64)
     profile = profile_model(model, batch, AdaccConfig())
-    budgets = range(profile.static_bytes, 2 * profile.static_bytes, profile.static_bytes // 16)
     least = {}
     for config in (EXACT, LOSSLESS):
-        for budget in budgets:
-            try:
-                policy = solve_policy(profile, budget, config)
-            except ValueError:
-                continue
-            least.setdefault(config, policy)
-            assert config is LOSSLESS or not any(policy.tilings)
-            assert policy.predicted_peak_bytes <= budget
+        for factor in (1.3, 1.1, 1.0):
+            budget = int(factor * _least(profile, config))
+            least[config] = solve_policy(profile, budget, config)
+            assert config is LOSSLESS or not any(least[config].tilings)
+            assert least[config].predicted_peak_bytes <= budget
     with_tiles, without = least[LOSSLESS], least[EXACT]
+    assert any(with_tiles.tilings)
     assert with_tiles.predicted_peak_bytes < without.predicted_peak_bytes
     assert not any(solve_policy(profile, 2**40, LOSSLESS).tilings), "plain training fits"
     policy = Policy.from_json(with_tiles.to_json(), "test")
