@@ -85,7 +85,7 @@ def examine_blocks(run: Path) -> list[Finding]:
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.reports.explain import describe_calls
 
-    profile = Profile.load(run / PROFILE_FILE)
+    profile = Profile.load(run / PROFILE_FILE).untiled
     findings = []
     for index, kind in enumerate(profile.kinds):
         names = [block.name for block in profile.blocks if block.kind == index]

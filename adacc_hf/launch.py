@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from adacc_hf.artifacts.config import AdaccConfig, parse_budget
+from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.child_process import NOT_EXECUTABLE, NOT_FOUND, run_child
 
 NOT_TRAINED = 2
@@ -110,7 +111,7 @@ def config_of(arguments: argparse.Namespace) -> AdaccConfig:
                 f'--lossless: head="chunked" in {arguments.config} changes the rounding of loss and gradients: set '
                 f'head="auto", or leave out --lossless'
             )
-        config = config.with_overrides(actions=tuple(name for name in config.actions if name != "compress"))
+        config = config.with_overrides(actions=tuple(name for name in config.actions if name not in ("compress", TILE)))
     return config
 
 

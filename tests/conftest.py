@@ -205,3 +205,12 @@ def _own_names(path: Path) -> set[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
             names.add(node.attr)
     return names - {attribute for _, attribute in ATTRIBUTES}
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Consider tiles from 8 rows (tokens) on, and tiles of 2 rows or more."""
+    from adacc_hf.artifacts import tiles
+
+    monkeypatch.setattr(tiles, "MIN_ROWS", 8)
+    monkeypatch.setattr(tiles, "MIN_TILE_ROWS", 2)

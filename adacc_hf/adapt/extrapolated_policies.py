@@ -255,4 +255,5 @@ def _is_policy_for(policy: Policy, profile: Profile) -> bool:
 
     Blocks may run different operators on a batch of one sample.
     """
-    return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)
+    pairs = [(block, policy.plan_of(block.name)) for block in profile.blocks]
+    return all(plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs)

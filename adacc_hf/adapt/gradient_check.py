@@ -257,8 +257,8 @@ def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
 
     A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
     """
-    profile = profile.with_head(policy.head)
     plans = [policy.plan_of(block.name) for block in profile.blocks]
+    profile = profile.with_head(policy.head).under(plans)
     peaks: dict[str, int] = {}
     """Peak by the label of the timeline's event, in the order of the step."""
     for label, live in simulate(profile, plans).timeline:

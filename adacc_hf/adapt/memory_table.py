@@ -172,7 +172,8 @@ def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
     plans = dict(policy.blocks)
     for block in profile.blocks:
         if block.name in plans:
-            blocks.setdefault((block.kind, plans[block.name]), []).append(block.name)
+            number = profile.kind_index(block, policy.plan_of(block.name))
+            blocks.setdefault((number, plans[block.name]), []).append(block.name)
     rows = []
     for (number, plan_number), names in blocks.items():
         kind, plan = profile.kinds[number], policy.plans[plan_number]

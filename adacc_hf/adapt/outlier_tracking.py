@@ -73,7 +73,7 @@ class Observation:
 
     def by_name(self, profile: Profile) -> Observation:
         """Return the measurements with names as keys instead of the indices of `profile`, for all blocks."""
-        blocks = [(block.kind, block.name) for block in profile.blocks]
+        blocks = [(kind, block.name) for block in profile.blocks for kind in profile.kinds_of(block)]
         return self._with_keys(_tracked_activations(profile), blocks)
 
     def for_profile(self, profile: Profile) -> Observation:
@@ -81,7 +81,7 @@ class Observation:
 
         Blocks and activations that `profile` lacks are left out.
         """
-        blocks = [(block.name, block.kind) for block in profile.blocks]
+        blocks = [(block.name, kind) for block in profile.blocks for kind in profile.kinds_of(block)]
         return self._with_keys([(names, numbers) for numbers, names in _tracked_activations(profile)], blocks)
 
     def _with_keys(self, activations: Iterable[tuple[Any, Any]], blocks: Iterable[tuple[Any, Any]]) -> Observation:
@@ -107,9 +107,10 @@ class Observation:
 def _tracked_activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
     """Yield (indices, names) of each activation of each block, for a tracking step."""
     for block in profile.blocks:
-        kind = profile.kinds[block.kind]
-        for value, name in zip(kind.values, kind.names, strict=True):
-            yield (block.kind, value.index), (block.name, name)
+        for index in profile.kinds_of(block):
+            kind = profile.kinds[index]
+            for value, name in zip(kind.values, kind.names, strict=True):
+                yield (index, value.index), (block.name, name)
 
 
 def _worst_errors(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:

@@ -153,7 +153,7 @@ def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
     than by the profile `before`."""
     bound = error_bound(config)
     kinds = [_freed_by_new_codecs(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
-    return sum(kinds[block.kind] for block in after.blocks)
+    return sum(max(kinds[kind] for kind in after.kinds_of(block)) for block in after.blocks)
 
 
 def _freed_by_new_codecs(before: KindProfile, after: KindProfile, bound: float | None) -> int:
@@ -174,8 +174,8 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
     """Return a copy of `policy` with the same actions, and with the outlier channels and predictions of `profile`."""
     plans = []
     for block in profile.blocks:
-        kind = profile.kinds[block.kind]
         plan = policy.plan_of(block.name)
+        kind = profile.kinds[profile.kind_index(block, plan)]
         choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
         plans.append(replace(plan, choices=choices))
     facts = dict(policy.facts)
@@ -192,10 +192,12 @@ def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[st
     bound = error_bound(config)
     names: dict[str, None] = {}
     for block in profile.blocks:
-        kind = profile.kinds[block.kind]
-        for value, choice in policy.plan_of(block.name).choices:
-            if choice.codec is not None and not _may_use_codec(kind.codec_options(value), choice.codec, bound):
-                names[full_name(profile, (block.kind, value))] = None
+        plan = policy.plan_of(block.name)
+        index = profile.kind_index(block, plan)
+        for value, choice in plan.choices:
+            options = profile.kinds[index].codec_options(value)
+            if choice.codec is not None and not _may_use_codec(options, choice.codec, bound):
+                names[full_name(profile, (index, value))] = None
     return list(names)
 
 

@@ -155,18 +155,19 @@ def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset
         (block.name, profile.kinds[kind].names[value], codec)
         for block in profile.blocks
         for kind, value, codec in options
-        if kind == block.kind
+        if kind in profile.kinds_of(block)
     )
 
 
 def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
     """Return the codec options of `profile` that are switched off in any block of their kind."""
     options = set()
-    for block in profile.blocks if switched_off else ():
-        kind = profile.kinds[block.kind]
+    pairs = [(block, index) for block in profile.blocks for index in profile.kinds_of(block)]
+    for block, index in pairs if switched_off else ():
+        kind = profile.kinds[index]
         for value, name in zip(kind.values, kind.names, strict=True):
             options |= {
-                (block.kind, value.index, option.codec)
+                (index, value.index, option.codec)
                 for option in value.codecs
                 if (block.name, name, option.codec) in switched_off
             }
@@ -177,7 +178,7 @@ def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[Option
     """Return all lossy codec options of the kinds of `blocks`, and the INT8 option, which `with_finer` may add."""
     return frozenset(
         (index, value.index, codec)
-        for index in {block.kind for block in profile.blocks if block.name in blocks}
+        for index in {kind for block in profile.blocks if block.name in blocks for kind in profile.kinds_of(block)}
         for value in profile.kinds[index].values
         for option in value.codecs
         if not option.lossless

@@ -134,8 +134,8 @@ class Replanner:
         If `every_kind` is True, gradients are compared in one block of each kind that compresses with loss.
         """
         self._plans, self._measurements = plans, Measurements()
-        for block in self.profile.blocks:
-            plans.strategies[block.name].wrap_codec = self._codec_wrapper(block.kind)
+        for name, kind in self._kinds.items():
+            plans.strategies[name].wrap_codec = self._codec_wrapper(kind)
         names = self._sample_names(every_kind) if self.config.guard else []
         self._samples = {name: BlockSample(plans.strategies[name]) for name in names}
         self.num_tracked += 1
@@ -151,7 +151,7 @@ class Replanner:
         own_observation = self._measurements.read(gradients, degrading_codecs)
         observation = Observation.merged(gather_from_all_ranks(own_observation))
         kinds = {kind for kind, _, _ in observation.degrading_codecs}
-        degraded = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
+        degraded = [name for name, kind in self._kinds.items() if name in self._samples and kind in kinds]
         self._degraded_blocks = degraded or self._degraded_blocks
         self.cancel_tracking()
         return observation.by_name(self.profile)
@@ -256,6 +256,12 @@ class Replanner:
         for strategy in self._plans.strategies.values() if self._plans is not None else ():
             strategy.wrap_codec = None
 
+    @property
+    def _kinds(self) -> dict[str, int]:
+        """Index of the kind that each block has under the policy, by the block's name."""
+        blocks = self.profile.blocks
+        return {block.name: self.profile.kind_index(block, self.policy.plan_of(block.name)) for block in blocks}
+
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
@@ -266,7 +272,7 @@ class Replanner:
         """
         names = self.lossy_blocks()
         if every_kind:
-            kinds = {block.name: block.kind for block in self.profile.blocks}
+            kinds = self._kinds
             suspects = [name for name in self._degraded_blocks if name in names]
             return list({kinds[name]: name for name in reversed([*suspects, *names])}.values())
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
@@ -286,7 +292,7 @@ class Replanner:
         rank, all ranks search for the codecs, because a block with collectives has to run on all ranks.
         """
         bound = gradient_bound(self.config)
-        kinds = {block.name: block.kind for block in self.profile.blocks}
+        kinds = self._kinds
         errors_by_kind: dict[int, list[GradientError]] = {}
         degrading_codecs: set[OptionKey] = set()
         for name, sample in self._samples.items():

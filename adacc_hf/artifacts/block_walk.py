@@ -201,7 +201,8 @@ class BlockWalk:
         return BlockOutcome(
             stored_bytes=sum(self.roots.values()),
             shared=frozenset(self.shared),
-            overhead_ms=sum(event.operator.ms for event in events if event.operator is not None)
+            overhead_ms=self.kind.extra_ms
+            + sum(event.operator.ms for event in events if event.operator is not None)
             + sum(option.encode_ms + option.decode_ms for option in compressed),
             live_bytes=sum(
                 n for v, n in self.roots.items() if self._is_compressed(v) or not self.kind.values[v].cached

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacc_hf.artifacts.policy import HEADS, Action
+from adacc_hf.artifacts.tiles import TILE, most_tiles
 from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
 from adacc_hf.kernels._host_names import is_on_host
 
@@ -73,10 +74,12 @@ class AdaccConfig:
     """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
     profile does not measure. On a GPU, another 10 % is reserved for fragmentation of torch's allocator
     (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation."""
-    actions: tuple[str, ...] = ("retain", "compress", "recompute")
-    """Actions that the solver may choose. Without "compress", training is bit-equal to plain training. Dropout masks
-    may always be stored as bits, which is lossless. With "recompute", dropout masks may also be drawn again from the
-    generator's state, and torch's checkpoint may run whole blocks."""
+    actions: tuple[str, ...] = ("retain", "compress", "recompute", "tile")
+    """Actions that the solver may choose. Without "compress" and "tile", training is bit-equal to plain training.
+    Dropout masks may always be stored as bits, which is lossless. With "recompute", dropout masks may also be drawn
+    again from the generator's state, and torch's checkpoint may run whole blocks. With "tile", a part of a block that
+    treats each token alone, such as an MLP, may run a few tokens at a time, in micro-batches of 4096 tokens or more.
+    Gradients then differ from plain training's by the order of sums."""
     codecs: tuple[str, ...] | None = None
     """Names of the allowed codecs (`list_codecs()`). None selects codecs by the kind of layer (paper, section 3.2)."""
     host_memory: str | float | int | None = None
@@ -230,6 +233,17 @@ class AdaccConfig:
             return (self.head,)
         return HEADS if "compress" in self.actions and self.max_error != 0 else ("plain",)
 
+    @property
+    def allows_tiles(self) -> bool:
+        """True if row-wise modules may run in tiles. Like a chunked head, this changes the order of sums."""
+        return TILE in self.actions and self.max_error != 0
+
+    def for_rows(self, num_rows: int) -> AdaccConfig:
+        """Return the config for a micro-batch of `num_rows` tokens: without tiles if these are few."""
+        if TILE not in self.actions or most_tiles(num_rows):
+            return self
+        return replace(self, actions=tuple(name for name in self.actions if name != TILE))
+
     def host_limit(self, free_bytes: int) -> int:
         """Return the limit in bytes on payloads in host memory, of which `free_bytes` are free for this process. Return
         0 if no payload may be stored there."""
@@ -243,7 +257,8 @@ class AdaccConfig:
 
     @property
     def parsed_actions(self) -> frozenset[Action]:
-        return frozenset(Action(name) for name in self.actions)
+        """The actions on activations among `actions`."""
+        return frozenset(Action(name) for name in self.actions if name != TILE)
 
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
         """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
@@ -363,7 +378,7 @@ def _store_tuple(config: AdaccConfig, name: str) -> None:
 
 
 def _check_actions(actions: tuple[str, ...]) -> None:
-    allowed = [action.value for action in Action]
+    allowed = [*(action.value for action in Action), TILE]
     unknown = next((name for name in actions if name not in allowed), None)
     if unknown is not None:
         closest = get_close_matches(unknown, allowed, n=1)
@@ -379,7 +394,7 @@ def _check_actions(actions: tuple[str, ...]) -> None:
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
     """Return the actions `names` and "retain", for an error message. Each misspelled name is replaced by the closest
     action."""
-    allowed = [action.value for action in Action]
+    allowed = [*(action.value for action in Action), TILE]
     closest = {match for name in names for match in get_close_matches(name, allowed, n=1)}
     return tuple(name for name in allowed if name in closest or name == Action.RETAIN.value)
 

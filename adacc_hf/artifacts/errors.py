@@ -101,6 +101,11 @@ class ChunkedHeadError(AdaccError, RuntimeError):
     """Error raised if an operation on a chunked head needs the full logits."""
 
 
+class TilesError(AdaccError, RuntimeError):
+    """Error raised if a module that runs in tiles does not compute each row from that row alone, or computes something
+    else in backward than in forward."""
+
+
 class NestedHooksError(AdaccError, RuntimeError):
     """Error raised if another pair of saved-tensor hooks is active around or inside a block. torch would call only the
     innermost pair."""

@@ -45,6 +45,7 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
 
     Raises ValueError for a plan that cannot be executed.
     """
+    profile = profile.under(plans)
     outcomes: dict[tuple[int, Plan], BlockOutcome] = {}
     for block, plan in zip(profile.blocks, plans, strict=True):
         if (block.kind, plan) not in outcomes:

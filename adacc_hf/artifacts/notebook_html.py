@@ -71,6 +71,7 @@ def policy_map_html(policy: Policy, profile: Profile) -> str:
 
     `policy` and `profile` belong together (`reports.explain.check_belongs`).
     """
+    profile = profile.under([policy.plans[index] for _, index in policy.blocks])
     kinds = {name: block.kind for block, (name, _) in zip(profile.blocks, policy.blocks, strict=True)}
     plans_of_kind: dict[int, dict[str, Plan]] = {}
     for index, plan in enumerate(policy.plans):
@@ -105,12 +106,12 @@ def profile_html(profile: Profile) -> str:
     kinds = [
         [
             escape(kind.block_class),
-            str(sum(block.kind == index for block in profile.blocks)),
+            str(sum(block.kind == index for block in profile.untiled.blocks)),
             str(len(kind.activations)),
             format_bytes(sum(value.nbytes for value in kind.activations if value.saved)),
             f"{kind.forward_ms:.2f}",
         ]
-        for index, kind in enumerate(profile.kinds)
+        for index, kind in enumerate(profile.untiled.kinds)
     ]
     headers = ("kind of block", "blocks", "activations", "bytes of a block", "forward ms")
     return (

@@ -34,8 +34,10 @@ def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = Non
 
 
 def plain_plan(kind: KindProfile) -> Plan:
-    """Return the plan that runs a block of `kind` unchanged."""
-    return Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
+    """Return the plan that retains all activations of a block of `kind`."""
+    return Plan(
+        kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations), tiling=kind.tiling
+    )
 
 
 def recompute_plan(kind: KindProfile) -> Plan:
@@ -61,7 +63,8 @@ def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
                 return Choice.compress(options[0])
         return RETAIN
 
-    return Plan(kind=kind.digest, choices=tuple((value.index, choose(value)) for value in kind.activations))
+    choices = tuple((value.index, choose(value)) for value in kind.activations)
+    return Plan(kind=kind.digest, choices=choices, tiling=kind.tiling)
 
 
 def random_plan(
@@ -92,4 +95,5 @@ def random_plan(
     # Values that must not be recomputed from lossily stored values are retained instead.
     exact_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
     retained = [v for v in exact_values if choices.get(v) == RECOMPUTE]
-    return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(retained, RETAIN)).items()))
+    choices |= dict.fromkeys(retained, RETAIN)
+    return Plan(kind=kind.digest, choices=tuple(choices.items()), tiling=kind.tiling)

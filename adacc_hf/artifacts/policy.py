@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import POLICY_FILE, policy_file, read_json, write_json
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_names import is_on_host
 
@@ -110,6 +111,8 @@ class Plan:
     """True if torch's checkpoint runs the whole block. A checkpointed block retains or compresses only its inputs."""
     places: tuple[tuple[int, Place], ...] = ()
     """(value index, argument place) of each compressed input of a checkpointed block."""
+    tiling: Tiling | None = None
+    """Tiles of the block's row-wise module, or None. `kind` is then the digest of the tape with the module in tiles."""
 
     @property
     def is_idle(self) -> bool:
@@ -118,8 +121,12 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """True if all activations are retained, so that the block runs unchanged."""
-        return not self.is_checkpointed and all(choice.action is Action.RETAIN for _, choice in self.choices)
+        """True if all activations are retained, and no module runs in tiles. The block then runs unchanged."""
+        return (
+            not self.is_checkpointed
+            and self.tiling is None
+            and all(choice.action is Action.RETAIN for _, choice in self.choices)
+        )
 
     @property
     def block_action(self) -> BlockAction:
@@ -196,6 +203,11 @@ class Policy:
         """Return the codec of each compressed activation, over all block calls."""
         return [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
 
+    @property
+    def tilings(self) -> tuple[Tiling | None, ...]:
+        """Tiles of each block call's row-wise module, in forward order. None for a block without tiles."""
+        return tuple(self.plans[plan].tiling for _, plan in self.blocks)
+
     def _num_masks(self) -> int:
         """Return the number of masks that are stored as bits, over all block calls."""
         codecs = self._codecs()
@@ -226,9 +238,11 @@ class Policy:
         checkpointed = f" ({num_checkpointed} under torch's checkpoint)" if num_checkpointed else ""
         actions += f", {num_masks} mask{'' if num_masks == 1 else 's'} as bits" if num_masks else ""
         head = "" if self.head == "plain" else f", {self.head} head"
+        numbers = [tiling.num_tiles for tiling in self.tilings if tiling is not None]
+        tiles = f", {len(numbers)} blocks in up to {max(numbers)} tiles" if numbers else ""
         num_blocks = len(calls_per_block(name for name, _ in self.blocks))
         calls = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
-        return f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{head}"
+        return f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{tiles}{head}"
 
     def describe(self) -> str:
         """Return the summary and, if known to the policy, the bytes that plain training stores."""
@@ -274,6 +288,7 @@ class Policy:
                     "choices": {str(value): choice.to_json() for value, choice in plan.choices},
                     "is_checkpointed": plan.is_checkpointed,
                     "places": {str(value): list(place) for value, place in plan.places},
+                    **({} if plan.tiling is None else {"tiling": vars(plan.tiling)}),
                 }
                 for plan in self.plans
             ],
@@ -307,6 +322,7 @@ class Policy:
                         choices=tuple((int(v), Choice.from_json(c)) for v, c in plan["choices"].items()),
                         is_checkpointed=bool(plan["is_checkpointed"]),
                         places=tuple((int(v), tuple(place)) for v, place in plan["places"].items()),
+                        tiling=Tiling(**plan["tiling"]) if "tiling" in plan else None,
                     )
                     for plan in record["plans"]
                 ),

@@ -26,8 +26,9 @@ from adacc_hf.artifacts.exact_recompute_rules import (
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.notebook_html import profile_html
-from adacc_hf.artifacts.policy import BlockAction, Choice, Place
+from adacc_hf.artifacts.policy import BlockAction, Choice, Place, Plan
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
+from adacc_hf.artifacts.tiles import RowTiles, Tiling
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_names import HOST
 
@@ -161,11 +162,16 @@ class ForwardEvent:
     death: bool
     extra_bytes: int
     """Peak until the next event if nothing is stored, in bytes above the bytes live at the start of the block."""
+    tiled: bool = False
+    """True if a module runs in tiles until the next event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardEvent:
-    """One event of a block's backward: autograd unpacks a saved-tensor slot, or releases the slot."""
+    """One event of a block's backward: autograd unpacks a saved-tensor slot, or releases the slot.
+
+    The run of a module's tiles begins and ends with a release of slot -1.
+    """
 
     slot: int
     release: bool
@@ -173,6 +179,8 @@ class BackwardEvent:
     """Bytes live at this moment, without stored and replayed values: gradients in flight."""
     extra_bytes: int
     """Peak until the next event in bytes, without stored and replayed values: gradients and temporaries."""
+    tiled: bool = False
+    """True if a module runs in tiles until the next event."""
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
@@ -226,6 +234,43 @@ class KindProfile:
     untraced: str | None = None
     """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
     operator by operator. None if guards can check that a call runs the recorded operators."""
+    tiled: int | None = None
+    """Index into `Profile.kinds` of this kind with a row-wise module in tiles. No block has that kind, unless a policy
+    chooses it (`Profile.with_tiles`). None if there is no such kind."""
+    tiles: RowTiles | None = None
+    """The row-wise module that runs in tiles. None for a kind without tiles."""
+    extra_ms: float = 0.0
+    """Time that every plan of the kind takes longer than plain training: of a module in tiles."""
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The tiles of every plan of this kind, or None."""
+        tiles = self.tiles
+        return Tiling(module=tiles.module, num_tiles=tiles.num_tiles) if tiles and tiles.num_tiles else None
+
+    def in_tiles(self, num_tiles: int) -> KindProfile:
+        """Return a copy of this kind, whose `tiles` are not None, with the memory and time of `num_tiles` tiles.
+
+        With 0 tiles, no memory of a tile is included.
+        """
+        tiles = self.tiles
+        assert tiles is not None  # the caller has checked
+        forward = tiles.forward_bytes(num_tiles) - tiles.forward_bytes(tiles.num_tiles)
+        backward = tiles.backward_bytes(num_tiles) - tiles.backward_bytes(tiles.num_tiles)
+        launch_ms = min((operator.ms for operator in self.operators if operator.ms > 0), default=0.0)
+        return replace(
+            self,
+            forward=tuple(
+                replace(event, extra_bytes=event.extra_bytes + forward) if event.tiled else event
+                for event in self.forward
+            ),
+            backward=tuple(
+                replace(event, extra_bytes=event.extra_bytes + backward) if event.tiled else event
+                for event in self.backward
+            ),
+            tiles=replace(tiles, num_tiles=num_tiles),
+            extra_ms=tiles.extra_ms(num_tiles, self.operators[tiles.operator].ms, launch_ms) if num_tiles else 0.0,
+        )
 
     @cached_property
     def activations(self) -> tuple[Value, ...]:
@@ -547,6 +592,55 @@ class Profile:
 
         return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
 
+    def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
+        """Return a copy in which the row-wise module of the i-th block runs in `num_tiles[i]` tiles, or plainly if 0.
+
+        Kinds without a block are left out. Raises ValueError for a block that was not profiled in tiles.
+        """
+        if not any(num_tiles) and all(kind.tiles is None for kind in self.kinds):
+            return self
+        kinds: dict[tuple[int, int], KindProfile] = {}
+        keys = []
+        for block, number in zip(self.blocks, num_tiles, strict=True):
+            kind = self.kinds[block.kind]
+            index = block.kind if not number or kind.tiles is not None else kind.tiled
+            if index is None or (kind.tiles is not None and not number):
+                raise ValueError(
+                    f"block {block.name} was not profiled with {number} tiles: profile it again, with "
+                    f'AdaccConfig(actions=(..., "tile"))'
+                )
+            key = (index, number)
+            if key not in kinds:
+                kinds[key] = (
+                    replace(self.kinds[index], tiled=None) if not number else self.kinds[index].in_tiles(number)
+                )
+            keys.append(key)
+        order = list(kinds)
+        return replace(
+            self,
+            kinds=tuple(kinds.values()),
+            blocks=tuple(replace(block, kind=order.index(key)) for block, key in zip(self.blocks, keys, strict=True)),
+        )
+
+    @property
+    def untiled(self) -> Profile:
+        """Copy without the kinds in tiles."""
+        return self.with_tiles([0] * len(self.blocks))
+
+    def under(self, plans: Iterable[Plan]) -> Profile:
+        """Return a copy in which the i-th block has the kind that it has under the i-th plan, with the plan's tiles."""
+        return self.with_tiles([0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans])
+
+    def kind_index(self, block: BlockProfile, plan: Plan) -> int:
+        """Return the index of the kind that a block has under `plan`: the kind in tiles if the plan has tiles."""
+        tiled = self.kinds[block.kind].tiled
+        return block.kind if plan.tiling is None or tiled is None else tiled
+
+    def kinds_of(self, block: BlockProfile) -> tuple[int, ...]:
+        """Return the indices of the kinds that a block may have: without tiles, and with tiles."""
+        tiled = self.kinds[block.kind].tiled
+        return (block.kind,) if tiled is None else (block.kind, tiled)
+
     def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
         """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most
         `limit_bytes` in total.
@@ -716,6 +810,10 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["given"] = tuple(fields["given"])
     fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
     fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
+    tiles = fields.get("tiles")
+    if tiles is not None:
+        lines = {name: tuple(tuple(line) for line in tiles[name]) for name in ("forward", "backward")}
+        fields["tiles"] = RowTiles(**{**tiles, **lines})
     link = fields.get("host_link")
     fields["host_link"] = None if link is None else HostLink(**link)
     return KindProfile(**fields)

@@ -64,8 +64,8 @@ def profile_structure(profile: Profile) -> Any:
             ],
             [(op.name, op.inputs, op.outputs) for op in kind.operators],
             kind.slots,
-            [(event.value, event.death) for event in kind.forward],
-            [(event.slot, event.release) for event in kind.backward],
+            [(event.value, event.death, event.tiled) for event in kind.forward],
+            [(event.slot, event.release, event.tiled) for event in kind.backward],
             kind.held,
             kind.untrusted,
         )
@@ -223,6 +223,7 @@ def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
             replace(event, entry_bytes=change(event.entry_bytes), extra_bytes=change(event.extra_bytes))
             for event in kind.backward
         ),
+        tiles=None if kind.tiles is None else replace(kind.tiles, num_rows=change(kind.tiles.num_rows)),
     )
 
 

@@ -8,7 +8,7 @@ node. A node's saved tensors are freed with the node.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,22 @@ class FakeBackward:
         loss.detach_()
         with torch.no_grad():
             backward_pass.run(loss_gradient)
+
+
+def fake_gradients(
+    result: torch.Tensor, inputs: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of each of `inputs`, leaves without a gradient, for the gradient of `result`. Frees the graph
+    of `result`."""
+    backward_pass = _FakeBackwardPass(graph_owner(result), {})
+    if not result._is_view():  # the node of a view saves no tensor, and a view cannot be detached in place
+        result.detach_()
+    with torch.no_grad():
+        backward_pass.run(gradient)
+    gradients = tuple(tensor.grad for tensor in inputs)
+    for tensor in inputs:
+        tensor.grad = None
+    return gradients
 
 
 class _FakeBackwardPass:

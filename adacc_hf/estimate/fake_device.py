@@ -22,7 +22,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adacc_hf.artifacts.errors import FakeDeviceError
+from adacc_hf.estimate.fake_backward import fake_gradients
 from adacc_hf.kernels._compiler import build
+from adacc_hf.tape.tiled_rows import gradients_by
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.dynamo import grouped_products_of_any_dtype
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
@@ -52,6 +54,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         stack.enter_context(grouped_products_of_any_dtype())
         stack.enter_context(_FakeTensors())
         stack.enter_context(torch.device(device_type))
+        stack.enter_context(gradients_by(fake_gradients))
         stack.enter_context(replace_generators({"cpu": _FakeCpuGenerator(), "cuda": _FakeCudaGenerator()}))
         yield
 

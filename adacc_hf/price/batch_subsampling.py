@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -65,6 +66,13 @@ class Batch:
     @property
     def num_samples(self) -> int:
         return next((shape.size[0] for shape in self.shapes if len(shape.size) > 1), 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens: elements of the largest tensor of (samples, length). 0 if there is no such tensor."""
+        if not isinstance(self.tensors, Mapping):  # the entry of the profiler refuses such a batch in words
+            return 0
+        return max((prod(shape.size) for shape in self.shapes if len(shape.size) == 2), default=0)
 
     @property
     def lengths(self) -> list[int]:

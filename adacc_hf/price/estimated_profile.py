@@ -68,7 +68,9 @@ def estimate_profile(
     for index, parts in enumerate(choices):
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
         token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
-        part_config = replace(config, min_compress_bytes=int(config.min_compress_bytes * token_share))
+        part_config = replace(
+            config.for_rows(whole.num_tokens), min_compress_bytes=int(config.min_compress_bytes * token_share)
+        )
         try:
             started = time.perf_counter()
             profiles = [measure_profile(model, parts[0], part_config, step, measurement)]

@@ -9,6 +9,7 @@ backward is also timed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from adacc_hf.price.memory_profile import ForwardLayout, StepLayout, measure_for
 from adacc_hf.price.model_recorder import record_model, record_other_sizes
 from adacc_hf.price.model_recording import ModelRecording, recompute_outcome
 from adacc_hf.price.profiled_model import ProfiledModel, profiled_model
+from adacc_hf.price.tiled_kinds import with_tiled_kinds
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
@@ -103,14 +105,12 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
     measurement, installation = profiled.measurement, profiled.installation
     profiled.heads.check_own()
     installation.expect(block.name for block in recording.blocks)
-    forward = measure_forward(profiled, batch, recording)
-    recording = recording.with_forwards(forward.events)
+    original = recording
     names = tuple(recording.watched_names)
     groups = _watched_groups(recording) if measurement.watches_one_block else [names]
-    step = StepLayout.merged({group: measure_step(profiled, batch, recording, group) for group in groups})
-    recording.learn_orders(step.events)
+    recording, forward, step = _measure_blocks(profiled, batch, recording, groups)
+    kinds = recording.kinds
     recording.set_full_recompute_strategies(installation.functions, ())
-    kinds = [_with_backward(kind, name, step, recording) for kind, name in zip(recording.kinds, names, strict=True)]
     # The timed step retained the watched blocks. Full recomputation adds the time of their replay.
     retained_kinds = [kind for kind, name in zip(kinds, names, strict=True) if name in groups[0] and not kind.untrusted]
     replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained_kinds)
@@ -125,8 +125,37 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
         ),
     )
     profiled.model.zero_grad(set_to_none=True)  # each measurement left its gradients for the next one
-    profile = _assemble(profiled, batch, replace(recording, kinds=kinds), readings)
+    profile = _assemble(profiled, batch, recording, readings)
+    if profiled.config.allows_tiles:
+        profile = with_tiled_kinds(profile, profiled, batch, original, _measure_kinds)
+        profiled.model.zero_grad(set_to_none=True)
     return with_idle_blocks(profile, installation)
+
+
+def _measure_blocks(
+    profiled: ProfiledModel, batch: Batch, recording: ModelRecording, groups: Sequence[tuple[str, ...]]
+) -> tuple[ModelRecording, ForwardLayout, StepLayout]:
+    """Measure the memory of forward and backward. Return the recording with complete kinds, and both measurements.
+
+    The watched blocks of a group in `groups` retain their activations in one measured step.
+    """
+    forward = measure_forward(profiled, batch, recording)
+    recording = recording.with_forwards(forward.events)
+    step = StepLayout.merged({group: measure_step(profiled, batch, recording, group) for group in groups})
+    recording.learn_orders(step.events)
+    pairs = zip(recording.kinds, recording.watched_names, strict=True)
+    return (
+        replace(recording, kinds=[_with_backward(kind, name, step, recording) for kind, name in pairs]),
+        forward,
+        step,
+    )
+
+
+def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[KindProfile]:
+    """Measure the memory of all kinds of a recording, and return the kinds."""
+    profiled.installation.expect(block.name for block in recording.blocks)
+    groups = _watched_groups(recording) if profiled.measurement.watches_one_block else [tuple(recording.watched_names)]
+    return _measure_blocks(profiled, batch, recording, groups)[0].kinds
 
 
 def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:

@@ -202,6 +202,7 @@ class MemoryOnlyMeasurement(Measurement):
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
         self.rng_use = measurement.rng_use
+        self.watches_one_block = measurement.watches_one_block
         for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "random_states"):
             setattr(self, name, getattr(measurement, name))
 

@@ -14,6 +14,7 @@ from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.tape.inputs import find_external
 from adacc_hf.tape.tape import Source
+from adacc_hf.tape.tiled_rows import in_tiles, watching_tiles
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import tree_leaves
 from adacc_hf.torch_glue.tensors import local_of
@@ -63,7 +64,8 @@ class SlotProbe:
             self._mark(("unpack", packed.slot))
             return packed.tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        fn = in_tiles(block, self.kind.tiling, fn)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(self._mark_tiles):
             return fn(*args)
 
     @property
@@ -75,6 +77,9 @@ class SlotProbe:
     def cached_bytes(self) -> int:
         """Bytes of the probed block's activations that live until the end of the model's forward under every policy."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
+
+    def _mark_tiles(self, moment: str) -> None:
+        self._mark((f"{moment} tiles", -1))
 
     def _mark(self, event: tuple[str, int]) -> None:
         if self.meter is not None:
@@ -131,7 +136,8 @@ class ForwardProbe:
         with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward):
             self._mark(("enter", -1))
             replay_inputs += [find_external(source, block, args, kwargs) for source in self.sources]
-            result = fn(*args)
+            with watching_tiles(lambda moment: self._mark((f"{moment} tiles", -1))):
+                result = in_tiles(block, self.kind.tiling, fn)(*args)
         if self.name == self.forward_pass.last_name:
             replay_inputs.clear()
         self._mark(("leave", -1))

@@ -80,6 +80,10 @@ class StepLayout:
         return replace(first, events=events, peaks={**first.peaks, **own_peaks})
 
 
+TILES = ("begin tiles", "end tiles")
+"""First labels of the marks at which a module begins and ends to run in tiles (`memory_probes.py`)."""
+
+
 def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> ForwardLayout:
     """Run one forward of `batch` that stores nothing, and return the measured memory by block."""
     installation = profiled.installation
@@ -118,15 +122,21 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
     )
     end = next(i for i, point in enumerate(points) if i > leave and point.label[0] == "enter") if owns_rest else leave
     base_bytes = points[begin].live_bytes
-    segment = [(point, point.label[2] == name) for point in points[begin:end]]
-    return tuple(
-        ForwardEvent(
-            value=point.label[1] if is_own else -1,
-            death=is_own and point.label[0] == "death",
-            extra_bytes=point.max_bytes - base_bytes,
+    events = []
+    in_tiles = False
+    for point in points[begin:end]:
+        is_own = point.label[2] == name
+        if is_own and point.label[0] in TILES:
+            in_tiles = point.label[0] == TILES[0]
+        events.append(
+            ForwardEvent(
+                value=point.label[1] if is_own else -1,
+                death=is_own and point.label[0] == "death",
+                extra_bytes=point.max_bytes - base_bytes,
+                tiled=in_tiles,
+            )
         )
-        for point, is_own in segment
-    )
+    return tuple(events)
 
 
 def measure_step(
@@ -253,19 +263,23 @@ class _StepReadings:
         live_slots = _LiveSlots(probe.kind)
         events = []
         in_backward = self.points[self.points.index(next(self._all("loss"))) :]
+        in_tiles = False
         for point in in_backward:  # dead slots were released in forward
-            if point.label[0] not in ("unpack", "release") or point.label[2] != probe.name:
+            if point.label[0] not in ("unpack", "release", *TILES) or point.label[2] != probe.name:
                 continue
             moment, slot, _ = point.label
+            if moment in TILES:
+                in_tiles = moment == TILES[0]
             if moment == "release":
                 live_slots.release(slot)
             expected_bytes = floor + live_slots.bytes
             events.append(
                 BackwardEvent(
                     slot=slot,
-                    release=moment == "release",
+                    release=moment != "unpack",
                     entry_bytes=point.live_bytes - expected_bytes,
                     extra_bytes=point.max_bytes - expected_bytes,
+                    tiled=in_tiles,
                 )
             )
         return tuple(events)

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch, is_encoder_decoder, profiled_parts
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
@@ -25,13 +27,16 @@ from adacc_hf.price.memory_probes import refuse_backward
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, storage_key_of
+from adacc_hf.price.tile_memory import TileMemory, measure_tile
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShape, KnownShapes
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.recorder import HIDDEN, Recorder
+from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.tape.tiled_rows import in_tiles
 from adacc_hf.torch_glue.distributed import fail_together, is_sharded
 from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.model_state import SMALL_COPY
@@ -46,17 +51,24 @@ MAX_DRAWS = 8
 needed if the model skips blocks at random."""
 
 
-def record_model(profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache | None = None) -> ModelRecording:
+def record_model(
+    profiled: ProfiledModel,
+    batch: Batch,
+    tape_cache: TapeCache | None = None,
+    tilings: Mapping[str, Tiling] | None = None,
+) -> ModelRecording:
     """Record every block in one forward, to price the blocks. All passes of the profile will repeat this forward.
 
     If the model skips blocks at random, search for random numbers with which all blocks run. `tape_cache` is the cache
-    of an earlier recording of the model, or None. Raises UncalledBlocksError if no forward runs all blocks.
+    of an earlier recording of the model, or None. `tilings` has the tiles in which modules of the blocks run, by block
+    call. Raises UncalledBlocksError if no forward runs all blocks.
     """
     installation = profiled.installation
     tables: frozenset[Any] = frozenset()
     earlier_structures: set[str] = set()
     while True:
-        recorder = ModelRecorder(profiled.config, profiled.measurement, tape_cache or _new_tape_cache(profiled))
+        used_cache = tape_cache or _new_tape_cache(profiled)
+        recorder = ModelRecorder(profiled.config, profiled.measurement, used_cache, tilings or {})
         recorder.record(profiled, batch)
         called = {block.name for block in recorder.blocks}
         if not called:
@@ -165,13 +177,18 @@ class ModelRecorder:
     reference cycle.
     """
 
-    def __init__(self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache) -> None:
+    def __init__(
+        self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache, tilings: Mapping[str, Tiling]
+    ) -> None:
         self.tape_cache = tape_cache
+        self._tilings = tilings
         self.blocks: list[RecordedBlock] = []
         self.is_sharded = False
         """True if the model's forward needs all ranks."""
         self._config = config
         self._measurement = measurement
+        self.tile_memory: dict[str, TileMemory | None] = {}
+        """Memory of one tile of a block's row-wise module, by the digest of the tape with the module in tiles."""
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
         """Storages saved by the rest of the model. A weak reference keeps the address from being reused without keeping
@@ -184,7 +201,8 @@ class ModelRecorder:
         """Run one forward, and record every block and the tensors that the rest of the model saves."""
         model = profiled.model
         self.is_sharded = is_sharded(model)
-        profiled.installation.begin_step()
+        # An earlier recording may have set later calls of blocks in a step. The strategy below records all calls.
+        profiled.installation.expect(profiled.installation.blocks)
         for name, function in profiled.installation.blocks.items():
             function.strategy = RecordingStrategy(name, self)
         state_keys = {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}
@@ -204,7 +222,8 @@ class ModelRecorder:
 
     def recording(self) -> ModelRecording:
         """Return the recording, and free the tensors of the recorded forward."""
-        return ModelRecording.of(self.blocks, self._shared_tensors, self._prices, self._config, self.tape_cache)
+        recording = ModelRecording.of(self.blocks, self._shared_tensors, self._prices, self._config, self.tape_cache)
+        return replace(recording, tile_memory=self.tile_memory)
 
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,8 +231,10 @@ class ModelRecorder:
         """Run and record one call of a block, and return the call's result. If no earlier call has an equal tape, also
         measure the times of operators and codecs."""
         known_shapes = KnownShapes(self.tape_cache.untraceable)
+        tiling = self._tilings.get(name)
         # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
-        key = known_shapes.key(block, fn, args, kwargs)
+        key = known_shapes.key(block, fn, args, kwargs, tiling)
+        fn = in_tiles(block, tiling, fn)
         arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         recording = Recording(name, block, args, kwargs, self._measurement.rng_use)
         result = recording.run(fn)
@@ -228,6 +249,8 @@ class ModelRecorder:
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder, outliers, partial(fn, *args))
         errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
+        if tiling is not None and tape.digest not in self.tile_memory:
+            self.tile_memory[tape.digest] = self._measure_tile(tape, recorder, tiling, fn)
         self.tape_cache.remember(tape, key, name)
         known_shapes.add(key, KnownShape(tape, num_calls=2))
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
@@ -266,6 +289,17 @@ class ModelRecorder:
                 return self._measurement.price_call(run_again, device)
             is_alone = tape.untrusted is None and not tape.has_collectives
             return self._measurement.price(tape, bases, self._config, outliers, run_again if is_alone else None)
+
+    def _measure_tile(
+        self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
+    ) -> TileMemory | None:
+        """Measure the memory of one tile of the block's row-wise module. Return None if no module ran in tiles."""
+        rows = next((op.args[0] for op in tape.operators if op.is_function and not op.target.may_run_again), None)
+        if rows is None:
+            return None
+        tensor = view(recorder.bases[rows.value], rows)
+        with NoTrace((recorder.block, run_again), lambda: self._measurement.random_states([tensor.device]), SMALL_COPY):
+            return measure_tile(recorder.block.get_submodule(tiling.module), tensor, self._measurement)
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record the storage of a tensor saved outside the blocks. Used as a saved-tensor hook while profiling."""

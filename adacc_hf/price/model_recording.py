@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.kind_profile_builder import KindProfileBuilder
 from adacc_hf.price.memory_probes import SlotProbe
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
+from adacc_hf.price.tile_memory import TileMemory
 from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind, with_untrusted_forward
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import BlockFunction, LaterCall
@@ -41,6 +42,8 @@ class ModelRecording:
     saved_bytes: dict[str, int]
     """Bytes that autograd saved in each call whose operators cannot be replayed."""
     tape_cache: TapeCache
+    tile_memory: Mapping[str, TileMemory | None] = field(default_factory=dict)
+    """Memory of one tile of a block's row-wise module, by the digest of the tape with the module in tiles."""
 
     @staticmethod
     def of(

@@ -98,8 +98,10 @@ def profile_batch(
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, a micro-batch of `step`, as `profile_model` describes."""
     measurement = measurement or CachingMeasurement(ProfileCache())
+    whole = Batch(batch)
+    config = config.for_rows(whole.num_tokens)
     try:
-        return measure_profile(model, Batch(batch), config, step, measurement, "measured" if all_sizes else "recorded")
+        return measure_profile(model, whole, config, step, measurement, "measured" if all_sizes else "recorded")
     except Exception as error:
         if not is_out_of_memory(error) or num_ranks() > 1:
             raise

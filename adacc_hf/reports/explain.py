@@ -18,6 +18,7 @@ from adacc_hf.artifacts.policy import (
     Policy,
 )
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
+from adacc_hf.artifacts.tiles import tile_rows
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.text_table import table_lines
 
@@ -111,6 +112,8 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
 
 def check_belongs(policy: Policy, profile: Profile) -> None:
     """Raise PolicyMismatchError unless `policy` was solved from a profile of the same blocks as `profile`."""
+    if len(policy.blocks) == len(profile.blocks):
+        profile = _under(policy, profile)
     profile_blocks = [(block.name, profile.kind_of(block).digest) for block in profile.blocks]
     policy_blocks = [(name, policy.plans[plan].kind) for name, plan in policy.blocks]
     if policy_blocks == profile_blocks:
@@ -127,8 +130,18 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
     )
 
 
+def _under(policy: Policy, profile: Profile) -> Profile:
+    """Return `profile` with the tiles of `policy`, a policy for as many blocks. Raises PolicyMismatchError if the
+    profile has no tiles for one of these blocks."""
+    try:
+        return profile.under([policy.plans[index] for _, index in policy.blocks])
+    except ValueError as error:
+        raise PolicyMismatchError(str(error)) from None
+
+
 def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
     """Return (names of blocks as text, profile of the blocks, plan) for each distinct plan of `policy`."""
+    profile = _under(policy, profile)
     kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
     groups = []
@@ -212,7 +225,20 @@ def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
     costs = [
         _block_price(kind, action, block_plan) for action, block_plan in [(plan.block_action, plan), *others.items()]
     ]
-    return ["; ".join(costs), *describe_calls(kind)]
+    return ["; ".join(costs), *_describe_tiles(kind), *describe_calls(kind)]
+
+
+def _describe_tiles(kind: KindProfile) -> list[str]:
+    """Return a list with a sentence on the tiles of the kind, or []."""
+    tiles, tiling = kind.tiles, kind.tiling
+    if tiles is None or tiling is None:
+        return []
+    peaks = [format_bytes(nbytes(tiling.num_tiles)) for nbytes in (tiles.forward_bytes, tiles.backward_bytes)]
+    return [
+        f"{tiling.module} runs in {tiling.num_tiles} tiles of {tile_rows(tiles.num_rows, tiling.num_tiles)} tokens, a "
+        f"second time in backward: {kind.extra_ms:.2f} ms; a tile takes {peaks[0]} in forward and {peaks[1]} in "
+        f"backward"
+    ]
 
 
 def describe_calls(kind: KindProfile) -> list[str]:

@@ -48,6 +48,7 @@ def peak_memory(profile: Profile, plans: Sequence[Plan], outcome: Outcome) -> Pe
     phase, _, name = outcome.peak_label.partition(" ")
     is_forward = phase in ("forward", "head")
     earlier = EarlierBlocks()
+    profile = profile.under(plans)
     for block, plan in zip(profile.blocks, plans, strict=True):
         if block.name == name:
             break

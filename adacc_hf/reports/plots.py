@@ -62,6 +62,7 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
     Blocks with the same operators share a panel. Rows are activations, columns are blocks in forward order, and colours
     are actions.
     """
+    profile = profile.under([policy.plan_of(block.name) for block in profile.blocks])
     panels = [(index, kind) for index, kind in enumerate(profile.kinds) if kind.activations]
     num_rows = [len(kind.activations) for _, kind in panels]
     with matplotlib_module().rc_context(FONT):
@@ -259,6 +260,7 @@ def trade_off(profile: Profile) -> list[Point]:
     All actions and all codecs with known costs are allowed. The policies come from `solve.frontier.chain`. The solver's
     integer program can find further policies between two points.
     """
+    profile = profile.untiled
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     oracle = PeakOracle(profile)
     policies = chain([block.kind for block in profile.blocks], frontiers(SolverLog(), models))

@@ -37,6 +37,7 @@ from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
 from adacc_hf.tape.inputs import argument_tensors, fetch, find_external
 from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_cache import TapeCache
+from adacc_hf.tape.tiled_rows import in_tiles
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ class BlockExecutor:
             return CheckpointStrategy().run(block, fn, args, kwargs)
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
-        return self._run_as(self.known_shapes.key(block, fn, args, kwargs), block, fn, args, kwargs)
+        key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
+        return self._run_as(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call with this key under the plan. If there is no tape for the key, record the call."""
@@ -155,7 +157,7 @@ class BlockExecutor:
         """
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
-        key = self.known_shapes.key(block, fn, args, kwargs)
+        key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         entry = self.entries.latest(key)
         if entry is None and not self.tape_cache.may_record():
             current_key = self.known_shapes.with_current_layout(key, block)
@@ -170,6 +172,7 @@ class BlockExecutor:
         if not entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
+        fn = in_tiles(block, self.plan.tiling, fn)
         if entry.known_shape.num_calls > 1 and self.known_shapes.untraced is None:
             return self._call(entry, externals, block, fn, args)
         return self._validated_call(entry, externals).run(block, fn, args, kwargs)

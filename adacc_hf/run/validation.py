@@ -27,6 +27,7 @@ from adacc_hf.tape.function_operators import (
     call_of,
     decompose_arguments,
     flatten_results,
+    is_one_operator,
     on_copies,
     results_of,
 )
@@ -312,6 +313,8 @@ class Validator(TorchDispatchMode):
 
         If the arguments differ from the arguments on the tape, mark the call as diverged and return None.
         """
+        if is_one_operator(function):
+            args = tuple(leaf for leaf in leaves(args) if isinstance(leaf, torch.Tensor))
         try:
             parts = decompose_arguments(args)
         except NotReplayableError as reason:

@@ -248,10 +248,10 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     generator_states = [value for value in read if values[value].is_generator_state]
     stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in stored]
     return PricedPlan(
-        plan=Plan(kind=model.kind.digest, choices=tuple(choices.items())),
+        plan=Plan(kind=model.kind.digest, choices=tuple(choices.items()), tiling=model.kind.tiling),
         nbytes=sum(store.nbytes for store in stores) + sum(values[v].nbytes for v in generator_states),
         shared=frozenset(shared for v in read if (shared := values[v].shared) is not None),
-        ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
+        ms=model.kind.extra_ms + sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
         host_bytes=sum(store.host_bytes for store in stores),
     )
 
@@ -365,5 +365,5 @@ def retain_all(model: KindModel) -> PricedPlan:
         plan=plain_plan(model.profiled_kind),
         nbytes=sum(value.nbytes for value in model.profiled_kind.activations if value.saved),
         shared=frozenset(),
-        ms=0.0,
+        ms=model.kind.extra_ms,
     )

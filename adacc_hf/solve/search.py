@@ -51,8 +51,8 @@ The last plans of a frontier replay so much that their working set grows again."
 class Kinds:
     """Solver models and frontiers of the kinds of blocks in a profile, for all heads and budgets."""
 
-    def __init__(self, profile: Profile, config: AdaccConfig) -> None:
-        self.plain_stored_bytes = profile.plain_stored_bytes
+    def __init__(self, profile: Profile, config: AdaccConfig, plain_stored_bytes: int | None = None) -> None:
+        self.plain_stored_bytes = profile.plain_stored_bytes if plain_stored_bytes is None else plain_stored_bytes
         """Bytes that plain training stores. Budgets given as a fraction refer to this number, for every head."""
         self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
         self.models: list[KindModel] = [build_block_model(kind, config) for kind in profile.kinds]
@@ -99,6 +99,8 @@ class PolicySearch:
         """Number of blocks of each kind."""
         self.head_ms = profile.head_overhead_ms
         """Extra time in ms of the profile's head compared to the plain head."""
+        self.fixed_ms = self.head_ms + sum(profile.kind_of(block).extra_ms for block in profile.blocks)
+        """Extra time in ms of every policy of this search: of the head, and of modules in tiles."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
@@ -301,7 +303,7 @@ class PolicySearch:
                 limit = nbytes - base - least.working_bytes
                 bound_ms = max(bound_ms, least_ms(num_earlier, self.kinds.frontiers, limit))
             num_earlier[block.kind] += 1
-        return bound_ms + self.head_ms
+        return bound_ms + self.fixed_ms
 
     @cached_property
     def _least_outcomes(self) -> list[BlockOutcome]:
@@ -309,7 +311,7 @@ class PolicySearch:
 
     def _least_ms(self, limit_bytes: int) -> float:
         """Return a lower bound on the overhead in ms of any policy whose blocks store at most `limit_bytes`."""
-        return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.head_ms
+        return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.fixed_ms
 
     def _limit_bytes(self, budget: Budget) -> int:
         """Return the maximum number of bytes that all blocks together can store if a policy fits the budget."""

@@ -27,6 +27,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import Kinds, PolicySearch
 from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
+from adacc_hf.solve.tiling import tiled_profiles, with_fewest_tiles
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -49,9 +50,11 @@ def solve_policy(
     start = time.perf_counter()
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
-    searches = _searches(profile, config)
+    # If the budget does not limit the peak, tiles are of no use: recomputation lowers the stored bytes at less cost.
+    profiles = tiled_profiles(profile, config if budget.limits_peak else config.for_rows(0))
+    searches = _searches(profiles, config)
     host_limit = config.host_limit(profile.host_free_bytes)
-    search, plans = _fastest_within_host(profile, config, searches, budget, host_limit)
+    search, plans = _fastest_within_host(profiles, config, searches, budget, host_limit)
     gap = _gap(searches, search.rank(plans)[0], budget)
     facts = {
         "memory_budget": budget.setting,
@@ -64,7 +67,10 @@ def solve_policy(
         "solves": search.log.num_solves,
         "seconds": time.perf_counter() - start,
     }
-    policy = policy_of_plans(search.profile, [priced_plan.plan for priced_plan in plans], facts)
+    block_plans, final_profile = [priced_plan.plan for priced_plan in plans], search.profile
+    if budget.limits_peak:
+        final_profile, block_plans = with_fewest_tiles(search.profile, block_plans, budget.nbytes)
+    policy = policy_of_plans(final_profile, block_plans, facts)
     needed_bytes = budget.needed_bytes(policy)
     assert needed_bytes <= budget.nbytes, (
         f"the solver's policy needs {needed_bytes} bytes, more than the budget of {budget.nbytes}"
@@ -96,7 +102,8 @@ def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | 
     if config.host_memory is not None:
         return quick_least_policy(profile, config).predicted_peak_bytes
     budget = Budget(budget_bytes, budget_bytes, limits_peak=True)
-    searches = [(search.least_bytes_bound(budget), search) for search in _searches(profile, config)]
+    profiles = tiled_profiles(profile, config)
+    searches = [(search.least_bytes_bound(budget), search) for search in _searches(profiles, config)]
     least, least_bound = min(search.quick_peak_bytes for _, search in searches), min(bound for bound, _ in searches)
     if least <= (1 - FAR) * budget_bytes or (least > (1 + FAR) * budget_bytes and least_bound > budget_bytes):
         return least
@@ -143,25 +150,29 @@ def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) 
     return least
 
 
-def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
-    """Return a search for each head that the config allows, the plain head first."""
-    heads = [name for name in config.heads if name in profile.heads] or config.heads[:1]
-    kinds = Kinds(profile, config)
-    return [PolicySearch(profile.with_head(name), config, kinds) for name in heads]
+def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySearch]:
+    """Return a search for each of `profiles`, the result of `tiled_profiles`, and each head that the config allows.
+
+    The first search is without tiles and with the plain head.
+    """
+    heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
+    every_kind = [Kinds(profile, config, profiles[0].plain_stored_bytes) for profile in profiles]
+    pairs = [(profile, kinds) for profile, kinds in zip(profiles, every_kind, strict=True)]
+    return [PolicySearch(profile.with_head(name), config, kinds) for profile, kinds in pairs for name in heads]
 
 
 def _fastest_within_host(
-    profile: Profile, config: AdaccConfig, searches: Sequence[PolicySearch], budget: Budget, host_limit: int
+    profiles: Sequence[Profile], config: AdaccConfig, searches: Sequence[PolicySearch], budget: Budget, host_limit: int
 ) -> tuple[PolicySearch, list[PricedPlan]]:
     """Return (search, plans) of the fastest policy within the budget that stores at most `host_limit` bytes in host
     memory.
 
     `searches` are without a limit for the host. Raises InfeasibleBudgetError if no policy fits.
     """
-    if config.host_memory is None or all(kind.host_link is None for kind in profile.kinds):
+    if config.host_memory is None or all(kind.host_link is None for kind in profiles[0].kinds):
         return _fastest(searches, budget)
     # Neither search is exact: the one without host memory may find a faster policy. Host memory never costs time.
-    without_host = _searches(profile.with_host_memory(0, 0), config)
+    without_host = _searches([profile.with_host_memory(0, 0) for profile in profiles], config)
     bound = min(search.least_bytes_bound(budget) for search in searches)
     try:
         search, plans = _fastest([*searches, *without_host], budget, bound)
@@ -170,9 +181,11 @@ def _fastest_within_host(
     except InfeasibleBudgetError as error:
         if error.least is not None and error.least.predicted_host_bytes <= host_limit:
             raise
-    shares = [len(profile.blocks) >> halvings for halvings in range(len(profile.blocks).bit_length())]
-    limited = filter(_may_move, (profile.with_host_memory(num_blocks, host_limit) for num_blocks in shares))
-    limited_searches = [search for each in limited for search in _searches(each, config)]
+    num_blocks = len(profiles[0].blocks)
+    limited_searches = []
+    for number in (num_blocks >> halvings for halvings in range(num_blocks.bit_length())):
+        limited = [profile.with_host_memory(number, host_limit) for profile in profiles]
+        limited_searches += _searches(list(filter(_may_move, limited)), config)
     return _fastest([*without_host, *limited_searches], budget, bound)
 
 
@@ -197,10 +210,10 @@ def _fastest(
     """
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
-    for search in sorted(searches, key=lambda search: search.head_ms):
+    for search in sorted(searches, key=lambda search: search.fixed_ms):
         incumbent_ms = min((other.rank(plans)[0] for other, plans in candidates), default=math.inf)
-        # Compare the head's time first: the bound needs the blocks' frontiers, which may not be needed otherwise.
-        if candidates and (search.head_ms >= incumbent_ms or search.bound_ms(budget) >= incumbent_ms):
+        # Compare the fixed time first: the bound needs the blocks' frontiers, which may not be needed otherwise.
+        if candidates and (search.fixed_ms >= incumbent_ms or search.bound_ms(budget) >= incumbent_ms):
             continue
         try:
             plans = search.within(budget, incumbent_ms)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import put_latest
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import (
@@ -42,8 +43,8 @@ class CallKey(NamedTuple):
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of
-    torch)."""
+    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, path of
+    the module that runs in tiles)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python, in order. None for an argument without data."""
     layout: int
@@ -108,8 +109,16 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         operators."""
         return None if self._paths is None else self._paths.untraced
 
-    def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
-        """Return the key of the call `fn(*args, **kwargs)` of `block`, which is about to run.
+    def key(
+        self,
+        block: nn.Module,
+        fn: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        tiling: Tiling | None = None,
+    ) -> CallKey:
+        """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`, with a module in tiles if
+        `tiling` is given. The operators on the tape do not depend on the number of tiles.
 
         Call this method exactly once per call of the block, because the method counts calls.
         """
@@ -119,7 +128,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._num_calls += 1
         path, numbers = self._paths.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch()), data, self._layout)
+        tiled = None if tiling is None else tiling.module
+        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), data, self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
         """Return a copy of `key` with the current layout of the block's own tensors.

@@ -81,6 +81,11 @@ class FunctionTarget:
         self.function = function
         self.__name__ = function.__name__
 
+    @property
+    def may_run_again(self) -> bool:
+        """False for a Function that only its own backward may run again, such as a module in tiles."""
+        return not is_one_operator(self.function)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FunctionTarget) and self.function is other.function
 
@@ -123,6 +128,14 @@ class FunctionTarget:
         returned = flatten_results(result, saved)
         saved.clear()  # the graph references `note`; avoid a reference cycle through it
         return returned
+
+
+def is_one_operator(function: type[Function]) -> bool:
+    """Return True for a Function of this package whose inner operators are never on a tape (tape/tiled_rows.py).
+
+    The Function does not write into its arguments, and its backward does not write into saved tensors.
+    """
+    return bool(getattr(function, "is_one_operator", False))
 
 
 class _ReplayContext(FunctionCtx):
@@ -252,9 +265,8 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
 
     The fields `data` and `results` are empty, because these fields are known only after the call.
     """
-    autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    return FunctionCall(_function_identity(function), tuple(flags), tuple(autocast), (), None)
+    return FunctionCall(_function_identity(function), tuple(flags), autocast_of(), (), None)
 
 
 def _function_identity(function: type[Function]) -> str:
@@ -264,6 +276,11 @@ def _function_identity(function: type[Function]) -> str:
         _numbers[function] = _num_classes[name]
         _num_classes[name] += 1
     return f"{name}#{_numbers[function]}"
+
+
+def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return (device type, dtype) of each device type under autocast."""
+    return tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)])
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from adacc_hf.tape.function_operators import (
     call_of,
     decompose_arguments,
     flatten_results,
+    is_one_operator,
     on_copies,
     results_of,
 )
@@ -164,10 +165,22 @@ class FunctionRecorder:
 
         Also note the saved-tensor slots of the operators inside the Function.
         """
+        if is_one_operator(forward_call.function) and not self._is_paused and not self._is_in_function:
+            return self._record_whole(forward_call)
         num_slots = len(self.slots)
         result = self._record_function(forward_call)
         self.function_slots.update(range(num_slots, len(self.slots)))
         self._num_next_saved = len(forward_call.saved)
+        return result
+
+    def _record_whole(self, forward_call: ForwardCall) -> Any:
+        """Run a Function whose inner operators are not recorded, record it as one operator, and return its result."""
+        tensors = tuple(_tensors(forward_call.args))
+        recorded = map_tensors(tensors, torch.Tensor, self.refer)
+        with self.paused(), self._inside_function():
+            result = forward_call.run()
+        target, call = FunctionTarget(forward_call.function), call_of(forward_call.function, tensors)
+        self._note_function(target, recorded, call, flatten_results(result, forward_call.saved), [], False)
         return result
 
     def _note_slot(self) -> None:

@@ -162,8 +162,10 @@ class TapeOperator:
 
     @property
     def may_run_again(self) -> bool:
-        """True if replay may run the operator: its random numbers can be drawn again, and the operator is not a
-        collective (rules R5, R13)."""
+        """True if replay may run the operator: its random numbers can be drawn again, and the operator is neither a
+        collective (rules R5, R13) nor a module in tiles."""
+        if self.is_function and not self.target.may_run_again:
+            return False
         return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:

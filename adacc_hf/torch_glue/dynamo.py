@@ -137,7 +137,7 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
 OLDEST_TORCH = "2.13"
 """Oldest release of torch whose guards are used. In torch 2.11, changes of a parameter's layout, of `requires_grad`,
 and of a function's defaults pass the guards."""
-_LOGGERS = ("torch._dynamo_namespace", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
+_LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
@@ -240,7 +240,7 @@ class _UnguardedInputs:
 
     def record_inputs(self, graph: Any) -> None:
         """Extend `numbers` and `tensors` by the inputs of a traced graph that no guard checks."""
-        from torch._dynamo_namespace import source as sources
+        from torch._dynamo import source as sources
 
         for node in graph.graph.nodes:
             argument: Any = node.meta.get("grapharg") if node.op == "placeholder" else None
@@ -292,11 +292,11 @@ def _in_one_line(error: Exception) -> str:
 def _dynamo_namespace() -> Any:
     """Import Dynamo, and return a namespace of the functions that `trace` needs: `tracing`, `is_traced`,
     `cache_entries`."""
-    import torch._dynamo_namespace
-    from torch._dynamo_namespace import config
-    from torch._dynamo_namespace.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo_namespace.guards import CheckFunctionManager
-    from torch._dynamo_namespace.variables.torch import tracing_state_functions
+    import torch._dynamo
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.variables.torch import tracing_state_functions
     from torch._guards import TracingContext
     from torch.fx.experimental import _config as shape_config
 
@@ -352,7 +352,7 @@ def _dynamo_namespace() -> Any:
                 states.update(before)
                 CheckFunctionManager.id_ref = original  # type: ignore[method-assign]
 
-    @torch._dynamo_namespace.assume_constant_result
+    @torch._dynamo.assume_constant_result
     def is_traced() -> bool:
         return TracingContext.try_get() is not None
 

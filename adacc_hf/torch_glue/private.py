@@ -27,7 +27,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules import module as nn_module
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of",
     "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count",
     "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
+    "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []

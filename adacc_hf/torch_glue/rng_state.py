@@ -60,7 +60,7 @@ class RandomStates:
         # Stored as bytes, because a tensor of 5 KB would count as live memory. Read by address, because torch's
         # operators on a real tensor are not available in fake mode.
         state = torch.get_rng_state()
-        self._cpu = ctypes.string_at(state.data_ptr(), state.numel())
+        self._cpu = to_bytes(state)
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
         self._python = PythonStates()
 
@@ -68,7 +68,7 @@ class RandomStates:
         """Return True if numbers were drawn from one of the generators since the snapshot."""
         state = torch.get_rng_state()
         return (
-            ctypes.string_at(state.data_ptr(), state.numel()) != self._cpu
+            to_bytes(state) != self._cpu
             or any(not torch.equal(torch.cuda.get_rng_state(index), state) for index, state in self._cuda.items())
             or self._python.have_advanced()
         )
@@ -107,6 +107,16 @@ def generator_state(device: torch.device) -> torch.Tensor | None:
     """
     generator = generator_of(device)
     return None if generator is None else generator.get_state()
+
+
+def to_bytes(state: torch.Tensor) -> bytes:
+    """Return a generator's state as bytes, which do not count as live memory of tensors."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def from_bytes(state: bytes | None) -> torch.Tensor | None:
+    """Return the generator's state that `to_bytes` converted, or None for None."""
+    return None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 @contextmanager

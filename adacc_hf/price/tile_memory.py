@@ -1,0 +1,103 @@
+"""Memory of one tile of a row-wise module, as a function of the tile's rows.
+
+Each moment of a tile's forward and backward takes bytes that are linear in the number of rows: tensors of the rows, and
+tensors of the parameters. So each moment is measured at two numbers of rows, and the peak at any other number is the
+maximum over the moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adacc_hf.artifacts.tiles import MEASURED_TILES, Line, highest_lines, tile_rows
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.tape.function_operators import autocast_as, autocast_of
+from adacc_hf.tape.tiled_rows import GradientSums, TiledCall, backward_of_tile, trainable_parameters
+from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.private import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """Memory of the forward and the backward of one tile, as lines over the number of rows."""
+
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+
+
+def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> TileMemory | None:
+    """Measure the memory of one tile of `module`, whose input in a call is `rows`.
+
+    The result of the module, the gradients of input and result, and the sums of the parameters' gradients are left out,
+    because they exist for all tiles. Return None if there are too few rows, or if the module runs other operators on
+    other numbers of rows.
+    """
+    matrix = rows.detach().reshape(-1, rows.shape[-1])
+    most = tile_rows(len(matrix), MEASURED_TILES)
+    fewer = most // 2
+    if fewer < 1:
+        return None
+    readings = [_measure(module, _tile(matrix, number, rows.dim()), measurement) for number in (fewer, most)]
+    lines = [_lines(few, many, fewer, most) for few, many in zip(*readings, strict=True)]
+    return None if None in lines else TileMemory(*map(highest_lines, filter(None, lines)))
+
+
+def _tile(matrix: Tensor, number: int, num_dimensions: int) -> Tensor:
+    part = matrix[:number]
+    return part.view(*(1,) * (num_dimensions - 2), *part.shape)
+
+
+def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:
+    """Return the line through the bytes of each moment at `fewer` and at `most` rows."""
+    if len(few) != len(many):
+        return None
+    slopes = [(more - less) / (most - fewer) for less, more in zip(few, many, strict=True)]
+    return [(less - slope * fewer, slope) for less, slope in zip(few, slopes, strict=True)]
+
+
+def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple[list[int], list[int]]:
+    """Return the live bytes at each moment of (forward, backward) of one tile, above those before it."""
+    parameters = trainable_parameters(module)
+    call = TiledCall(module, module.forward, tuple(parameters), MEASURED_TILES)
+    sums = GradientSums(tuple(parameters.values()))
+    # The graph of a tile must not reach the hooks with which the block's call is recorded.
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+    with hooks, autocast_as(autocast_of()):
+        with torch.no_grad():
+            result = torch.zeros_like(call.forward(rows))
+            forward = _moments(measurement.meter(rows.device), lambda: call.forward(rows))
+            backward_of_tile(call, sums, rows, result, True)  # makes the sums, which exist from the second tile on
+        backward = _moments(measurement.meter(rows.device), lambda: backward_of_tile(call, sums, rows, result, True))
+    return forward, backward
+
+
+def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
+    """Return the live bytes between each two operators of `run`, above those before it."""
+    with meter:
+        meter.mark(("begin",))
+        with _Marks(meter):
+            result = run()
+            meter.mark(("end",))
+        del result
+    base = meter.points[0].live_bytes
+    return [point.max_bytes - base for point in meter.points]
+
+
+class _Marks(TorchDispatchMode):
+    """Dispatch mode that sets a mark in `meter` after each operator."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._meter.mark(("operator",))
+        return result

@@ -1,0 +1,84 @@
+"""Which blocks run their row-wise module in tiles, and in how many.
+
+The last blocks of a model need tiles first, because their backward begins while all earlier blocks store activations.
+So the candidates run all blocks, the last half, or the last quarter in tiles, with as many tiles as the rows allow. The
+integer program then chooses the actions of all activations for each candidate. At the end, each block gets the fewest
+tiles with which the step still fits the budget, because every further tile costs launches of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from adacc_hf.artifacts.block_outcome import run_block
+from adacc_hf.artifacts.memory_simulator import step_peak_bytes
+from adacc_hf.artifacts.tiles import most_tiles
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.policy import Plan
+    from adacc_hf.artifacts.profile import Profile
+
+SHARES = (1, 2, 4)
+"""Divisors of the number of blocks that run in tiles in the candidates."""
+
+
+def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
+    """Return `profile` without tiles, followed by its copies in which some blocks run in tiles."""
+    most = _most_tiles(profile) if config.allows_tiles else []
+    profiles = {(0,) * len(profile.blocks): profile.untiled}
+    for share in SHARES if any(most) else ():
+        first = len(most) - max(1, len(most) // share)
+        numbers = tuple(number if index >= first else 0 for index, number in enumerate(most))
+        if numbers not in profiles:
+            profiles[numbers] = profile.with_tiles(numbers)
+    return list(profiles.values())
+
+
+def _most_tiles(profile: Profile) -> list[int]:
+    """Return the largest number of tiles of each block: a power of two, or 0 for a block without tiles."""
+    indices = [profile.kind_of(block).tiled for block in profile.blocks]
+    tiles = [None if index is None else profile.kinds[index].tiles for index in indices]
+    return [0 if each is None else most_tiles(each.num_rows) for each in tiles]
+
+
+def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> tuple[Profile, list[Plan]]:
+    """Return the profile and the plans with the fewest tiles for each block with which the peak fits `budget_bytes`.
+
+    `profile` has the tiles of `plans`, with which the peak fits. Numbers of tiles are powers of two.
+    """
+    most = [0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans]
+    if not any(most):
+        return profile, list(plans)
+    number = 2
+    while not _fits(profile, plans, [min(number, each) for each in most], budget_bytes):
+        number *= 2
+    counts = [min(number, each) for each in most]
+    for index, each in enumerate(counts):
+        fewer = 2
+        while fewer < each:
+            numbers = [*counts[:index], fewer, *counts[index + 1 :]]
+            if _fits(profile, plans, numbers, budget_bytes):
+                counts = numbers
+                break
+            fewer *= 2
+    return profile.with_tiles(counts), _with_tiles(plans, counts)
+
+
+def _fits(profile: Profile, plans: Sequence[Plan], num_tiles: Sequence[int], budget_bytes: int) -> bool:
+    tiled, plans = profile.with_tiles(num_tiles), _with_tiles(plans, num_tiles)
+    outcomes = {}
+    for block, plan in zip(tiled.blocks, plans, strict=True):
+        if (block.kind, plan) not in outcomes:
+            outcomes[block.kind, plan] = run_block(tiled.kind_of(block), plan)
+    step = [outcomes[block.kind, plan] for block, plan in zip(tiled.blocks, plans, strict=True)]
+    return step_peak_bytes(tiled, step) <= budget_bytes
+
+
+def _with_tiles(plans: Sequence[Plan], num_tiles: Sequence[int]) -> list[Plan]:
+    return [
+        plan if plan.tiling is None else replace(plan, tiling=replace(plan.tiling, num_tiles=number))
+        for plan, number in zip(plans, num_tiles, strict=True)
+    ]

@@ -1,0 +1,242 @@
+"""Row-wise modules of a block, found from the block's tape: modules that compute each token from that token alone.
+
+The input of such a module has rows, one per token: all dimensions but the last. The module is row-wise if each of its
+operators computes a row of its result from the same row of its operands, and from tensors without rows (parameters).
+Such a module can run on a few rows at a time (tape/tiled_rows.py). Attention is not row-wise, because it combines
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, leaves, tensor_refs
+from adacc_hf.torch_glue.private import OpOverload, op_name
+
+LEAST_INNER_SHARE = 3
+"""Least bytes of a module's inner tensors, relative to the bytes of its result. Tiles of a single linear layer would
+save little memory."""
+PRODUCTS = ("mm", "addmm")
+"""Operators of linear layers. A module without them, such as an activation function, is not worth running in tiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseModule:
+    """A row-wise module of a block."""
+
+    path: str
+    """Path of the module in the block."""
+    num_rows: int
+    inner_bytes: int
+    """Bytes of all tensors that the module computes, without its result."""
+    operators: tuple[int, ...]
+    """Indices of the module's operators on the tape."""
+
+
+def row_wise_module(tape: Tape) -> RowWiseModule | None:
+    """Return the row-wise module of a recorded block whose inner tensors take the most bytes.
+
+    Return None if the block has no row-wise module whose inner tensors are LEAST_INNER_SHARE times as large as its
+    result.
+    """
+    if tape.untrusted is not None:
+        return None
+    modules = [module for path in _module_paths(tape) if (module := _check_module(tape, path)) is not None]
+    return max(modules, key=lambda module: module.inner_bytes, default=None)
+
+
+def _module_paths(tape: Tape) -> list[str]:
+    """Return the paths of the modules that run operators of the tape, and of the modules around them."""
+    paths: dict[str, None] = {}
+    for operator in tape.operators:
+        parts = operator.module.split(".")
+        paths |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1) if operator.module)
+    return list(paths)
+
+
+def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
+    """Return the row-wise module at `path`, or None if the module is not row-wise."""
+    own = [op for op in tape.operators if op.module == path or op.module.startswith(f"{path}.")]
+    indices = tuple(operator.index for operator in own)
+    if indices != tuple(range(indices[0], indices[-1] + 1)):  # called several times, or with other code in between
+        return None
+    if not any(isinstance(op.target, OpOverload) and op_name(op.target) in PRODUCTS for op in own):
+        return None
+    own_values = {value for operator in own for value in operator.results()}
+    read_outside = [op.inputs() for op in tape.operators if op.index not in indices]
+    results = own_values.intersection(*[set().union(*read_outside)])
+    result = results.pop() if len(results) == 1 else _last_result(own[-1]) if not results else None
+    inputs = [value for operator in own for value in operator.inputs() if value not in own_values]
+    tokens = {value for value in inputs if not _is_state_of(tape, value, path) and not tape.is_generator_state(value)}
+    if result is None or len(tokens) != 1:
+        return None
+    rows = _Rows(tape, tokens.pop(), own)
+    if rows.number < 2 or not all(map(rows.follow, own)) or result not in rows.widths:
+        return None
+    inner_bytes = sum(tape.values[value].nbytes for value in own_values if value != result and value in rows.widths)
+    if inner_bytes < LEAST_INNER_SHARE * tape.values[result].nbytes:
+        return None
+    return RowWiseModule(path=path, num_rows=rows.number, inner_bytes=inner_bytes, operators=indices)
+
+
+def _last_result(operator: TapeOperator) -> int | None:
+    return operator.results()[0] if len(operator.results()) == 1 else None
+
+
+def _is_state_of(tape: Tape, value: int, path: str) -> bool:
+    """Return True if the value is a parameter or buffer of the module at `path`."""
+    source = tape.values[value].source
+    is_state = source is not None and source.place in ("parameter", "buffer")
+    return source is not None and is_state and str(source.path[0]).startswith(f"{path}.")
+
+
+class _Rows:
+    """Values of a tape whose storage consists of rows of equal width, the rows of the input `value`."""
+
+    def __init__(self, tape: Tape, value: int, own: Sequence[TapeOperator]) -> None:
+        """Initialize for the module with the operators `own`, whose input is `value`."""
+        self._tape = tape
+        shapes = {ref.geometry[0] for op in own for ref in tensor_refs((op.args, op.kwargs)) if ref.value == value}
+        counts = {prod(shape[:-1]) if len(shape) > 1 else 0 for shape in shapes}
+        self._input = value
+        self.number = counts.pop() if len(counts) == 1 else 0
+        """Number of rows."""
+        self.widths: dict[int, int] = {}
+        """Elements per row, by value."""
+        if self.number:
+            self._add(value)
+
+    def _add(self, value: int) -> bool:
+        """Add a value if its storage consists of rows, in their order. Return False otherwise."""
+        record = self._tape.values[value]
+        width, rest = divmod(record.nbytes, self.number * record.ref.dtype.itemsize)
+        if rest or not width:
+            return False
+        self.widths[value] = width
+        return self.split(record.ref) is not None
+
+    def split(self, ref: TensorRef) -> int | None:
+        """Return the number of leading dimensions that count the rows of a tensor, or None if the tensor does not read
+        row by row."""
+        size, stride, offset = ref.geometry
+        split = next((end for end in range(1, len(size) + 1) if prod(size[:end]) == self.number), None)
+        width = self.widths[ref.value]
+        if split is None:
+            return None
+        expected = width
+        for length, step in zip(reversed(size[:split]), reversed(stride[:split]), strict=True):
+            if length != 1 and step != expected:
+                return None
+            expected *= length
+        inner = zip(size[split:], stride[split:], strict=True)
+        is_within_row = offset + sum((length - 1) * step for length, step in inner) < width
+        return split if is_within_row else None
+
+    def follow(self, operator: TapeOperator) -> bool:
+        """Add the results of an operator. Return False if the operator is not row-wise."""
+        refs = [ref for ref in tensor_refs((operator.args, operator.kwargs)) if ref.value in self.widths]
+        changed = {old for old, _ in operator.mutations}
+        if not refs and not operator.blanks():
+            return not operator.random and not changed and not operator.is_collective
+        is_plain = isinstance(operator.target, OpOverload) and not operator.is_collective
+        # A tile is a view of the input, so the module must not write to its input.
+        if not is_plain or self._input in changed:
+            return False
+        splits = [self.split(ref) for ref in refs]
+        row_splits = [split for split in splits if split is not None]
+        if len(row_splits) != len(splits) or not _is_row_wise(operator, refs, row_splits, self._results(operator)):
+            return False
+        return all(map(self._add, operator.results()))
+
+    def _results(self, operator: TapeOperator) -> list[TensorRef]:
+        return [self._tape.values[value].ref for value in operator.results()]
+
+
+Check = Callable[[TapeOperator, Sequence[TensorRef], Sequence[int], Sequence[TensorRef]], bool]
+"""Function of (operator, its operands with rows, the number of row dimensions of each, its results) that returns True
+if the operator is row-wise."""
+
+
+def _is_row_wise(
+    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
+) -> bool:
+    check = _CHECKS.get(op_name(operator.target).strip("_"))
+    if check is None and torch.Tag.pointwise in operator.target.tags:
+        check = _is_pointwise
+    return check is not None and check(operator, refs, splits, results)
+
+
+def _is_pointwise(
+    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
+) -> bool:
+    """Return True if the row dimensions of all operands meet in the result, and other operands do not vary over them.
+
+    An operand without rows, such as a bias, is repeated for each row.
+    """
+    size = results[0].geometry[0] if results else ()
+    ends = {len(size) - (len(ref.geometry[0]) - split) for ref, split in zip(refs, splits, strict=True)}
+    if len(ends) > 1:
+        return False
+    end = ends.pop() if ends else None
+    row_refs = {id(ref) for ref in refs}
+    for ref in _operands(operator):
+        lengths = (1,) * (len(size) - len(ref.geometry[0])) + ref.geometry[0]
+        if id(ref) not in row_refs and end is not None and any(length != 1 for length in lengths[:end]):
+            return isinstance(ref, Blank) and ref.geometry[0] == size
+        if id(ref) in row_refs and lengths[:end] != size[:end]:
+            return False
+    return True
+
+
+def _operands(operator: TapeOperator) -> Iterator[TensorRef | Blank]:
+    return (leaf for leaf in leaves(operator.args, operator.kwargs) if isinstance(leaf, (TensorRef, Blank)))
+
+
+def _is_product(
+    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
+) -> bool:
+    """Return True for `mm(rows, weight)` and `addmm(bias, rows, weight)`."""
+    place = 1 if len(operator.args) > 2 else 0
+    return len(refs) == 1 and operator.args[place] is refs[0] and splits[0] == 1 and len(refs[0].geometry[0]) == 2
+
+
+def _is_over_columns(
+    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
+) -> bool:
+    """Return True for a reduction or a softmax whose dimensions (the second argument) are not row dimensions."""
+    if len(refs) != 1 or operator.args[0] is not refs[0] or len(operator.args) < 2:
+        return False
+    num_dimensions = len(refs[0].geometry[0])
+    dimensions = [operator.args[1]] if isinstance(operator.args[1], int) else operator.args[1] or [0]
+    return all(dimension % num_dimensions >= splits[0] for dimension in dimensions)
+
+
+def _is_norm(
+    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
+) -> bool:
+    """Return True for a norm over the last dimensions, whose sizes are the second argument."""
+    is_first = len(refs) == 1 and operator.args[0] is refs[0]
+    return is_first and len(operator.args[1]) <= len(refs[0].geometry[0]) - splits[0]
+
+
+def _is_cat(
+    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
+) -> bool:
+    """Return True if all tensors have rows, and are joined along another dimension."""
+    tensors = operator.args[0]
+    dimension = (operator.args[1] if len(operator.args) > 1 else 0) % len(refs[0].geometry[0])
+    return len(refs) == len(tensors) and len(set(splits)) == 1 and dimension >= splits[0]
+
+
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(PRODUCTS, _is_product),
+    **dict.fromkeys(("mean", "sum", "amax", "var_mean", "var", "softmax", "log_softmax"), _is_over_columns),
+    **dict.fromkeys(("native_layer_norm", "fused_rms_norm"), _is_norm),
+    **dict.fromkeys(("to_copy", "copy", "native_dropout", "empty_like", "bernoulli"), _is_pointwise),
+    "cat": _is_cat,
+}
+"""Check of each operator that is not pointwise by torch's tags, by its name without underscores at the ends."""

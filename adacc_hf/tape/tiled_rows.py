@@ -1,0 +1,346 @@
+"""Execution of a row-wise module in tiles: a few rows (tokens) at a time, in forward and in backward.
+
+Forward runs the module tile by tile without a graph and keeps only the module's input. Backward runs each tile again
+with a graph, and adds up the gradients of the parameters. So the module's inner tensors exist for one tile at a time
+(ALST, arXiv 2506.13996, does this for MLPs of all blocks). On a tape the module is one operator (`TiledModule`), which
+replay never runs. Its input is an ordinary activation: a plan may retain, compress or recompute it.
+
+The gradients differ from plain training's only by the order of sums over tokens. The sums over tiles are in float32, or
+in the parameter's dtype if that is wider, as in the chunked head (`head/chunked_loss.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+
+from adacc_hf.artifacts.errors import TilesError
+from adacc_hf.artifacts.tiles import Tiling, tile_rows
+from adacc_hf.tape.function_operators import autocast_as, autocast_of
+from adacc_hf.tape.guards import BlockPaths
+from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, without_modes
+from adacc_hf.torch_glue.rng_state import draw_from_state, from_bytes, generator_state, to_bytes
+from adacc_hf.torch_glue.tensors import is_fake
+
+_ABSENT = object()
+
+_watcher: Callable[[str], None] | None = None
+"""Callback that gets "begin" and "end" of each run over a module's tiles, to measure memory. None if nothing is
+measured."""
+
+
+Gradients = Callable[[Tensor, Sequence[Tensor], Tensor], tuple[Tensor | None, ...]]
+"""Function of (result, inputs, gradient of the result) that returns the gradient of each input, or None."""
+
+
+def _autograd_gradients(result: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(result, inputs, gradient, allow_unused=True)
+
+
+_gradient_function: Gradients = _autograd_gradients
+
+
+@contextmanager
+def gradients_by(function: Gradients) -> Iterator[None]:
+    """Compute the gradients of tiles by `function` inside the `with` block, for tensors that autograd's engine cannot
+    run backward on."""
+    global _gradient_function
+    before, _gradient_function = _gradient_function, function
+    try:
+        yield
+    finally:
+        _gradient_function = before
+
+
+@contextmanager
+def watching_tiles(watcher: Callable[[str], None]) -> Iterator[None]:
+    """Call `watcher` at the begin and end of each run over tiles that starts inside the `with` block, and of its
+    backward."""
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
+def in_tiles(block: nn.Module, tiling: Tiling | None, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for the call `fn` of `block` whose row-wise module runs in tiles, or `fn` without a tiling."""
+    return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
+
+
+def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of `fn(*args)`, a call of `block` whose row-wise module runs in tiles."""
+    module = block.get_submodule(tiling.module)
+    before = module.__dict__.get("forward", _ABSENT)
+    module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, tiling.num_tiles)
+    try:
+        return fn(*args)
+    finally:
+        if before is _ABSENT:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+def refusal_of(module: nn.Module) -> str | None:
+    """Return the reason why `module` must not run in tiles, or None.
+
+    Forward hooks inside the module would run once for each tile, and again in backward.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):  # set by DeepSpeed, on all ranks
+        return "ZeRO 3 has a module's parameters only while the module runs: shard them with FSDP2 instead"
+    inner = (child for child in module.modules() if child is not module)
+    hooks = [hook for child in inner for of in (forward_pre_hooks, forward_hooks) for hook in of(child).values()]
+    if any(_is_foreign(hook) for hook in hooks):
+        return "a module inside it has forward hooks"
+    return None
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Return True unless the hook belongs to this package, whose recorder names the modules with hooks."""
+    code = hook.func if isinstance(hook, partial) else hook
+    return not str(getattr(code, "__module__", "")).startswith("adacc_hf.")
+
+
+def _forward_in_tiles(
+    module: nn.Module, forward: Callable[..., Tensor], num_tiles: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run `forward`, the forward of `module`, in tiles. If the call is not of one tensor in training, run it whole."""
+    is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
+    if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
+        return forward(*args, **kwargs)
+    trainable = trainable_parameters(module)
+    if not trainable and not args[0].requires_grad:
+        return forward(*args)
+    return TiledModule.apply(args[0], *trainable.values(), TiledCall(module, forward, tuple(trainable), num_tiles))
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of `module` that require gradients, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+@dataclass(frozen=True)
+class TiledCall:
+    """One call of a row-wise module in tiles."""
+
+    module: nn.Module
+    forward: Callable[..., Tensor]
+    names: tuple[str, ...]
+    """Names of the trainable parameters in the module."""
+    num_tiles: int
+
+    def on_parameters(self, parameters: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """Run the module on `rows` with `parameters` in place of its own trainable parameters."""
+        runner = _Runner(self.module, self.forward)
+        named = {f"module.{name}": parameter for name, parameter in parameters.items()}
+        return torch.func.functional_call(runner, named, (rows,))
+
+
+class _Runner(nn.Module):
+    """Module that calls the forward of another module, without that module's hooks."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._forward(rows)
+
+
+class TiledModule(Function):
+    """Autograd function that runs a row-wise module in tiles. A tape has it as one operator, which never runs again."""
+
+    is_one_operator = True
+    """Read by the recorder and the validator of tapes: the operators inside are not on the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters_and_call: Any) -> Tensor:
+        # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
+        *parameters, call = parameters_and_call
+        ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
+        ctx.parameters = tuple(parameters)
+        ctx.autocast = autocast_of()
+        state = generator_state(rows.device)
+        tiles = Tiles(rows, call.num_tiles)
+        result: Tensor | None = None
+        ctx.path = None
+        with _watched(ctx.watcher), autocast_as(ctx.autocast):
+            ctx.path = _path_of(call, tiles.first)
+            for tile in tiles:
+                part = call.forward(tile.rows)
+                if result is None:
+                    result = tiles.empty(part)
+                tile.write(result, part)
+                del part
+        after = generator_state(rows.device)
+        has_drawn = state is not None and after is not None and not is_fake(state) and not torch.equal(state, after)
+        ctx.state = to_bytes(state) if has_drawn and state is not None else None
+        ctx.save_for_backward(rows)
+        assert result is not None  # there is at least one tile
+        return result.view(*rows.shape[:-1], result.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        call: TiledCall = ctx.call
+        sums = GradientSums(ctx.parameters)
+        tiles = Tiles(rows, call.num_tiles)
+        row_gradient = torch.empty_like(tiles.rows) if ctx.needs_input_grad[0] else None
+        gradient = gradient.reshape(len(tiles.rows), -1)
+        drawing = draw_from_state(from_bytes(ctx.state), ctx.device)
+        with _watched(ctx.watcher), autocast_as(ctx.autocast), drawing:
+            if _path_of(call, tiles.first) != ctx.path:
+                raise TilesError(
+                    f"the module {type(call.module).__name__} runs other Python code in backward than it did in "
+                    f"forward, for example because an adapter was switched or a setting changed, so its tiles would "
+                    f'give other gradients: leave "tile" out of AdaccConfig(actions=...)'
+                )
+            for tile in tiles:
+                part = backward_of_tile(call, sums, tile.rows, tile.of(gradient), row_gradient is not None)
+                if row_gradient is not None and part is not None:
+                    tile.write(row_gradient, part)
+                del part
+        return (None if row_gradient is None else row_gradient.view(rows.shape), *sums.gradients(), None)
+
+
+def backward_of_tile(
+    call: TiledCall, sums: GradientSums, rows: Tensor, gradient: Tensor, needs_row_gradient: bool
+) -> Tensor | None:
+    """Run one tile again with a graph, add the parameters' gradients to `sums`, and return the gradient of `rows`.
+
+    The parameters are replaced by detached tensors on the same memory, because hooks on a parameter must run once for
+    the whole gradient, not for each tile.
+    """
+    rows = rows.detach().requires_grad_(needs_row_gradient)
+    detached = [parameter.detach().requires_grad_() for parameter in sums.parameters]
+    with torch.enable_grad():
+        result = call.on_parameters(dict(zip(call.names, detached, strict=True)), rows)
+    inputs = [rows, *detached] if needs_row_gradient else detached
+    gradients = _gradient_function(result, inputs, gradient.view(result.shape))
+    del result
+    sums.add(gradients[1:] if needs_row_gradient else gradients)
+    return gradients[0] if needs_row_gradient else None
+
+
+class GradientSums:
+    """Sums over tiles of the gradients of `parameters`, in float32 or the parameter's wider dtype."""
+
+    def __init__(self, parameters: tuple[Tensor, ...]) -> None:
+        self.parameters = parameters
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Add the gradients of one tile. None stands for a parameter that the tile did not use."""
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total = self._sums[place]
+            if total is None:
+                # A copy only if the dtype changes: the gradient of a tile belongs to nobody else.
+                self._sums[place] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            else:
+                total += gradient
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the sums in the parameters' dtypes, and forget them."""
+        sums, self._sums = self._sums, []
+        gradients: list[Tensor | None] = []
+        for place, parameter in enumerate(self.parameters):
+            total, sums[place] = sums[place], None
+            gradients.append(None if total is None else total.to(parameter.dtype))
+        return gradients
+
+
+class Tile:
+    """Some consecutive rows of a module's input, as a tensor with the input's number of dimensions."""
+
+    def __init__(self, tiles: Tiles, begin: int) -> None:
+        self._tiles = tiles
+        self._range = slice(begin, begin + tiles.size)
+        self.rows = self.of(tiles.rows)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this tile's part of `rows`, a matrix with all rows."""
+        part = rows[self._range]
+        return part.view(*self._tiles.outer, *part.shape)
+
+    def write(self, target: Tensor, part: Tensor) -> None:
+        """Copy `part` to this tile's rows of the matrix `target`."""
+        target[self._range] = part.view(-1, target.shape[-1])
+
+
+class Tiles:
+    """The rows of a tensor, divided into `num_tiles` tiles of equal size. The last tile may have fewer rows."""
+
+    def __init__(self, rows: Tensor, num_tiles: int) -> None:
+        self.outer = (1,) * (rows.dim() - 2)
+        self.rows = rows.detach().reshape(-1, rows.shape[-1])
+        """All rows, as a matrix."""
+        self.size = tile_rows(len(self.rows), num_tiles)
+
+    def __iter__(self) -> Iterator[Tile]:
+        return (Tile(self, begin) for begin in range(0, len(self.rows), self.size))
+
+    @property
+    def first(self) -> Tensor:
+        return Tile(self, 0).rows
+
+    def empty(self, part: Any) -> Tensor:
+        """Return an uninitialized matrix for the module's results on all rows. `part` is the first tile's result."""
+        expected = (*self.outer, min(self.size, len(self.rows)))
+        if not isinstance(part, Tensor) or tuple(part.shape[:-1]) != expected:
+            raise TilesError(
+                f"a module returned {type(part).__name__} for a tile of {expected[-1]} rows, not as many rows: "
+                f'leave "tile" out of AdaccConfig(actions=...)'
+            )
+        return part.new_empty(len(self.rows), part.shape[-1])
+
+
+@contextmanager
+def _watched(watcher: Callable[[str], None] | None) -> Iterator[None]:
+    if watcher is not None:
+        watcher("begin")
+    yield
+    if watcher is not None:
+        watcher("end")
+
+
+_PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
+"""Traced paths of the modules that ran in tiles."""
+
+
+@contextmanager
+def _without_own_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove this package's forward hooks from the modules inside `module` inside the `with` block."""
+    tables = [hooks(child) for child in module.modules() for hooks in (forward_pre_hooks, forward_hooks)]
+    own = [(table, {key: hook for key, hook in table.items() if not _is_foreign(hook)}) for table in tables if table]
+    for table, hooks in own:
+        for key in hooks:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in own:
+            table.update(hooks)
+
+
+def _path_of(call: TiledCall, rows: Tensor) -> Any:
+    """Return the key of the Python code that the module runs (`tape/guards.py`), the same in forward and backward."""
+    paths = _PATHS.get(call.module)
+    if paths is None:
+        paths = _PATHS[call.module] = BlockPaths(call.module)
+    # A recorder must not see how Dynamo reads the module, nor Dynamo the recorder's hooks, which are gone in backward.
+    with without_modes(), _without_own_hooks(call.module), torch.enable_grad():
+        return paths.key(call.forward, (rows.detach().requires_grad_(),))

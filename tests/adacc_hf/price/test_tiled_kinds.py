@@ -1,0 +1,72 @@
+"""Kinds of blocks in tiles: their memory without any tile, and the codecs and times of the kind without tiles."""
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.artifacts.policy import BlockAction
+from adacc_hf.price.profiler import profile_batch
+from adacc_hf.price.training_step import TrainingStep
+
+
+@pytest.fixture
+def profile(one_thread, few_rows, tiny_llama):
+    ids = torch.randint(3, 60, (2, 24))
+    config = AdaccConfig(min_compress_bytes=0)
+    return profile_model(tiny_llama(intermediate_size=128), {"input_ids": ids, "labels": ids}, config)
+
+
+def test_each_kind_has_one_in_tiles(profile):
+    (kind, tiled) = profile.kinds
+    assert {block.kind for block in profile.blocks} == {0}
+    assert (kind.tiled, tiled.tiled) == (1, None)
+    assert (tiled.tiles.module, tiled.tiles.num_rows, tiled.tiles.num_tiles) == ("mlp", 48, 0)
+    assert tiled.block_actions == (BlockAction.PLAIN,)
+    assert sum(event.tiled for event in tiled.forward) == 1
+    assert sum(event.tiled for event in tiled.backward) == 1
+
+
+def test_values_have_the_codecs_of_the_kind_without_tiles(profile):
+    kind, tiled = profile.kinds
+    codecs = {kind.names[value.index]: value.codecs for value in kind.activations if value.codecs}
+    inputs = {tiled.names[value.index]: value.codecs for value in tiled.activations if value.codecs}
+    assert inputs
+    assert all(codecs[name] == options for name, options in inputs.items())
+
+
+def test_the_module_takes_the_time_of_its_operators(profile):
+    kind, tiled = profile.kinds
+    inside = [operator.ms for operator in kind.operators if operator.module.startswith("mlp")]
+    assert len(inside) == tiled.tiles.num_operators
+    assert tiled.operators[tiled.tiles.operator].ms == pytest.approx(sum(inside))
+    assert tiled.in_tiles(4).extra_ms > sum(inside)
+
+
+def test_more_tiles_take_less_memory_and_more_time(profile):
+    tiled = profile.kinds[1]
+    peaks = [max(event.extra_bytes for event in tiled.in_tiles(number).backward) for number in (2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    times = [tiled.in_tiles(number).extra_ms for number in (2, 4, 8)]
+    assert times == sorted(times)
+    assert tiled.in_tiles(8).in_tiles(2) == tiled.in_tiles(2)
+
+
+def test_other_sizes_are_predicted_with_their_tiles(one_thread, few_rows, tiny_llama):
+    model = tiny_llama(intermediate_size=128)
+
+    def batch(length):
+        ids = torch.randint(3, 60, (4, length), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids, "labels": ids}
+
+    config = AdaccConfig(actions=("retain", "recompute", "tile"))
+    profile = profile_batch(model, batch(48), config, TrainingStep(), all_sizes=True)
+    expected = profile_batch(model, batch(32), config, TrainingStep())
+    sizes = tuple((name, (4, 32)) for name in ("input_ids", "labels"))
+    predicted = profile.sizes.profile_at(profile, sizes)
+    for number in (2, 5):
+        numbers = [number] * len(profile.blocks)
+        ours, theirs = predicted.with_tiles(numbers).kinds[0], expected.with_tiles(numbers).kinds[0]
+        assert ours.tiles.num_rows == theirs.tiles.num_rows == 128
+        for moment in ("forward", "backward"):
+            peaks = [[e.extra_bytes for e in getattr(kind, moment) if e.tiled] for kind in (ours, theirs)]
+            assert peaks[0] == peaks[1] != []

@@ -1,0 +1,114 @@
+"""A row-wise module in tiles: results, gradients, and calls that run whole."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from adacc_hf.artifacts.errors import TilesError
+from adacc_hf.artifacts.tiles import Tiling
+from adacc_hf.tape.tiled_rows import GradientSums, TiledModule, refusal_of, run_in_tiles, watching_tiles
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 5))
+
+    def forward(self, rows):
+        return self.part(rows)
+
+
+def tiled(block, number, *args):
+    return run_in_tiles(block, Tiling(module="part", num_tiles=number), block, *args)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    number=st.integers(2, 30), shape=st.sampled_from([(7, 6), (2, 9, 6), (2, 3, 4, 6), (1, 1, 6)]), needs=st.booleans()
+)
+def test_results_and_gradients_are_those_of_the_whole_module(number, shape, needs):
+    torch.manual_seed(0)
+    block, rows = Block().double(), torch.randn(shape, dtype=torch.float64, requires_grad=needs)
+    results = [block(rows), tiled(block, number, rows)]
+    weights = torch.randn_like(results[0])
+    wanted = [*block.parameters(), *([rows] if needs else [])]
+    expected, gradients = (torch.autograd.grad((result * weights).sum(), wanted) for result in results)
+    assert torch.allclose(*results)
+    assert all(map(torch.allclose, expected, gradients))
+
+
+def test_a_frozen_parameter_gets_no_gradient():
+    block, rows = Block(), torch.randn(3, 6, requires_grad=True)
+    block.part[0].weight.requires_grad_(False)
+    tiled(block, 2, rows).sum().backward()
+    assert block.part[0].weight.grad is None
+    assert block.part[2].weight.grad is not None
+
+
+class Scale(nn.Module):
+    def forward(self, rows, scale=1):
+        return rows * scale
+
+
+class ScaleBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Scale()
+
+    def forward(self, rows, scale):
+        return self.part(rows, scale=scale)
+
+
+def test_calls_without_gradients_or_with_other_arguments_run_whole(monkeypatch):
+    monkeypatch.setattr(TiledModule, "forward", None)
+    rows = torch.randn(4, 6, requires_grad=True)
+    assert torch.equal(tiled(ScaleBlock(), 2, rows, 3), rows * 3)
+    block = Block()
+    with torch.no_grad():
+        assert torch.equal(tiled(block, 2, rows), block(rows))
+
+
+@pytest.mark.parametrize("wrong", [lambda rows: (rows,), lambda rows: rows.sum(), lambda rows: rows[:, :1]])
+def test_a_module_without_a_result_for_each_row_is_refused(wrong):
+    block = Block()
+    block.part = nn.Sequential(nn.Linear(6, 6))
+    block.part.forward = lambda rows: wrong(nn.functional.relu(rows))
+    with pytest.raises(TilesError, match='leave "tile" out'):
+        tiled(block, 2, torch.randn(2, 4, 6, requires_grad=True))
+
+
+def test_hooks_inside_and_zero_3_are_refused():
+    part = Block().part
+    assert refusal_of(part) is None
+    handle = part[1].register_forward_hook(lambda *call: None)
+    assert "forward hooks" in refusal_of(part)
+    handle.remove()
+    part.register_forward_hook(lambda *call: None)
+    assert refusal_of(part) is None, "a hook of the module itself runs once"
+    part[0].weight.ds_id = 0
+    assert "ZeRO 3" in refusal_of(part)
+
+
+def test_runs_over_tiles_are_watched_in_forward_and_backward():
+    moments = []
+    block, rows = Block(), torch.randn(4, 6, requires_grad=True)
+    with watching_tiles(moments.append):
+        result = tiled(block, 2, rows)
+    assert moments == ["begin", "end"]
+    result.sum().backward()
+    assert moments == ["begin", "end"] * 2
+    tiled(block, 2, rows)
+    assert len(moments) == 4
+
+
+def test_sums_over_tiles_are_in_float32():
+    parameter = torch.zeros(1, dtype=torch.bfloat16)
+    sums = GradientSums((parameter, parameter))
+    for _ in range(512):
+        sums.add((torch.ones_like(parameter), None))
+    total, unused = sums.gradients()
+    assert total.dtype is torch.bfloat16
+    assert total.item() == 512, "in bfloat16 the sum would stop at 256"
+    assert unused is None
