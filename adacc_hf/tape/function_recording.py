@@ -175,7 +175,7 @@ class FunctionRecorder:
 
     def _record_whole(self, forward_call: ForwardCall) -> Any:
         """Run a Function whose inner operators are not recorded, record it as one operator, and return its result."""
-        tensors = tuple(_tensors(forward_call.args))
+        tensors = tuple(_argument_tensors(forward_call.args))
         recorded = map_tensors(tensors, torch.Tensor, self.refer)
         with self.paused(), self._inside_function():
             result = forward_call.run()

@@ -69,7 +69,7 @@ class TracedPath:
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
-        self._aliased_arguments = _aliased_arguments(guards.tensors(scope), scope)
+        self._aliases = _aliased_arguments(guards.tensors(scope), scope)
         """(index among the guards' tensors, name) of each parameter or buffer that the path does not reach by its name
         in the block."""
         self.number = next(_UNUSED)
@@ -79,9 +79,7 @@ class TracedPath:
         """Return True if a call with these local variables takes this path."""
         if not self.guards.hold(scope):
             return False
-        return not self._aliased_arguments or self._aliased_arguments == _aliased_arguments(
-            self.guards.tensors(scope), scope
-        )
+        return not self._aliases or self._aliases == _aliased_arguments(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the path's input numbers as hashable keys. Two keys differ if the numbers differ in type or bits."""

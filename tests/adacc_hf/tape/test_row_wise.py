@@ -104,7 +104,8 @@ def test_a_module_that_reads_another_tensor_of_the_block_is_not():
             self.first, self.part = nn.Linear(8, 8), Mlp()
 
         def forward(self, rows):
-            self.part.change = lambda hidden, other=self.first(rows): hidden * other[..., :1]
+            other = self.first(rows)
+            self.part.change = lambda hidden: hidden * other[..., :1]
             return self.part(rows)
 
     block = Outer().train()
