@@ -37,7 +37,8 @@ def price_by_bytes(model: KindModel) -> KindModel:
 
 
 def _kind_by_bytes(kind: KindProfile) -> KindProfile:
-    return replace(kind, operators=tuple(replace(op, ms=_operator_ms(kind, op)) for op in kind.operators))
+    operators = tuple(replace(op, ms=_operator_ms(kind, op)) for op in kind.operators)
+    return replace(kind, operators=operators, extra_ms=0.0)
 
 
 def _codec_ms(nbytes: int, form: StoredForm) -> float:

@@ -144,6 +144,18 @@ def _frontier_steps(
             yield _price_of_memory(larger, smaller), kind, number, smaller, larger
 
 
+def lower_hull(plans: Sequence[PricedPlan]) -> list[PricedPlan]:
+    """Return the plans on the lower convex hull of stored bytes and time, from the fastest to the fewest bytes."""
+    hull: list[PricedPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.ms, plan.nbytes)):
+        if hull and plan.nbytes >= hull[-1].nbytes:
+            continue
+        while len(hull) > 1 and _price_of_memory(hull[-2], hull[-1]) >= _price_of_memory(hull[-2], plan):
+            hull.pop()
+        hull.append(plan)
+    return hull
+
+
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
     """Yield policies from all RETAIN to the fewest bytes.
 

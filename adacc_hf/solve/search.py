@@ -21,7 +21,16 @@ from adacc_hf.artifacts.memory_simulator import EarlierBlocks
 from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.budget_errors import infeasible_peak, infeasible_stored
 from adacc_hf.solve.byte_prices import price_by_bytes
-from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes
+from adacc_hf.solve.frontier import (
+    MixtureProgram,
+    chain,
+    fixed_bytes,
+    frontiers,
+    least_ms,
+    lower_hull,
+    overhead_ms,
+    stored_bytes,
+)
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain_all
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
@@ -42,6 +51,9 @@ MAX_MISSES = 4
 """Number of policies in a row that may exceed the budget before the search for policies with one plan per kind stops.
 
 A larger budget never tries fewer policies, because a policy that fits a smaller budget also fits the larger budget."""
+NEAR_WORKING_SET = 0.1
+"""Plans of which the working set, without the block's stored bytes, is at most this fraction above the smallest working
+set are mixed near the least peak."""
 NUM_FRONTIER_ENDS = 4
 """Number of plans at the end of a frontier that are tried for all blocks of a kind to find a low peak.
 
@@ -170,7 +182,33 @@ class PolicySearch:
             # The last policy is a candidate for every budget, like the others: it may be the fastest one too.
             others = map(self._timed, [*self._byte_search.trail, self._byte_search.least])
             policies += (policy for policy in others if fits(policy) and self.oracle.peak_bytes(policy) < start_bytes)
+        policies += itertools.islice(filter(fits, self._chain(self._low_peak_frontiers)), 1)
         return policies
+
+    def _working_bytes(self, kind: int, plan: PricedPlan) -> int:
+        """Return the peak of a block's backward, without the bytes that the block stores."""
+        outcome = self.oracle.outcome(kind, plan)
+        return outcome.working_bytes - outcome.stored_bytes
+
+    @cached_property
+    def _low_peak_frontiers(self) -> list[list[PricedPlan]]:
+        """Frontier of each kind of block over the plans whose working set is near that of the policy with the least
+        peak.
+
+        The plans on a kind's own frontier are selected by stored bytes. The plan with the least peak may store more, so
+        that no mixture of frontier plans is near it.
+        """
+        least = self._timed(self._byte_search.least)
+        plans: list[list[PricedPlan]] = [[] for _ in self.models]
+        for block, plan in zip(self.profile.blocks, least, strict=True):
+            plans[block.kind].append(plan)
+        frontiers = []
+        for kind, (own_plans, extended) in enumerate(zip(plans, self.kinds.extended, strict=True)):
+            working = {plan: self._working_bytes(kind, plan) for plan in (*own_plans, *extended)}
+            limit = (1 + NEAR_WORKING_SET) * min((working[plan] for plan in own_plans), default=0)
+            near = [plan for plan in extended if working[plan] <= limit]
+            frontiers.append(lower_hull([*own_plans[:1], *near]) or extended[-1:])
+        return frontiers
 
     # The least peak must be the same in each process, so that a budget that one process could use can be used again.
     # Therefore it comes from a search with prices in bytes, whose policies do not depend on measured times.
@@ -179,7 +217,7 @@ class PolicySearch:
     def _byte_search(self) -> PolicySearch:
         """Search for the least peak, with prices in bytes."""
         search = PolicySearch(self.profile, self.config, self.kinds.by_bytes)
-        search.head_ms = 0.0
+        search.head_ms = search.fixed_ms = 0.0
         return search
 
     def _timed(self, policy: Sequence[PricedPlan]) -> list[PricedPlan]:

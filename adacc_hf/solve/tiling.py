@@ -1,7 +1,7 @@
 """Which blocks run their row-wise module in tiles, and in how many.
 
 The last blocks of a model need tiles first, because their backward begins while all earlier blocks store activations.
-So the candidates run all blocks, the last half, or the last quarter in tiles, with as many tiles as the rows allow. The
+So the candidates run all blocks, the last half, or the last quarter in tiles, with as many tiles as lower the peak. The
 integer program then chooses the actions of all activations for each candidate. At the end, each block gets the fewest
 tiles with which the step still fits the budget, because every further tile costs launches of kernels.
 """
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.memory_simulator import step_peak_bytes
+from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.tiles import most_tiles
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.policy import Plan
-    from adacc_hf.artifacts.profile import Profile
+    from adacc_hf.artifacts.profile import KindProfile, Profile
 
+ENOUGH = 0.01
+"""Smallest relative reduction of a block's peak for which more tiles are considered."""
 SHARES = (1, 2, 4)
 """Divisors of the number of blocks that run in tiles in the candidates."""
 
@@ -38,10 +41,30 @@ def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
 
 
 def _most_tiles(profile: Profile) -> list[int]:
-    """Return the largest number of tiles of each block: a power of two, or 0 for a block without tiles."""
+    """Return the largest useful number of tiles of each block: a power of two, or 0 for a block without tiles."""
+    numbers = {
+        kind.tiled: _most_tiles_of(profile.kinds[kind.tiled]) for kind in profile.kinds if kind.tiled is not None
+    }
     indices = [profile.kind_of(block).tiled for block in profile.blocks]
-    tiles = [None if index is None else profile.kinds[index].tiles for index in indices]
-    return [0 if each is None else most_tiles(each.num_rows) for each in tiles]
+    return [0 if index is None else numbers[index] for index in indices]
+
+
+def _most_tiles_of(kind: KindProfile) -> int:
+    """Return the number of tiles from which on the peak of a recomputing block falls by less than ENOUGH."""
+    assert kind.tiles is not None  # the caller passes kinds with tiles
+    number = most_tiles(kind.tiles.num_rows)
+    if not number:
+        return 0
+    least = _working_bytes(kind, number)
+    while number > 2 and _working_bytes(kind, number // 2) <= (1 + ENOUGH) * least:
+        number //= 2
+    return number
+
+
+def _working_bytes(kind: KindProfile, number: int) -> int:
+    tiled = kind.in_tiles(number)
+    outcome = run_block(tiled, recompute_plan(tiled))
+    return max(outcome.working_bytes, outcome.forward_working_bytes)
 
 
 def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> tuple[Profile, list[Plan]]:
