@@ -185,7 +185,8 @@ def _fastest_within_host(
     limited_searches = []
     for number in (num_blocks >> halvings for halvings in range(num_blocks.bit_length())):
         limited = [profile.with_host_memory(number, host_limit) for profile in profiles]
-        limited_searches += _searches(list(filter(_may_move, limited)), config)
+        movable = list(filter(_may_move, limited))
+        limited_searches += _searches(movable, config) if movable else []
     return _fastest([*without_host, *limited_searches], budget, bound)
 
 
