@@ -17,8 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-MODULES = ("torch", "torch.distributed", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2",
-           "transformers.models.llama.modeling_llama", "adacc_hf.callbacks.adacc")  # fmt: skip
+MODULES = (
+    "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    "adacc_hf.callbacks.adacc", "adacc_hf.compiler", "adacc_hf.kernels.codecs", "pulp", "highspy", "pytest",
+)  # fmt: skip
 """Modules that a server imports before it forks."""
 PATIENCE = 5.0
 """Seconds for which a rank may go on after another rank failed or the time is up, before it is killed."""
@@ -76,7 +79,12 @@ def _server(paths: tuple[str, ...], modules: tuple[str, ...]) -> subprocess.Pope
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(own), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(own),
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else an import starts a thread, which no fork has
+        },
     )
 
     def stop() -> None:
