@@ -44,6 +44,7 @@ class Batch:
 
     @cached_property
     def shapes(self) -> BatchShapes:
+        """Shapes of the profiled batch's tensors."""
         return batch_shapes(self.tensors)
 
     @property
@@ -58,6 +59,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
+        """Number of samples in the profiled batch."""
         return next((shape.size[0] for shape in self.shapes if len(shape.size) > 1), 1)
 
     @property
