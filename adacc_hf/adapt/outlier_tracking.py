@@ -141,12 +141,15 @@ class Measurements:
     option_errors: dict[OptionKey, Tensor] = field(default_factory=dict)
 
     def add_count(self, key: TrackedKey, count: int) -> None:
+        """Add a number of outlier channels. Only the largest number of each activation is kept."""
         self.num_outliers[key] = max(count, self.num_outliers.get(key, 0))
 
     def add_error(self, key: TrackedKey, error: Tensor) -> None:
+        """Add a round-trip error of an activation's current codec. Only the largest is kept."""
         _add_tracked_maximum(self.errors, key, error)
 
     def add_option_error(self, key: OptionKey, error: Tensor) -> None:
+        """Add a round-trip error of one of an activation's codecs. Only the largest is kept."""
         _add_tracked_maximum(self.option_errors, key, error)
 
     def read(self, gradients: dict[int, GradientError], degrading_codecs: frozenset[OptionKey]) -> Observation:

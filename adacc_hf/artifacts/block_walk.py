@@ -110,18 +110,23 @@ class BlockWalk:
         }
 
     def _is_stored_activation(self, value: int) -> bool:
+        """Return True if the simulated block stores the value, which must be an activation."""
         return value in self.choices and self._is_stored(value)
 
     def _is_stored(self, value: int) -> bool:
+        """Return True if the simulated plan retains or compresses the activation."""
         return self.choices[value].action is not Action.RECOMPUTE
 
     def _is_compressed(self, value: int) -> bool:
+        """Return True if the simulated block stores the value compressed."""
         return value in self.choices and self.choices[value].action is Action.COMPRESS and value in self.roots
 
     def _option(self, value: int) -> CodecOption:
+        """Return the codec with which the simulated plan compresses the activation."""
         return self.kind.codec_option(value, self.choices[value])
 
     def _root_bytes(self, value: int) -> int:
+        """Return the bytes that the simulated block stores for the activation."""
         if self.choices[value].action is Action.COMPRESS:
             return self._option(value).nbytes
         return self.kind.values[value].nbytes
@@ -259,6 +264,7 @@ class BlockWalk:
         return state_bytes
 
     def _is_saved(self, value: int) -> bool:
+        """Return True if autograd saves the value."""
         return self.kind.values[value].saved
 
     def _backward_moments(self, events: Sequence[_BackwardEvent]) -> list[int]:

@@ -279,7 +279,7 @@ def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> fl
 
 @dataclass(frozen=True)
 class _ExampleTensor:
-    """Layout of a tensor argument, from which a sample tensor is built."""
+    """Layout of a tensor argument of a graph's operator, from which a sample tensor is built to time the operator."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -288,6 +288,7 @@ class _ExampleTensor:
 
     @classmethod
     def of(cls, node: fx.Node) -> Any:
+        """Return the layout of the node's tensor, a number for a symbolic size, or None for another value."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return hint(value)
@@ -296,6 +297,7 @@ class _ExampleTensor:
         return cls(_hinted_sizes(value.shape), _hinted_sizes(value.stride()), value.dtype, value.device)
 
     def make(self) -> torch.Tensor:
+        """Return a sample tensor with this layout."""
         # Fill the flat storage, because several elements of an expanded tensor share one address.
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         flat = torch.zeros(max(extent, 0), dtype=self.dtype, device=self.device)

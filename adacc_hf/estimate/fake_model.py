@@ -318,6 +318,8 @@ class Thinning:
 
 @dataclass(frozen=True)
 class _FakeBackwardBases:
+    """Live bytes of the fake model's backward, computed for all blocks from the traced blocks."""
+
     by_block: dict[str, int]
     """Live bytes at the start of each block's backward, in forward order of the blocks."""
     tail_extra_bytes: int

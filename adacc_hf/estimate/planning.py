@@ -72,6 +72,7 @@ class Request:
 
     @property
     def budget(self) -> int:
+        """Budget of the planned run in bytes, by default the device's memory without the margin."""
         if self.budget_bytes is not None:
             return self.budget_bytes
         return int(self.workload.device.memory_bytes * (1 - self.workload.adacc.memory_margin))

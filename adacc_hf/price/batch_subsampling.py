@@ -46,6 +46,7 @@ class Batch:
 
     @cached_property
     def shapes(self) -> BatchShapes:
+        """Shapes of the profiled batch's tensors."""
         return batch_shapes(self.tensors)
 
     @property
@@ -65,6 +66,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
+        """Number of samples in the profiled batch."""
         return next((shape.size[0] for shape in self.shapes if len(shape.size) > 1), 1)
 
     @property

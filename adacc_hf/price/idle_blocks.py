@@ -79,6 +79,7 @@ def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
 
 
 def _idle_kind(block_class: str) -> KindProfile:
+    """Return the profile of a kind of blocks that store nothing for backward."""
     return KindProfile(
         digest=IDLE_KIND,
         block_class=block_class,

@@ -307,6 +307,7 @@ class ModelRecorder:
         return tensor.detach()
 
     def _note_outside_storage(self, tensor: torch.Tensor) -> None:
+        """Record a storage that tensors outside the blocks use."""
         storage = storage_of(tensor)
         if storage_key(storage) not in self._outside_storages:
             self._outside_storages[storage_key(storage)] = StorageWeakRef(storage)

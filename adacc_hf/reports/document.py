@@ -41,12 +41,16 @@ SCOPE = "adacc-report"
 
 @dataclass(frozen=True)
 class Heading:
+    """Heading in a report's document."""
+
     text: str
     level: int = 2
 
 
 @dataclass(frozen=True)
 class Paragraph:
+    """Paragraph of a report's document."""
+
     text: str
 
 

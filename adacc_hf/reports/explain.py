@@ -269,6 +269,7 @@ def format_shape(value: Value) -> str:
 
 
 def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:
+    """Return the codec that the explained policy chose for the activation, or None without a codec."""
     if choice.action is not Action.COMPRESS:
         return None
     for option in kind.codec_options(value.index):
@@ -299,6 +300,7 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
 
 def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
+    """Return True if the explained plan stores the value, so that replay can read it."""
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE

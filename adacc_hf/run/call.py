@@ -293,9 +293,11 @@ class Call:
             )
 
     def _modified(self, value: int) -> RuntimeError:
+        """Return the error for a stored value that was changed in place after the block's forward."""
         return changed_in_place(self.block, self.plan.tape.values[value].name)
 
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
+        """Return the error message for a saved tensor that differs from the tape."""
         return (
             f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
             f"{tensor.dtype}, but the tape has {expected}; the block's operators vary at one shape: "
@@ -361,6 +363,7 @@ class Recording:
         self._call: Call | None = None
 
     def run(self, fn: Callable[..., Any]) -> Any:
+        """Run and record a block's call under the plan, and return its result."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with self.recorder.naming_modules(), self.recorder.watching_reads(), hooks, self.recorder:
             result = fn(*self._arguments[0])
@@ -423,11 +426,13 @@ class Recording:
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
+        """Saved-tensor hook for forward: record the tensor as the call's next slot."""
         packed = RecordedSlot(self.recorder.save(tensor), tensor)
         self._packed.append(packed)
         return packed
 
     def _unpack(self, packed: RecordedSlot) -> torch.Tensor:
+        """Saved-tensor hook for backward: return the tensor of a recorded slot."""
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version, _ = packed.content

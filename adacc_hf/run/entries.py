@@ -69,6 +69,7 @@ class Entry:
 
     @property
     def is_current(self) -> bool:
+        """True if the entry's tape is recorded, or filled from a symbolic tape that is still in use."""
         return self.symbolic_tape is None or (self.symbolic_tape.is_active and self.base is self.symbolic_tape.base)
 
 
@@ -104,6 +105,7 @@ class PlanEntries:
 
     @property
     def are_empty(self) -> bool:
+        """True if no call of the block has been recorded under the plan."""
         return not self.recorded and not self.bases
 
     @property

@@ -164,11 +164,13 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
 
 
 def _fits_host_memory(kind: KindProfile, host_bytes: int) -> bool:
+    """Return True if the integer program may store `host_bytes` in host memory."""
     limit = _host_limit_bytes(kind)
     return limit is None or host_bytes <= limit
 
 
 def _host_limit_bytes(kind: KindProfile) -> int | None:
+    """Return the limit of payload bytes in host memory for the integer program, or None without host memory."""
     return None if kind.host_link is None else kind.host_link.limit_bytes
 
 
