@@ -59,7 +59,9 @@ def _checkpointed_outcome(kind: KindProfile, plan: Plan) -> BlockOutcome:
     return BlockOutcome(
         stored_bytes=stored_bytes,
         shared=frozenset(kind.given),
-        overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in compressed.values()),
+        overhead_ms=rerun_ms(kind)
+        + kind.extra_ms
+        + sum(option.encode_ms + option.decode_ms for option in compressed.values()),
         forward_moments=_forward_moments(kind, payload_bytes + staging_bytes),
         moments=tuple(moments),
         live_bytes=stored_bytes - sum(value.nbytes for value in externally_held if value.cached),

@@ -30,6 +30,7 @@ def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = Non
         ),
         is_checkpointed=True,
         places=tuple((value, kind.values[value].place) for value in codecs),
+        tiling=kind.tiling,
     )
 
 

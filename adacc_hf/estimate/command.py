@@ -125,6 +125,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--no-largest", action="store_true", help="do not search for the largest batch and the longest sequence"
     )
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="print the longest sequence and its time per token for five methods, and nothing else (takes minutes)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON record")
     parser.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
     for option in _NOT_PLANNED:
@@ -137,10 +142,16 @@ def run(arguments: argparse.Namespace) -> str:
     options = _check_plan_options(arguments)
     with _progress_on_stderr(), torchao_imported_silently():
         log.info("loading torch and Transformers")
+        from adacc_hf.estimate.longest import longest_json, longest_sequences, longest_text
         from adacc_hf.estimate.plan_report import to_json, to_text
         from adacc_hf.estimate.planning import plan
 
-        training_plan = plan(_plan_request(arguments, options))
+        request = _plan_request(arguments, options)
+        if arguments.longest:
+            longest = longest_sequences(request)
+            as_json = longest_json(request, longest)
+            return json.dumps(as_json, indent=1) if arguments.json else longest_text(request, longest)
+        training_plan = plan(request)
     if arguments.html is not None:
         _write_plan_report(arguments.html, training_plan)
     return json.dumps(to_json(training_plan), indent=1) if arguments.json else to_text(training_plan)
@@ -235,6 +246,8 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
             f"--host-bandwidth={arguments.host_bandwidth} has no effect with --profile, which has measured the rates "
             f"of copies: leave out one of the two"
         )
+    if arguments.longest and arguments.profile is not None:
+        raise ValueError("--longest traces several lengths, and --profile has one: leave out one of the two")
     if options.host_bytes is not None and arguments.device == "cpu":
         raise ValueError(f"--host-memory={arguments.host_memory}: a CPU has no other memory; choose a GPU as --device")
     check_model(arguments.model)

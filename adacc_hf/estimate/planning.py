@@ -23,6 +23,7 @@ from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_peak_bytes, solve_policy
+from adacc_hf.solve.tiling import most_tiled
 from adacc_hf.torch_glue.compat import attention_of
 from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 METHODS = ("plain", "full recomputation", "adacc")
 """Compared training methods: retaining every activation, torch's checkpoint around every block, and the solved
 policy."""
+EXACT, TILED = "adacc, exact", "recomputation, tiles and chunked head"
+"""Further methods of the search for the longest sequence."""
 _UNIFORM = {"plain": "retain", "quantization": "compress"}
 """Action of the methods that apply one action to every activation."""
 SEARCH_LIMIT = 2**20
@@ -119,7 +122,7 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     `plan`.
     """
     with fake_model(request.workload) as model:
-        planner = _TrainingPlanner(request, model)
+        planner = TrainingPlanner(request, model)
         return planner.static, planner.profile()
 
 
@@ -140,7 +143,7 @@ def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
     batch is 0 if no batch fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
-        return _TrainingPlanner(request, model).largest_batches(methods)
+        return TrainingPlanner(request, model).largest_batches(methods)
 
 
 def plan(request: Request) -> TrainingPlan:
@@ -151,10 +154,10 @@ def plan(request: Request) -> TrainingPlan:
     """
     log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
-        return _TrainingPlanner(request, model).plan()
+        return TrainingPlanner(request, model).plan()
 
 
-class _TrainingPlanner:
+class TrainingPlanner:
     """Predictions for one request, with the fake model and the profiles of the batch shapes traced so far."""
 
     def __init__(self, request: Request, model: FakeModel) -> None:
@@ -194,8 +197,18 @@ class _TrainingPlanner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phase_peaks(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
+            phases=_phase_peaks(fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
+
+    def trace(self) -> None:
+        """Trace the requested batch shape, from which the searches start. Raise ValueError for a budget that is below
+        the memory of training without activations."""
+        _check_budget(self.request, self.static)
+        self._add_traced(self.profile())
+
+    def profile_at(self, seq_len: int) -> Profile:
+        """Return the profile of one step at another sequence length, with times."""
+        return self._for_training(self.model.profile(self.request.batch_size, seq_len))
 
     def _add_traced(self, profile: Profile) -> None:
         """Use `profile`, of the requested batch shape and with all heads, in the searches for the largest shapes."""
@@ -266,7 +279,7 @@ class _TrainingPlanner:
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         plain_step_ms = plain_ms(profile)
-        plain, full = uniform_policy(profile, "retain"), _fully_recomputed(profile)
+        plain, full = uniform_policy(profile, "retain"), fully_recomputed(profile)
         adacc_ms = None if policy is None else plain_step_ms + policy.predicted_overhead_ms
         reserved = [_reserved_bytes(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
         return {
@@ -289,15 +302,14 @@ class _TrainingPlanner:
         for method, forecast in forecasts.items():
             log.info("searching for the largest batch and the longest sequence: %s", method)
             largest_batch = self._largest_batch(method, max(1, largest_batch))
-            seq_len = self._longest_seq_len(method, max(1, seq_len))
+            seq_len = self.longest_seq_len(method, max(1, seq_len))
             extended[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
         return extended
 
     def largest_batches(self, methods: Sequence[str]) -> dict[str, int]:
         """Return the largest batch of each method. Each search starts at the largest previous result."""
         request = self.request
-        _check_budget(request, self.static)
-        self._add_traced(self.profile())
+        self.trace()
         batch_sizes: dict[str, int] = {}
         for method in methods:
             batch_sizes[method] = self._largest_batch(method, max(1, *batch_sizes.values(), request.batch_size))
@@ -310,7 +322,11 @@ class _TrainingPlanner:
         }
         return largest_fitting(lambda n: self._excess(method, n, seq_len), start, SEARCH_LIMIT, hints)
 
-    def _longest_seq_len(self, method: str, start: int) -> int:
+    def longest_seq_len(self, method: str, start: int) -> int:
+        """Return the longest sequence, in tokens, whose peak under `method` is within the budget, or 0.
+
+        The search begins at `start` tokens. The shape of the request must have been traced (`trace`).
+        """
         request = self.request
         longest = request.longest_seq_len or SEARCH_LIMIT
         hints = {
@@ -334,9 +350,14 @@ class _TrainingPlanner:
         bytes that stay allocated during the whole step, minus the budget. For method "adacc", the number of a shape
         whose profile lacks a head would take another trace, and is left out.
         """
-        shapes = list(self._with_all_heads if method == "adacc" else self._traced)
+        shapes = list(self._with_all_heads if method in ("adacc", EXACT, TILED) else self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
         return estimate | {shape: self._excess(method, *shape) for shape in shapes}
+
+    def config_of(self, method: str) -> AdaccConfig:
+        """Return the config of adacc's methods."""
+        config = self.request.workload.adacc
+        return config.with_overrides(actions=("retain", "recompute"), head="plain") if method == EXACT else config
 
     def _excess(self, method: str, batch_size: int, seq_len: int) -> int:
         return self._peak(method, batch_size, seq_len) - self.request.budget
@@ -346,20 +367,22 @@ class _TrainingPlanner:
 
         For "adacc", a peak that is far from the budget is an estimate.
         """
-        shape, is_adacc = (batch_size, seq_len), method == "adacc"
+        shape, is_adacc = (batch_size, seq_len), method in ("adacc", EXACT, TILED)
         if shape not in (self._with_all_heads if is_adacc else self._traced):
             self._traced[shape] = self._for_training(self.model.estimate(*shape, all_heads=is_adacc))
             if is_adacc:
                 self._with_all_heads.add(shape)
         profile = self._traced[shape]
+        if method == TILED:
+            return tiled_checkpointing(profile).peak_bytes
         if is_adacc:
-            return least_peak_bytes(profile, self.request.budget, self.request.workload.adacc)
+            return least_peak_bytes(profile, self.request.budget, self.config_of(method))
         if method in _UNIFORM:
             return uniform_policy(profile, _UNIFORM[method]).predicted_peak_bytes
-        return _fully_recomputed(profile).peak_bytes
+        return fully_recomputed(profile).peak_bytes
 
 
-def _fully_recomputed(profile: Profile) -> Outcome:
+def fully_recomputed(profile: Profile) -> Outcome:
     """Return the simulated outcome of a step in which torch's checkpoint runs every block.
 
     Blocks with collectives are checkpointed too, and all ranks run these blocks again in backward. A policy never
@@ -371,6 +394,13 @@ def _fully_recomputed(profile: Profile) -> Outcome:
         for kind in profile.kinds
     )
     return simulate_checkpointed(replace(profile, kinds=kinds))
+
+
+def tiled_checkpointing(profile: Profile) -> Outcome:
+    """Return the simulated outcome of a step in which torch's checkpoint runs every block, with the row-wise module of
+    each block in tiles, and with a chunked head, where the profile has them."""
+    head = next((name for name in profile.heads if name == "chunked"), profile.head)
+    return fully_recomputed(most_tiled(profile.with_head(head)))
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:

@@ -113,7 +113,7 @@ class BlockExecutor:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self.plan.is_checkpointed:
-            return run_checkpointed(block, fn, args, kwargs, self._input_coders())
+            return run_checkpointed(block, in_tiles(block, self.plan.tiling, fn), args, kwargs, self._input_coders())
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return CheckpointStrategy().run(block, fn, args, kwargs)

@@ -40,6 +40,11 @@ def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
     return list(profiles.values())
 
 
+def most_tiled(profile: Profile) -> Profile:
+    """Return a copy in which every block with a row-wise module runs it in as many tiles as lower the peak."""
+    return profile.with_tiles(_most_tiles(profile))
+
+
 def _most_tiles(profile: Profile) -> list[int]:
     """Return the largest useful number of tiles of each block: a power of two, or 0 for a block without tiles."""
     numbers = {

@@ -56,6 +56,7 @@ REFUSED = {
         ["--device", "cpu", "--host-memory", "64GiB"],
         "--host-memory=64GiB: a CPU has no other memory",
     ),
+    "longest of a profile": (["--longest", "--profile", "p.json"], "--longest traces several lengths, and --profile"),
     "outliers": (["--outlier-share", "2"], "--outlier-share=2.0 is outside 0 to 1"),
 }
 

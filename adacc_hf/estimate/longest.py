@@ -1,0 +1,115 @@
+"""The longest sequence that a device can train on, by method (`adacc plan --longest`)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.estimate.fake_model import fake_model
+from adacc_hf.estimate.planning import (
+    EXACT,
+    METHODS,
+    TILED,
+    Request,
+    TrainingPlanner,
+    fully_recomputed,
+    plain_ms,
+    tiled_checkpointing,
+)
+from adacc_hf.solve.solver import solve_policy
+
+log = logging.getLogger(__name__)
+
+LONGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
+"""Methods that are compared: without a policy, and with exact and with all actions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestSequence:
+    """Longest sequence of one method within the budget."""
+
+    method: str
+    seq_len: int
+    """Tokens. 0 if no sequence fits."""
+    is_at_limit: bool
+    """True if the model's context ends there, not the memory."""
+    ms_per_token: float | None
+    """Predicted time of forward and backward per token at that length. None if no sequence fits."""
+
+
+def longest_sequences(request: Request) -> list[LongestSequence]:
+    """Return the longest sequence of each of LONGEST_METHODS within the budget of `request`, up to the model's context.
+
+    Raises the errors of `planning.plan`.
+    """
+    log.info("building %s without memory", request.model)
+    with fake_model(request.workload) as model:
+        planner = TrainingPlanner(request, model)
+        log.info("tracing a step of %d x %d tokens", request.batch_size, request.seq_len)
+        planner.trace()
+        found: list[LongestSequence] = []
+        for method in LONGEST_METHODS:
+            log.info("searching for the longest sequence: %s", method)
+            start = max([request.seq_len, *(each.seq_len for each in found)])
+            seq_len = planner.longest_seq_len(method, start)
+            found.append(
+                LongestSequence(
+                    method=method,
+                    seq_len=seq_len,
+                    is_at_limit=seq_len == request.longest_seq_len,
+                    ms_per_token=_ms_per_token(planner, method, seq_len) if seq_len >= 2 else None,
+                )
+            )
+        return found
+
+
+def _ms_per_token(planner: TrainingPlanner, method: str, seq_len: int) -> float | None:
+    """Return the predicted time per token of a step at `seq_len` tokens. None if the solver finds no policy."""
+    request = planner.request
+    profile = planner.profile_at(seq_len)
+    overhead_ms = 0.0
+    if method == METHODS[1]:
+        overhead_ms = fully_recomputed(profile).overhead_ms
+    elif method == TILED:
+        overhead_ms = tiled_checkpointing(profile).overhead_ms
+    elif method != METHODS[0]:
+        try:
+            overhead_ms = solve_policy(profile, request.budget, planner.config_of(method)).predicted_overhead_ms
+        except InfeasibleBudgetError:
+            return None
+    return (plain_ms(profile) + overhead_ms) / (request.batch_size * seq_len)
+
+
+def longest_text(request: Request, longest: list[LongestSequence]) -> str:
+    """Return the table of `longest_sequences` as text."""
+    plain = next(each for each in longest if each.method == METHODS[0])
+    rows = [("", "longest sequence", "of plain's", "ms per 1,000 tokens")]
+    for each in longest:
+        length = f"{each.seq_len:,}{' (the context)' if each.is_at_limit else ''}" if each.seq_len else "none"
+        ratio = f"{each.seq_len / plain.seq_len:.1f}" if plain.seq_len else "-"
+        time = "-" if each.ms_per_token is None else f"{1e3 * each.ms_per_token:.1f}"
+        rows.append((each.method, length, ratio, time))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    title = (
+        f"{request.model}: longest of {request.batch_size} sequences per device within "
+        f"{format_bytes(request.budget)}, on {request.workload.device.title}"
+    )
+    return "\n".join([title, "", *lines])
+
+
+def longest_json(request: Request, longest: list[LongestSequence]) -> dict[str, object]:
+    """Return the table of `longest_sequences` as a JSON record."""
+    return {
+        "model": request.model,
+        "batch_size": request.batch_size,
+        "budget_bytes": request.budget,
+        "longest": {each.method: vars(each) for each in longest},
+    }
