@@ -108,7 +108,7 @@ def _decode_kernel(
     tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
 
-def _kernel_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
+def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
     """Return (columns, groups, True if rows end in a shorter group), as arguments of the kernels.
 
     If all groups are whole, the matrix counts as one long row.
@@ -120,7 +120,7 @@ def _kernel_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to `fp8.encode_ref`."""
-    columns, groups, is_ragged = _kernel_shape(x_RC, group_size)
+    columns, groups, is_ragged = _launch_shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
     tile = groups_per_program(group_size)
@@ -133,7 +133,7 @@ def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Ten
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
     """Decode the results of `encode` (fp8) into `out_RC`, a contiguous matrix on a GPU."""
-    columns, groups, is_ragged = _kernel_shape(out_RC, group_size)
+    columns, groups, is_ragged = _launch_shape(out_RC, group_size)
     tile = groups_per_program(group_size)
     launch(
         _decode_kernel, (cdiv(groups, tile),), out_RC, codes, peaks, columns, groups, FACTOR,

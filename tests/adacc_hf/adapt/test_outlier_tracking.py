@@ -126,6 +126,7 @@ def profile_of(blocks, kinds):
             SimpleNamespace(names=names, values=[SimpleNamespace(index=i) for i in range(len(names))])
             for names in kinds
         ],
+        kinds_of=lambda block: (block.kind,),
     )
 
 
