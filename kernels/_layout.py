@@ -120,7 +120,7 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
 
 
 def memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 [N]: the offset in memory of every element in the order of dimensions, counted in elements."""
+    """Return int64 [N]: the memory offset of each element, counted in elements, for the elements in row-major order."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for length, step in zip(size, stride, strict=True):
         positions = positions[..., None] + torch.arange(length, device=device) * step

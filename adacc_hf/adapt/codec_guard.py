@@ -142,8 +142,8 @@ class LossSpikeDetector:
 
     Only logged values are read, because logging has synchronized with the device already.
 
-    A loss is a spike if its distance above the median of the last WINDOW losses exceeds their noise (NOISE) and
-    `spike` - 1 times the median's absolute value.
+    A loss is a spike if it is above the median of the last WINDOW losses by more than two limits: the noise of these
+    losses (NOISE), and `spike` - 1 times the median's absolute value.
     """
 
     def __init__(self, spike: float, losses: Iterable[float] = ()) -> None:

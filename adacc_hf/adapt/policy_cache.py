@@ -118,7 +118,8 @@ class PolicyCache:
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
-        """Return the plans stored for the size class `sizes`, else for the exact `shapes` of a batch, else None."""
+        """Return the plans for steps without tracking: those of the size class `sizes`, else of the exact `shapes` of a
+        batch, else None."""
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:

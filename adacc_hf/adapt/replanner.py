@@ -124,7 +124,7 @@ class Replanner:
         return bool(self.lossy_blocks())
 
     def lossy_blocks(self) -> list[str]:
-        """Return the names of the blocks in which the policy compresses with loss, in forward order."""
+        """Return the names of the blocks in which the policy uses lossy codecs, in forward order."""
         lossy = [any(not c.lossless for c in _codecs(plan).values()) for plan in self.policy.plans]
         return [name for name, plan in self.policy.blocks if lossy[plan]]
 
@@ -258,7 +258,7 @@ class Replanner:
 
     @property
     def _kinds(self) -> dict[str, int]:
-        """Index of the kind that each block has under the policy, by the block's name."""
+        """Dict from each block's name to the index of the block's kind under the policy."""
         blocks = self.profile.blocks
         return {block.name: self.profile.kind_index(block, self.policy.plan_of(block.name)) for block in blocks}
 

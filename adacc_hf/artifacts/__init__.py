@@ -1,1 +1,1 @@
-"""Records without torch: settings, profiles, policies, errors, memory of a step; their text and HTML in notebooks."""
+"""Records without torch, and their files: settings, profiles, policies, exceptions, memory of a step; text and HTML."""

@@ -4,7 +4,7 @@ Index values are computed from numbers: the expert of a token, or the order of s
 equal, a replay that reads a lossily compressed tensor may choose a different index from forward's. Rows saved in one
 order would then meet gradients in another order. So indices are recomputed only from exact inputs. Boolean values
 (results of comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both
-branches are near each other too.
+branches give nearly equal results.
 
 A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
 sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient

@@ -1,7 +1,7 @@
 """HTML of policies and profiles for notebooks: small tables in the colours of the page around them.
 
-A notebook may be light or dark, and may refuse style sheets of an output. So text and lines inherit the page's colours,
-all styles are attributes, and nothing is loaded.
+A notebook may be light or dark, and may refuse style sheets in an output cell. So text and lines inherit the page's
+colours, all styles are attributes, and nothing is loaded.
 """
 
 from __future__ import annotations

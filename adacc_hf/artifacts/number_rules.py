@@ -38,8 +38,8 @@ class Rule(Protocol):
 class RuleFit:
     """Fit of rules to numbers measured on a few batches.
 
-    `basis` has the products of sizes of these batches, and `num_elements` the batches' numbers of elements. If
-    `uses_lines`, a number that is not a sum of products is interpolated linearly over the elements.
+    `basis` has the products of the batches' sizes, and `num_elements` the batches' numbers of elements. If
+    `uses_lines`, a number that is no sum of such products is interpolated linearly over the numbers of elements.
     """
 
     def __init__(self, basis: Basis, num_elements: Sequence[int], uses_lines: bool) -> None:
@@ -121,7 +121,10 @@ class RuleFit:
 
 
 def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
-    """Yield the columns of a profile's numbers near `place`, the nearest first."""
+    """Yield the columns beside the column with index `place`, the nearest first.
+
+    A column has one number of a profile, in all measured batches.
+    """
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:
             yield columns[place - distance]
@@ -153,7 +156,7 @@ class Exact:
 
 
 class Difference:
-    """Rule of a number that is the sum of another, approximated number of the profile and a polynomial of the sizes."""
+    """Rule of a number that is a polynomial of the sizes plus another number of the profile, which is approximated."""
 
     def __init__(self, other: Rule, polynomial: Polynomial) -> None:
         self.other, self.polynomial = other, polynomial

@@ -113,7 +113,7 @@ class SizeModel:
 
     @property
     def max_measured_elements(self) -> int:
-        """Elements of the largest batch whose memory was measured."""
+        """Number of elements of the largest batch whose memory was measured."""
         return max(self._num_elements)
 
     def size_class(self, shapes: Shapes) -> Shapes | None:

@@ -287,7 +287,7 @@ def _is_quantized_weight(weight: Tensor) -> bool:
 
 
 def _num_layer_inputs(layer: Plain) -> int:
-    """Return the number of inputs of a layer that becomes a compact layer."""
+    """Return the number of input features of a layer that becomes a compact layer."""
     return layer.weight.shape[1 if isinstance(layer, nn.Linear) else 0]
 
 

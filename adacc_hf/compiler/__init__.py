@@ -1,4 +1,4 @@
-"""Adacc in torch.compile: partitioner with its own costs, integer program, shares for graph regions, and controller.
+"""Adacc in torch.compile: partitioner with its own costs, integer program, shares for regions, controller, reports.
 
 AOTAutograd calls the partitioner, which retains, compresses or recomputes every value of a region's graph. The
 controller of a compiled run sets the share of memory that all regions may store.

@@ -206,7 +206,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
-        """Return the region's `plan`, completed with the choice of the graph's integer program or with the reason why
+        """Return the region's `plan`, with the values that the graph's integer program stores, or with the reason why
         torch's own partition is used.
 
         `plain` contains the values of the joint graph that torch's own partition would save. This partition may also

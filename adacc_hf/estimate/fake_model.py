@@ -138,8 +138,8 @@ class FakeModel:
         """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
 
         Times of the step and of the heads are 0. If `all_heads` is False, the profile has only the first of the
-        config's heads, and takes about half the time. Before the first call, `profile` must have been called once, to
-        find the equal blocks.
+        config's heads, and the trace takes about half the time. Before the first call, `profile` must have been called
+        once, to find the equal blocks.
         """
         assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):

@@ -325,7 +325,7 @@ class TrainingPlanner:
     def longest_seq_len(self, method: str, start: int) -> int:
         """Return the longest sequence, in tokens, whose peak under `method` is within the budget, or 0.
 
-        The search begins at `start` tokens. The shape of the request must have been traced (`trace`).
+        The search begins at `start` tokens. Call `trace` first, to trace the shape that the planner's request names.
         """
         request = self.request
         longest = request.longest_seq_len or SEARCH_LIMIT

@@ -1,1 +1,1 @@
-"""Profiles: records a model's blocks to measure operators, codecs and the memory of a step; the cache of prices."""
+"""Profiling of a model: recording of blocks, measured times and codecs, predicted peaks, cache of measurements."""

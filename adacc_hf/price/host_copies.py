@@ -44,8 +44,8 @@ def measure_host_link(device: torch.device, config: AdaccConfig, model: nn.Modul
     """Return (cost of payloads in host memory, free bytes of host memory for payloads of `model`).
 
     Return (None, 0) if `config` stores nothing in host memory, or if `device` has no memory of its own. Log a warning
-    if the setting exceeds the free memory. In a distributed run, all ranks of a host measure at about the same time,
-    because in training all ranks copy at the same time too.
+    if `config.host_memory` exceeds the free memory. In a distributed run, all ranks of a host measure at about the same
+    time, because in training all ranks copy at the same time too.
     """
     if config.host_memory is None or not has_own_memory(device):
         return None, 0

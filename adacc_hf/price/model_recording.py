@@ -97,7 +97,7 @@ class ModelRecording:
         return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
 
     def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return a copy of this recording in which each kind has a measured forward.
+        """Return a copy of this recording with the memory events of a forward in each kind.
 
         `events` has the memory events of the calls in `watched_names`.
         """

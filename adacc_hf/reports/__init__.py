@@ -1,1 +1,1 @@
-"""Explanations of policies, and reports of runs with their pictures."""
+"""Explanations of policies of blocks, and reports of runs with their pictures."""

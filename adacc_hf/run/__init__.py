@@ -1,1 +1,1 @@
-"""Execution and validation of a block's calls under its plan. The rules are in the NOTE of policy_handle.py."""
+"""Application of policies to a model; execution and validation of blocks' calls. Rules: NOTE of policy_handle.py."""

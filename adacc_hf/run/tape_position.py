@@ -192,7 +192,10 @@ class TapePosition:
             self._stored_bases[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
-        """Forget the value noted for the key `storage`, because a new storage reuses a freed storage's key."""
+        """Forget which value of the tape the storage with the key `storage` holds.
+
+        A new storage has got the key of a freed storage.
+        """
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:

@@ -432,7 +432,7 @@ class PolicySearch:
     def uniform_policies(
         self, low: list[PricedPlan], high: list[PricedPlan], budget: Budget, fits: Fits, incumbent_ms: float
     ) -> Iterator[list[PricedPlan]]:
-        """Yield the fastest policies with one plan per kind that fit, for growing caps on the stored bytes.
+        """Yield policies with one plan per kind that fit: the fastest for each of growing caps on stored bytes.
 
         The caps are spaced by one percent of plain training's stored bytes, from `low` to `high`. Larger caps follow
         until `MAX_MISSES` policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are

@@ -200,9 +200,9 @@ class ExecutionPlan:
         return layouts
 
     def replaced_source(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
-        """Return the source of an attached tensor that the call replaced by another tensor, or None.
+        """Return the place of a tensor attached to the block that the call replaced, such as "module attn.rotary".
 
-        `before` are the externals at the beginning of the call.
+        Return None if the call replaced none. `before` has the tensors outside the call that replay reads, as they were at the beginning of the call.
         """
         for place in self.attached:
             _, source = self.externals[place]

@@ -1,8 +1,8 @@
 """Recording of an `autograd.Function` on a tape: as its inner operators, or as one operator.
 
 NOTE [When a Function is one operator]
-A Function is first recorded by the operators that its forward runs. If replaying these operators recomputes all that
-the Function returns and saves, the operators stay on the tape: replay runs only the operators that a saved tensor
+First, all operators that the Function's forward runs are recorded. If replaying these operators recomputes all tensors
+that the Function returns and saves, the operators stay on the tape: replay runs only the operators that a saved tensor
 needs. Otherwise (a kernel that the recorder does not see fills memory, or Python reads data) the Function becomes one
 operator, whose target is the class, and replay runs the whole forward again. In both cases the replayed results are
 compared with the original results, bit for bit (rule R7).

@@ -114,7 +114,7 @@ class BlockPaths:
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
         """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
 
-        Each model has a separate `untraceable`, because the keys do not contain everything that can stop a trace.
+        Each model has a separate `untraceable`, because its keys do not contain everything that can stop a trace.
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable

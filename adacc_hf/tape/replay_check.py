@@ -317,5 +317,5 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
 
 
 def _with_equal_values(tree: Any, equal: Mapping[int, int]) -> Any:
-    """Return an operator's arguments on the tape with values replaced by `equal` values."""
+    """Return an operator's arguments on the tape. Each value in `equal` is replaced by the value with the same bits."""
     return map_tensors(tree, TensorRef, lambda ref: replace(ref, value=equal.get(ref.value, ref.value)))

@@ -95,7 +95,7 @@ def _is_state_of(tape: Tape, value: int, path: str) -> bool:
 
 
 class _Rows:
-    """Values of a tape whose storage consists of rows of equal width, the rows of the input `value`."""
+    """Values of a tape whose storage consists of rows of equal width, one for each row of the module's input."""
 
     def __init__(self, tape: Tape, value: int, own: Sequence[TapeOperator]) -> None:
         """Initialize for the module with the operators `own`, whose input is `value`."""

@@ -1,1 +1,1 @@
-"""Interface to torch: storages, dispatch, autograd nodes, Dynamo, ranks, state of modules and generators, shapes."""
+"""Interface to torch: private names, module hooks, autograd nodes, Dynamo, exchange between ranks, state of modules."""

@@ -127,10 +127,12 @@ def check_same_policy(policy: Policy) -> None:
 
 
 def common_profile(profile: Profile) -> Profile:
-    """Return the first rank's `profile` on every rank, with the least available memory of all ranks and their hosts.
+    """Exchange `profile` between ranks: return the first rank's profile on every rank.
+
+    Available memory is the least of all ranks and their hosts.
 
     Measured costs and outliers differ between ranks, but decisions based on costs and outliers, such as when to solve,
-    must be equal. A rank that asks for a solution alone would wait for the other ranks forever.
+    must be equal. A rank that starts the solver alone would wait for the other ranks forever.
     """
     if num_ranks() == 1:
         return profile

@@ -81,7 +81,7 @@ def _folders(hierarchy: Path, path: str) -> list[Path]:
 
 
 def _free_within(folder: Path, limit: str, used: str, cached: str) -> list[int]:
-    """Return the bytes that are free within the limit of the cgroup in `folder`, or [] if the cgroup has no limit."""
+    """Return a list of the free bytes within the limit of the cgroup in `folder`. The list is empty without a limit."""
     try:
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         used_bytes = int((folder / used).read_text()) - int(counts.get(cached, 0))

@@ -126,7 +126,7 @@ class _StateSearch:
         self._queue += inner
 
     def _search_code_of(self, obj: type | FunctionType) -> None:
-        """From now on, search the code of the installed packages that define `obj` and its base classes."""
+        """Search also the code of the installed packages that define `obj` and its base classes, from now on."""
         for base in getattr(obj, "__mro__", (obj,)):
             package = _installed_package(base.__module__)
             if package is not None and package not in self._packages:

@@ -89,7 +89,7 @@ def _slots_of(cls: type) -> list[str]:
 
 
 def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
-    """Restore the attributes of an object that a model can change."""
+    """Restore the attributes of an object to the values that they had before a model's run could change them."""
     now = own_attributes(owner)
     for name in now.keys() - before.keys():
         delattr(owner, name)

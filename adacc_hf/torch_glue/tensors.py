@@ -38,7 +38,8 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def runs_on_parts(kind: type) -> bool:
-    """Return True if operators on tensors of class `kind` run on other tensors (DTensor, AsyncCollectiveTensor)."""
+    """Return True if operators on tensors of class `kind` run on the tensors that they wrap (DTensor,
+    AsyncCollectiveTensor)."""
     return hasattr(kind, LOCAL_TENSOR) or hasattr(kind, "trigger_wait")
 
 
