@@ -202,7 +202,8 @@ class ExecutionPlan:
     def replaced_source(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
         """Return the place of a tensor attached to the block that the call replaced, such as "module attn.rotary".
 
-        Return None if the call replaced none. `before` has the tensors outside the call that replay reads, as they were at the beginning of the call.
+        Return None if the call replaced none. `before` has the tensors outside the call that replay reads, as they were
+        at the beginning of the call.
         """
         for place in self.attached:
             _, source = self.externals[place]
