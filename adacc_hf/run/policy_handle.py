@@ -60,7 +60,7 @@ R14 Indices that depend on data stored with loss (an expert's tokens, a row orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -138,6 +138,7 @@ class PolicyHandle:
         Raise PolicyMismatchError if the policy was made for other blocks.
         """
         _check_blocks(policy, list(self.installation.blocks), type(self.installation.model).__name__)
+        _check_tiled_modules(policy, self.installation.modules)
         earlier_strategies = {} if earlier is None else earlier.strategies
         strategies = {}
         for name, index in policy.blocks:
@@ -283,6 +284,17 @@ def remove_policy(model: nn.Module) -> bool:
         return False
     applied.remove()
     return True
+
+
+def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise PolicyMismatchError if a block lacks the module that `policy` runs in tiles."""
+    for name, index in policy.blocks:
+        tiling = policy.plans[index].tiling
+        if tiling is not None and tiling.module not in dict(blocks[block_of_call(name)].named_modules()):
+            raise PolicyMismatchError(
+                f"the policy runs module {tiling.module} of block {name} in tiles, but the block has no such module: "
+                f"profile this model and solve a policy for it"
+            )
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts import tiles
-from adacc_hf.artifacts.errors import TilesError
+from adacc_hf.artifacts.errors import PolicyMismatchError, TilesError
 from adacc_hf.artifacts.plans import random_plan, recompute_plan
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.price.model_recorder import ModelRecorder
@@ -217,6 +217,15 @@ def test_evaluation_and_frozen_modules_run_plainly(few_rows, tiny_llama):
     with apply_policy(model, policy), torch.no_grad():
         assert torch.equal(model(**batch).loss, model(**batch).loss)
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_policy_for_a_module_that_the_block_lacks_is_refused(few_rows, tiny_llama):
+    model, batch = tiny_llama(intermediate_size=128), batch_of(2, 16)
+    policy = tiled_policy(profile_model(model, batch, LOSSLESS), 4)
+    record = policy.to_json()
+    record["plans"][0]["tiling"]["module"] = "feed_forward"
+    with pytest.raises(PolicyMismatchError, match="runs module feed_forward of block model.layers.0 in tiles"):
+        apply_policy(model, Policy.from_json(record, "test"))
 
 
 def test_an_error_in_a_tile_leaves_the_module_as_it_was(few_rows, tiny_llama):
