@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -116,7 +116,8 @@ class BlockPaths:
 
         Each model has a separate `untraceable`, because its keys do not contain everything that can stop a trace.
         """
-        self._block = block
+        # A weak reference, because tables of paths may have blocks as weak keys.
+        self._block_reference = ref(block)
         self._untraceable = Untraceable() if untraceable is None else untraceable
         self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPaths())
         self._latest: TracedPath | None = None
@@ -130,6 +131,12 @@ class BlockPaths:
         self.untraced: str | None = None
         """The reason why the latest call has no traced path. None if the call has a traced path, or if the block's
         tensors are fake (in an estimate)."""
+
+    @property
+    def _block(self) -> nn.Module:
+        block = self._block_reference()
+        assert block is not None  # the caller runs the block
+        return block
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
         """Return (number of the traced path of the call `fn(*args)`, values of the path's input numbers).

@@ -1,6 +1,8 @@
 """Training with row-wise modules in tiles: gradients, peaks, dropout, hooks, changed state, and no trace afterwards."""
 
+import gc
 import random
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
@@ -226,6 +228,16 @@ def test_a_policy_for_a_module_that_the_block_lacks_is_refused(few_rows, tiny_ll
     record["plans"][0]["tiling"]["module"] = "feed_forward"
     with pytest.raises(PolicyMismatchError, match=r"runs module feed_forward of block model\.layers\.0 in tiles"):
         apply_policy(model, Policy.from_json(record, "test"))
+
+
+def test_a_model_that_trained_in_tiles_is_freed(few_rows, tiny_llama):
+    model, batch = tiny_llama(intermediate_size=128), batch_of(2, 16)
+    with apply_policy(model, tiled_policy(profile_model(model, batch, LOSSLESS), 4)):
+        gradients_of(model, batch)
+    reference = weakref.ref(model.model.layers[0].mlp)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_an_error_in_a_tile_leaves_the_module_as_it_was(few_rows, tiny_llama):
