@@ -15,7 +15,7 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, OptimizerStateError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS
+from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.optimizer_memory import coming_state_bytes
@@ -121,8 +121,10 @@ class RunProfiler:
             raise RuntimeError(self._loop.no_batch)
         step = self._training_step(model, optimizer, compute_loss)
         phase = f"profiling a batch of {describe(batch_shapes(batch))}"
+        # Ranks with shorter batches must run the same passes, because sharded parameters need all ranks.
+        config = self._config.for_rows(min(gather_from_all_ranks(Batch(batch).num_tokens)))
         with self._training_mode(model), interruption(PROFILING, phase):
-            profile = profile_batch(model, batch, self._config, step, all_sizes=self.all_sizes)
+            profile = profile_batch(model, batch, config, step, all_sizes=self.all_sizes)
         return common_profile(profile)  # once all ranks have one
 
     def measure_resized(

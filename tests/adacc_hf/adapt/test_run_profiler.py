@@ -67,3 +67,13 @@ def test_first_steps_that_no_profile_predicts_are_warned_of_under_a_budget_in_by
     assert record.levelname == level
     assert "the first steps run under torch's checkpoint: the batch has no images" in record.message
     assert ("limits no step" in record.message) == (level == "WARNING")
+
+
+@pytest.mark.parametrize(("tokens_of_ranks", "has_tiles"), [([4096, 8192], True), ([4096, 4095], False)])
+def test_ranks_profile_tiles_together_or_not_at_all(profiler, tokens_of_ranks, has_tiles, monkeypatch):
+    """The profile of a sharded model runs on all ranks at once, so that no rank may run more passes than another."""
+    configs = []
+    monkeypatch.setattr(profiler_module, "profile_batch", lambda *args, **options: configs.append(args[2]))
+    monkeypatch.setattr(profiler_module, "gather_from_all_ranks", lambda value: tokens_of_ranks)
+    profiler.measure(torch.nn.Linear(2, 2), None, {"input_ids": torch.zeros(1, 4096)}, None)
+    assert [config.allows_tiles for config in configs] == [has_tiles]
