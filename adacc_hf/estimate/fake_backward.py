@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def fake_gradients(
     """Return the gradient of each of `inputs`, leaves without a gradient, for the gradient of `result`. Frees the graph
     of `result`."""
     backward_pass = _FakeBackwardPass(graph_owner(result), {})
-    if not result._is_view():  # the node of a view saves no tensor, and a view cannot be detached in place
+    with suppress(RuntimeError):  # a view cannot be detached in place, and its node saves no tensor
         result.detach_()
     with torch.no_grad():
         backward_pass.run(gradient)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -290,14 +290,23 @@ def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]
     The cast cache is disabled, because a replay must not add casts to the cache.
     """
     dtypes = dict(recorded)
-    with ExitStack() as stack:
-        for device_type in _DEVICE_TYPES:
-            if device_type in dtypes:
-                context = torch.autocast(device_type, dtype=dtypes[device_type], cache_enabled=False)
-                stack.enter_context(context)
-            elif torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES]
+    had_cache = torch.is_autocast_cache_enabled()
+    # `torch.autocast` would disable itself for the type of a missing device, such as that of fake tensors.
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(False)
+    for device_type, _, dtype in before:
+        torch.set_autocast_enabled(device_type, device_type in dtypes)
+        torch.set_autocast_dtype(device_type, dtypes.get(device_type, dtype))
+    try:
         yield
+    finally:
+        torch.set_autocast_cache_enabled(had_cache)
+        for device_type, was_enabled, dtype in before:
+            torch.set_autocast_enabled(device_type, was_enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 # Globals, closures and class attributes that a forward reads.
