@@ -31,6 +31,8 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest relative difference of a gradient from plain training's, by the dtype of the products: the tolerance of the
 chunked head. Only the order of sums differs. Sums of float32 have errors near 1e-7. A product in bfloat16 is rounded to
 8 bits, a relative error of up to 4e-3, in plain training and in each tile."""
+SCRATCH_BYTES = 32 * 1024
+"""Scratch memory of oneDNN's bfloat16 products for few rows, which is not linear in the rows: up to 17 KiB measured."""
 PEAK_TOLERANCE = 0.03
 """Largest relative difference between the predicted and the measured peak. All but products in bfloat16 are exact to a
 few scalars. oneDNN's bfloat16 kernels for the CPU take scratch memory that is not linear in the rows."""
@@ -129,7 +131,8 @@ def test_gradients_and_peaks_are_those_of_plain_training(
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             peak = measure_step(model, batch).peak_bytes
-    assert peak == pytest.approx(policy.predicted_peak_bytes, rel=PEAK_TOLERANCE if is_half else 0, abs=512)
+    tolerance = {"rel": PEAK_TOLERANCE, "abs": SCRATCH_BYTES} if is_half else {"rel": 0, "abs": 512}
+    assert peak == pytest.approx(policy.predicted_peak_bytes, **tolerance)
     assert differences(gradients_of(model, batch, autocast, steps), expected) == 0, "the policy left a trace"
 
 
