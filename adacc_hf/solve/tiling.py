@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.memory_simulator import step_peak_bytes
+from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.tiles import most_tiles
 
@@ -96,13 +96,7 @@ def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int
 
 
 def _fits(profile: Profile, plans: Sequence[Plan], num_tiles: Sequence[int], budget_bytes: int) -> bool:
-    tiled, plans = profile.with_tiles(num_tiles), _with_tiles(plans, num_tiles)
-    outcomes = {}
-    for block, plan in zip(tiled.blocks, plans, strict=True):
-        if (block.kind, plan) not in outcomes:
-            outcomes[block.kind, plan] = run_block(tiled.kind_of(block), plan)
-    step = [outcomes[block.kind, plan] for block, plan in zip(tiled.blocks, plans, strict=True)]
-    return step_peak_bytes(tiled, step) <= budget_bytes
+    return simulate(profile, _with_tiles(plans, num_tiles)).peak_bytes <= budget_bytes
 
 
 def _with_tiles(plans: Sequence[Plan], num_tiles: Sequence[int]) -> list[Plan]:
