@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
+from adacc_hf.estimate.plan_report import plan_table
 from adacc_hf.estimate.planning import (
     EXACT,
     METHODS,
@@ -91,18 +92,11 @@ def longest_text(request: Request, longest: list[LongestSequence]) -> str:
         ratio = f"{each.seq_len / plain.seq_len:.1f}" if plain.seq_len else "-"
         time = "-" if each.ms_per_token is None else f"{1e3 * each.ms_per_token:.1f}"
         rows.append((each.method, length, ratio, time))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
     title = (
         f"{request.model}: longest of {request.batch_size} sequences per device within "
         f"{format_bytes(request.budget)}, on {request.workload.device.title}"
     )
-    return "\n".join([title, "", *lines])
+    return "\n".join([title, "", *plan_table(rows)])
 
 
 def longest_json(request: Request, longest: list[LongestSequence]) -> dict[str, object]:

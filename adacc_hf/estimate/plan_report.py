@@ -170,7 +170,7 @@ def _method_table(plan: TrainingPlan) -> list[str]:
             *(_plan_length(forecast.longest_seq_len, plan.request.longest_seq_len) for forecast in forecasts),
         ),
     ]
-    return _plan_table(rows)
+    return plan_table(rows)
 
 
 def _memory_table(plan: TrainingPlan) -> list[str]:
@@ -191,7 +191,7 @@ def _memory_table(plan: TrainingPlan) -> list[str]:
     peaks = {f"peak: {phase}": nbytes for phase, nbytes in plan.phases.items()}
     rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in bytes_by_part.items() if n]
     rows += [(f"step under {method}", "")] + [(name, format_bytes(n)) for name, n in peaks.items()]
-    return _plan_table(rows)
+    return plan_table(rows)
 
 
 def _plan_notes(plan: TrainingPlan) -> list[str]:
@@ -256,7 +256,7 @@ def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f
     return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
 
 
-def _plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return a table in the output of `adacc plan` as lines of aligned text."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_plan_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
