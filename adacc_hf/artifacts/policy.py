@@ -322,7 +322,7 @@ class Policy:
                         choices=tuple((int(v), Choice.from_json(c)) for v, c in plan["choices"].items()),
                         is_checkpointed=bool(plan["is_checkpointed"]),
                         places=tuple((int(v), tuple(place)) for v, place in plan["places"].items()),
-                        tiling=Tiling(**plan["tiling"]) if "tiling" in plan else None,
+                        tiling=Tiling.from_json(plan["tiling"]) if "tiling" in plan else None,
                     )
                     for plan in record["plans"]
                 ),

@@ -28,11 +28,11 @@ from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.notebook_html import profile_html
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place, Plan
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
-from adacc_hf.artifacts.tiles import RowTiles, Tiling
+from adacc_hf.artifacts.tiles import ModuleTiles, RowTiles, Tiling
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_names import HOST
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 WHOLE = "whole"
 """Role of the single activation that represents all saved tensors of a block whose operators cannot be replayed."""
 
@@ -162,8 +162,8 @@ class ForwardEvent:
     death: bool
     extra_bytes: int
     """Peak until the next event if nothing is stored, in bytes above the bytes live at the start of the block."""
-    tiled: bool = False
-    """True if a module runs in tiles until the next event."""
+    tiled: int | None = None
+    """Index of the module that runs in tiles until the next event, in `RowTiles.modules`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +179,8 @@ class BackwardEvent:
     """Bytes live at this moment, without stored and replayed values: gradients in flight."""
     extra_bytes: int
     """Peak until the next event in bytes, without stored and replayed values: gradients and temporaries."""
-    tiled: bool = False
-    """True if a module runs in tiles until the next event."""
+    tiled: int | None = None
+    """Index of the module that runs in tiles until the next event, in `RowTiles.modules`."""
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
@@ -235,18 +235,17 @@ class KindProfile:
     """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
     operator by operator. None if guards can check that a call runs the recorded operators."""
     tiled: int | None = None
-    """Index into `Profile.kinds` of this kind with a row-wise module in tiles. No block has that kind, unless a policy
+    """Index into `Profile.kinds` of this kind with row-wise modules in tiles. No block has that kind, unless a policy
     chooses it (`Profile.with_tiles`). None if there is no such kind."""
     tiles: RowTiles | None = None
-    """The row-wise module that runs in tiles. None for a kind without tiles."""
+    """The row-wise modules that run in tiles. None for a kind without tiles."""
     extra_ms: float = 0.0
-    """Time that every plan of the kind takes longer than plain training: of a module in tiles."""
+    """Time that every plan of the kind takes longer than plain training: of modules in tiles."""
 
     @property
     def tiling(self) -> Tiling | None:
         """The tiles of every plan of this kind, or None."""
-        tiles = self.tiles
-        return Tiling(module=tiles.module, num_tiles=tiles.num_tiles) if tiles and tiles.num_tiles else None
+        return self.tiles.tiling if self.tiles else None
 
     def in_tiles(self, num_tiles: int) -> KindProfile:
         """Return a copy of this kind, whose `tiles` are not None, with the memory and time of `num_tiles` tiles.
@@ -255,21 +254,23 @@ class KindProfile:
         """
         tiles = self.tiles
         assert tiles is not None  # the caller has checked
-        forward = tiles.forward_bytes(num_tiles) - tiles.forward_bytes(tiles.num_tiles)
-        backward = tiles.backward_bytes(num_tiles) - tiles.backward_bytes(tiles.num_tiles)
+        before = tiles.num_tiles
+        forward = [m.forward_bytes(num_tiles) - m.forward_bytes(before) for m in tiles.modules]
+        backward = [m.backward_bytes(num_tiles) - m.backward_bytes(before) for m in tiles.modules]
         launch_ms = min((operator.ms for operator in self.operators if operator.ms > 0), default=0.0)
+        extra_ms = (m.extra_ms(num_tiles, self.operators[m.operator].ms, launch_ms) for m in tiles.modules)
         return replace(
             self,
             forward=tuple(
-                replace(event, extra_bytes=event.extra_bytes + forward) if event.tiled else event
+                event if event.tiled is None else replace(event, extra_bytes=event.extra_bytes + forward[event.tiled])
                 for event in self.forward
             ),
             backward=tuple(
-                replace(event, extra_bytes=event.extra_bytes + backward) if event.tiled else event
+                event if event.tiled is None else replace(event, extra_bytes=event.extra_bytes + backward[event.tiled])
                 for event in self.backward
             ),
             tiles=replace(tiles, num_tiles=num_tiles),
-            extra_ms=tiles.extra_ms(num_tiles, self.operators[tiles.operator].ms, launch_ms) if num_tiles else 0.0,
+            extra_ms=sum(extra_ms) if num_tiles else 0.0,
         )
 
     @cached_property
@@ -593,7 +594,7 @@ class Profile:
         return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
 
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
-        """Return a copy in which the row-wise module of the i-th block runs in `num_tiles[i]` tiles, or plainly if 0.
+        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles, or plainly if 0.
 
         Kinds without a block are left out. Raises ValueError for a block that was not profiled in tiles.
         """
@@ -812,11 +813,15 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
     tiles = fields.get("tiles")
     if tiles is not None:
-        lines = {name: tuple(tuple(line) for line in tiles[name]) for name in ("forward", "backward")}
-        fields["tiles"] = RowTiles(**{**tiles, **lines})
+        fields["tiles"] = RowTiles(**{**tiles, "modules": tuple(map(_module_tiles_from_json, tiles["modules"]))})
     link = fields.get("host_link")
     fields["host_link"] = None if link is None else HostLink(**link)
     return KindProfile(**fields)
+
+
+def _module_tiles_from_json(record: dict[str, Any]) -> ModuleTiles:
+    lines = {name: tuple(tuple(line) for line in record[name]) for name in ("forward", "backward")}
+    return ModuleTiles(**{**record, **lines})
 
 
 def _value_from_json(record: dict[str, Any]) -> Value:

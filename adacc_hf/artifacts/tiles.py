@@ -1,12 +1,13 @@
-"""Tiles: a row-wise module of a block runs on a few rows (tokens) at a time. Records without torch.
+"""Tiles: row-wise modules of a block run on a few rows (tokens) at a time. Records without torch.
 
-`tape/row_wise.py` finds the module, `tape/tiled_rows.py` runs it, `price/tiled_kinds.py` measures it.
+`tape/row_wise.py` finds the modules, `tape/tiled_rows.py` runs them, `price/tiled_kinds.py` measures them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 TILE = "tile"
 """Word for tiles in `AdaccConfig.actions`."""
@@ -29,19 +30,25 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Execution of a block's row-wise module in tiles."""
+    """Execution of a block's row-wise modules in tiles."""
 
-    module: str
-    """Path of the module in the block."""
+    modules: tuple[str, ...]
+    """Paths of the modules in the block."""
     num_tiles: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.module, str) or not isinstance(self.num_tiles, int) or self.num_tiles < 2:
-            raise ValueError(f"{self.num_tiles!r} tiles of module {self.module!r}: a module has 2 tiles or more")
+        are_paths = self.modules and all(isinstance(module, str) for module in self.modules)
+        if not are_paths or not isinstance(self.num_tiles, int) or self.num_tiles < 2:
+            raise ValueError(f"{self.num_tiles!r} tiles of modules {self.modules!r}: a module has 2 tiles or more")
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Tiling:
+        """Convert a dictionary from a JSON file to a tiling."""
+        return cls(modules=tuple(record["modules"]), num_tiles=record["num_tiles"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTiles:
+class ModuleTiles:
     """Row-wise module of a kind of blocks: its memory and time with any number of tiles."""
 
     module: str
@@ -51,13 +58,11 @@ class RowTiles:
     num_operators: int
     """Number of operators in the module."""
     num_rows: int
-    """Number of rows of the module's input: the tokens of the micro-batch."""
+    """Number of rows of the module's input: the tokens of the micro-batch, or a multiple (a norm of each head)."""
     forward: tuple[Line, ...]
     """Memory of the forward of one tile at each of its moments, without input and result of the module."""
     backward: tuple[Line, ...]
     """Memory of the backward of one tile at each of its moments, without gradients of input, result and parameters."""
-    num_tiles: int = 0
-    """Number of tiles that the events of the kind include, or 0 if they include no tile."""
 
     def forward_bytes(self, num_tiles: int) -> int:
         """Return the peak of the forward of one of `num_tiles` tiles. 0 for no tiles."""
@@ -78,6 +83,27 @@ class RowTiles:
         The module's forward (`forward_ms`) runs a second time, and each tile but one launches kernels again.
         """
         return forward_ms + PASSES_PER_TILE * (num_tiles - 1) * self.num_operators * launch_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTiles:
+    """The row-wise modules of a kind of blocks, which run in equally many tiles."""
+
+    modules: tuple[ModuleTiles, ...]
+    """The modules, in the order in which they run."""
+    num_tiles: int = 0
+    """Number of tiles that the events of the kind include, or 0 if they include no tile."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the module with the fewest rows."""
+        return min(module.num_rows for module in self.modules)
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The tiles in which the modules run, or None if they do not run in tiles."""
+        paths = tuple(module.module for module in self.modules)
+        return Tiling(modules=paths, num_tiles=self.num_tiles) if self.num_tiles else None
 
 
 def _highest(lines: tuple[Line, ...], rows: int) -> int:

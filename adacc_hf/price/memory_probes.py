@@ -78,8 +78,8 @@ class SlotProbe:
         """Bytes of the probed block's activations that live until the end of the model's forward under every policy."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
 
-    def _mark_tiles(self, moment: str) -> None:
-        self._mark((f"{moment} tiles", -1))
+    def _mark_tiles(self, moment: str, module: int) -> None:
+        self._mark((f"{moment} tiles", module))
 
     def _mark(self, event: tuple[str, int]) -> None:
         if self.meter is not None:
@@ -136,7 +136,7 @@ class ForwardProbe:
         with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward):
             self._mark(("enter", -1))
             replay_inputs += [find_external(source, block, args, kwargs) for source in self.sources]
-            with watching_tiles(lambda moment: self._mark((f"{moment} tiles", -1))):
+            with watching_tiles(lambda moment, module: self._mark((f"{moment} tiles", module))):
                 result = in_tiles(block, self.kind.tiling, fn)(*args)
         if self.name == self.forward_pass.last_name:
             replay_inputs.clear()

@@ -81,7 +81,8 @@ class StepLayout:
 
 
 TILES = ("begin tiles", "end tiles")
-"""First labels of the marks at which a module begins and ends to run in tiles (`memory_probes.py`)."""
+"""First labels of the marks at which a module begins and ends to run in tiles (`memory_probes.py`). The second label is
+the module's index."""
 
 
 def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> ForwardLayout:
@@ -123,17 +124,18 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
     end = next(i for i, point in enumerate(points) if i > leave and point.label[0] == "enter") if owns_rest else leave
     base_bytes = points[begin].live_bytes
     events = []
-    in_tiles = False
+    tiled_module: int | None = None
     for point in points[begin:end]:
-        is_own = point.label[2] == name
-        if is_own and point.label[0] in TILES:
-            in_tiles = point.label[0] == TILES[0]
+        moment, index, call_name = point.label
+        is_own, is_tile = call_name == name, moment in TILES
+        if is_own and is_tile:
+            tiled_module = index if moment == TILES[0] else None
         events.append(
             ForwardEvent(
-                value=point.label[1] if is_own else -1,
-                death=is_own and point.label[0] == "death",
+                value=index if is_own and not is_tile else -1,
+                death=is_own and moment == "death",
                 extra_bytes=point.max_bytes - base_bytes,
-                tiled=in_tiles,
+                tiled=tiled_module,
             )
         )
     return tuple(events)
@@ -263,13 +265,13 @@ class _StepReadings:
         live_slots = _LiveSlots(probe.kind)
         events = []
         in_backward = self.points[self.points.index(next(self._all("loss"))) :]
-        in_tiles = False
+        tiled_module: int | None = None
         for point in in_backward:  # dead slots were released in forward
             if point.label[0] not in ("unpack", "release", *TILES) or point.label[2] != probe.name:
                 continue
             moment, slot, _ = point.label
             if moment in TILES:
-                in_tiles = moment == TILES[0]
+                tiled_module, slot = slot if moment == TILES[0] else None, -1
             if moment == "release":
                 live_slots.release(slot)
             expected_bytes = floor + live_slots.bytes
@@ -279,7 +281,7 @@ class _StepReadings:
                     release=moment != "unpack",
                     entry_bytes=point.live_bytes - expected_bytes,
                     extra_bytes=point.max_bytes - expected_bytes,
-                    tiled=in_tiles,
+                    tiled=tiled_module,
                 )
             )
         return tuple(events)

@@ -27,7 +27,7 @@ from adacc_hf.price.memory_probes import refuse_backward
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, storage_key_of
-from adacc_hf.price.tile_memory import TileMemory, measure_tile
+from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_operators
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShape, KnownShapes
@@ -187,7 +187,7 @@ class ModelRecorder:
         """True if the model's forward needs all ranks."""
         self._config = config
         self._measurement = measurement
-        self.tile_memory: dict[str, TileMemory | None] = {}
+        self.tile_memory: dict[str, dict[str, TileMemory]] = {}
         """Memory of one tile of a block's row-wise module, by the digest of the tape with the module in tiles."""
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
@@ -250,7 +250,7 @@ class ModelRecorder:
             self._prices[tape.digest] = self._price(tape, recorder, outliers, partial(fn, *args))
         errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
         if tiling is not None and tape.digest not in self.tile_memory:
-            self.tile_memory[tape.digest] = self._measure_tile(tape, recorder, tiling, fn)
+            self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, fn)
         self.tape_cache.remember(tape, key, name)
         known_shapes.add(key, KnownShape(tape, num_calls=2))
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
@@ -290,16 +290,23 @@ class ModelRecorder:
             is_alone = tape.untrusted is None and not tape.has_collectives
             return self._measurement.price(tape, bases, self._config, outliers, run_again if is_alone else None)
 
-    def _measure_tile(
+    def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
-    ) -> TileMemory | None:
-        """Measure the memory of one tile of the block's row-wise module. Return None if no module ran in tiles."""
-        rows = next((op.args[0] for op in tape.operators if op.is_function and not op.target.may_run_again), None)
-        if rows is None:
-            return None
-        tensor = view(recorder.bases[rows.value], rows)
-        with NoTrace((recorder.block, run_again), lambda: self._measurement.random_states([tensor.device]), SMALL_COPY):
-            return measure_tile(recorder.block.get_submodule(tiling.module), tensor, self._measurement)
+    ) -> dict[str, TileMemory]:
+        """Measure the memory of one tile of each module of the block that ran in tiles, by the module's path."""
+        memory: dict[str, TileMemory] = {}
+        operators = tiled_operators(tape)
+        for path in tiling.modules:
+            if path not in operators:
+                continue
+            rows = operators[path].args[0]
+            tensor = view(recorder.bases[rows.value], rows)
+            states = partial(self._measurement.random_states, [tensor.device])
+            with NoTrace((recorder.block, run_again), states, SMALL_COPY):
+                tile = measure_tile(recorder.block.get_submodule(path), tensor, self._measurement)
+            if tile is not None:
+                memory[path] = tile
+        return memory
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record the storage of a tensor saved outside the blocks. Used as a saved-tensor hook while profiling."""

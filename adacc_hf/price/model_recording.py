@@ -42,8 +42,9 @@ class ModelRecording:
     saved_bytes: dict[str, int]
     """Bytes that autograd saved in each call whose operators cannot be replayed."""
     tape_cache: TapeCache
-    tile_memory: Mapping[str, TileMemory | None] = field(default_factory=dict)
-    """Memory of one tile of a block's row-wise module, by the digest of the tape with the module in tiles."""
+    tile_memory: Mapping[str, Mapping[str, TileMemory]] = field(default_factory=dict)
+    """Memory of one tile of each row-wise module of a block, by the digest of the tape with the modules in tiles and by
+    the module's path."""
 
     @staticmethod
     def of(

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adacc_hf.artifacts.tiles import MEASURED_TILES, Line, highest_lines, tile_rows
+from adacc_hf.artifacts.tiles import MEASURED_TILES, Line, highest_lines
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.function_operators import autocast_as, autocast_of
-from adacc_hf.tape.tiled_rows import GradientSums, TiledCall, backward_of_tile, trainable_parameters
+from adacc_hf.tape.tape import Tape, TapeOperator
+from adacc_hf.tape.tiled_rows import GradientSums, TiledCall, Tiles, backward_of_tile, trainable_parameters
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import TorchDispatchMode
 
@@ -30,6 +31,11 @@ class TileMemory:
     backward: tuple[Line, ...]
 
 
+def tiled_operators(tape: Tape) -> dict[str, TapeOperator]:
+    """Return the operators of a tape that stand for modules in tiles, by the paths of the modules."""
+    return {op.module: op for op in tape.operators if op.is_function and not op.target.may_run_again}
+
+
 def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> TileMemory | None:
     """Measure the memory of one tile of `module`, whose input in a call is `rows`.
 
@@ -37,19 +43,12 @@ def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> T
     because they exist for all tiles. Return None if there are too few rows, or if the module runs other operators on
     other numbers of rows.
     """
-    matrix = rows.detach().reshape(-1, rows.shape[-1])
-    most = tile_rows(len(matrix), MEASURED_TILES)
-    fewer = most // 2
-    if fewer < 1:
+    small, large = (Tiles(rows, num_tiles) for num_tiles in (2 * MEASURED_TILES, MEASURED_TILES))
+    if small.size == large.size:
         return None
-    readings = [_measure(module, _tile(matrix, number, rows.dim()), measurement) for number in (fewer, most)]
-    lines = [_lines(few, many, fewer, most) for few, many in zip(*readings, strict=True)]
+    readings = [_measure(module, tiles.first, measurement) for tiles in (small, large)]
+    lines = [_lines(few, many, small.size, large.size) for few, many in zip(*readings, strict=True)]
     return None if None in lines else TileMemory(*map(highest_lines, filter(None, lines)))
-
-
-def _tile(matrix: Tensor, number: int, num_dimensions: int) -> Tensor:
-    part = matrix[:number]
-    return part.view(*(1,) * (num_dimensions - 2), *part.shape)
 
 
 def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:

@@ -1,13 +1,13 @@
-"""Kinds of blocks with a row-wise module in tiles, measured like the kinds without tiles.
+"""Kinds of blocks with row-wise modules in tiles, measured like the kinds without tiles.
 
-The same batch runs again with the module of each block in tiles, which adds a recording, a forward, and a forward and
+The same batch runs again with the modules of each block in tiles, which adds a recording, a forward, and a forward and
 backward. Codecs and times are those of the kind without tiles, because a tensor's codecs do not depend on tiles.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,16 +15,17 @@ import torch
 from adacc_hf.artifacts.call_names import block_of_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import BlockAction
-from adacc_hf.artifacts.profile import KindProfile, Operator, Profile, Value
-from adacc_hf.artifacts.tiles import MEASURED_TILES, RowTiles, Tiling
+from adacc_hf.artifacts.profile import KindProfile, Profile, Value
+from adacc_hf.artifacts.tiles import MEASURED_TILES, ModuleTiles, RowTiles, Tiling
 from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.codec_selection import with_outliers
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import MemoryOnlyMeasurement
 from adacc_hf.price.model_recorder import record_model
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
-from adacc_hf.price.tile_memory import TileMemory
-from adacc_hf.tape.row_wise import RowWiseModule, row_wise_module
+from adacc_hf.price.tile_memory import TileMemory, tiled_operators
+from adacc_hf.tape.row_wise import RowWiseModule, row_wise_modules
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tiled_rows import refusal_of
 
@@ -37,7 +38,7 @@ MeasureKinds = Callable[[ProfiledModel, Batch, ModelRecording], Sequence[KindPro
 def with_tiled_kinds(
     profile: Profile, profiled: ProfiledModel, batch: Batch, recording: ModelRecording, measure: MeasureKinds
 ) -> Profile:
-    """Return `profile` with a kind in tiles for each kind of blocks that has a row-wise module.
+    """Return `profile` with a kind in tiles for each kind of blocks that has row-wise modules.
 
     `recording` is the recording that `profile` was measured from. `measure` measures another recording.
     """
@@ -45,7 +46,7 @@ def with_tiled_kinds(
     if not modules:
         return profile
     tilings = {
-        block.name: Tiling(module=modules[block.kind].path, num_tiles=MEASURED_TILES)
+        block.name: Tiling(modules=tuple(module.path for module in modules[block.kind]), num_tiles=MEASURED_TILES)
         for block in recording.blocks
         if block.kind in modules
     }
@@ -60,92 +61,122 @@ def with_tiled_kinds(
     }
     tiled_kinds = list(tiled_recording.kinds)
     for index, (_, tiled) in pairs.items():
-        memory = tiled_recording.tile_memory.get(tiled.tape.digest)
-        tiles = None if memory is None else _row_tiles(modules[index], memory, tiled.tape)
+        memory = tiled_recording.tile_memory.get(tiled.tape.digest, {})
+        tiles = _row_tiles(modules[index], memory, tiled.tape)
         tiled_kinds[tiled.kind] = replace(tiled_kinds[tiled.kind], tiles=tiles)
     measured = measure(unpriced, batch, replace(tiled_recording, kinds=tiled_kinds))
     kinds = list(profile.kinds)
     for index, (block, tiled) in pairs.items():
         kind = measured[tiled.kind]
         if kind.tiles is not None and kind.untrusted is None:
-            kinds.append(_with_prices(kind, tiled.tape, profile.kinds[index], block.tape, modules[index]))
+            source = _PriceSource(profile.kinds[index], block.tape, modules[index], profiled.config)
+            kinds.append(source.priced(kind, tiled.tape))
             kinds[index] = replace(kinds[index], tiled=len(kinds) - 1)
     return replace(profile, kinds=tuple(kinds))
 
 
-def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dict[int, RowWiseModule]:
-    """Return the row-wise module of each kind of blocks that has one and may run it in tiles, by the kind's index."""
+def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dict[int, list[RowWiseModule]]:
+    """Return the row-wise modules that may run in tiles, by the index of their kind of blocks. Kinds without such
+    modules are left out."""
     tapes = {block.kind: block.tape for block in recording.blocks}
-    modules = {kind: row_wise_module(tape) for kind, tape in tapes.items()}
-    refusals: set[int] = set()
+    modules = {kind: list(row_wise_modules(tape)) for kind, tape in tapes.items()}
     for block in recording.blocks:
-        module = modules[block.kind]
-        if module is None:
-            continue
-        owner = profiled.installation.modules[block_of_call(block.name)].get_submodule(module.path)
-        reason = refusal_of(owner)
-        if reason is not None:
-            log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
-            refusals.add(block.kind)
-    return {kind: module for kind, module in modules.items() if module is not None and kind not in refusals}
+        for module in list(modules[block.kind]):
+            owner = profiled.installation.modules[block_of_call(block.name)].get_submodule(module.path)
+            reason = refusal_of(owner)
+            if reason is not None:
+                log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
+                modules[block.kind].remove(module)
+    return {kind: of_kind for kind, of_kind in modules.items() if of_kind}
 
 
-def _row_tiles(module: RowWiseModule, memory: TileMemory, tape: Tape) -> RowTiles:
-    """Return the tiles of a row-wise module. `tape` has the module in tiles, as one operator."""
-    operator = next(op.index for op in tape.operators if op.is_function and not op.target.may_run_again)
-    return RowTiles(
-        module=module.path,
-        operator=operator,
-        num_operators=len(module.operators),
-        num_rows=module.num_rows,
-        forward=memory.forward,
-        backward=memory.backward,
-        num_tiles=MEASURED_TILES,
+def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory], tape: Tape) -> RowTiles | None:
+    """Return the tiles of the row-wise modules of a kind. `tape` has each module in tiles, as one operator.
+
+    Return None if the memory of a module's tiles is unknown.
+    """
+    operators = tiled_operators(tape)
+    if any(module.path not in operators or module.path not in memory for module in modules):
+        return None
+    tiles = (
+        ModuleTiles(
+            module=module.path,
+            operator=operators[module.path].index,
+            num_operators=len(module.operators),
+            num_rows=module.num_rows,
+            forward=memory[module.path].forward,
+            backward=memory[module.path].backward,
+        )
+        for module in modules
     )
+    return RowTiles(modules=tuple(tiles), num_tiles=MEASURED_TILES)
 
 
-def _with_prices(
-    tiled: KindProfile, tiled_tape: Tape, kind: KindProfile, tape: Tape, module: RowWiseModule
-) -> KindProfile:
-    """Return the kind `tiled` with the prices of `kind`, which has the same operators without tiles. The memory of a
-    tile is left out of its events: it depends on the number of tiles."""
-    matching, _ = tape.values_in(tiled_tape)
-    sources = {own: kind.values[value] for value, own in matching.items()}
-    inside = set(module.operators)
-    outside = iter([operator for operator in kind.operators if operator.index not in inside])
-    assert tiled.tiles is not None  # the caller has checked
-    module_ms = sum(kind.operators[index].ms for index in module.operators)
-    operators = tuple(
-        replace(operator, ms=module_ms, replayable=False)
-        if operator.index == tiled.tiles.operator
-        else _priced_operator(operator, next(outside))
-        for operator in tiled.operators
-    )
-    return replace(
-        tiled,
-        values=tuple(_priced_value(value, sources.get(value.index)) for value in tiled.values),
-        operators=operators,
-        forward_ms=kind.forward_ms,
-        block_actions=(BlockAction.PLAIN,),
-        host_link=kind.host_link,
-    ).in_tiles(0)
+class _PriceSource:
+    """Kind without tiles: the source of prices for the same kind in tiles."""
 
+    def __init__(self, kind: KindProfile, tape: Tape, modules: Sequence[RowWiseModule], config: AdaccConfig) -> None:
+        self._kind = kind
+        self._tape = tape
+        self._modules = {module.path: module for module in modules}
+        self._config = config
 
-def _priced_value(value: Value, source: Value | None) -> Value:
-    if source is None:
-        return value
-    return replace(
-        value,
-        role=source.role,
-        codecs=source.codecs if value.activation else (),
-        replay_error=source.replay_error,
-        too_coarse=source.too_coarse,
-        is_movable=source.is_movable and value.activation,
-    )
+    def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
+        """Return the kind `tiled` with the prices of the kind without tiles. The memory of a tile is left out of its
+        events: it depends on the number of tiles."""
+        matching, _ = self._tape.values_in(tiled_tape)
+        sources = {own: value for value, own in matching.items()}
+        inside = {index for module in self._modules.values() for index in module.operators}
+        outside = iter([operator for operator in self._kind.operators if operator.index not in inside])
+        module_operators = tiled_operators(tiled_tape)
+        operators = []
+        for operator in tiled.operators:
+            module = self._modules.get(operator.module)
+            if module is not None and module_operators[module.path].index == operator.index:
+                module_ms = sum(self._kind.operators[index].ms for index in module.operators)
+                operators.append(replace(operator, ms=module_ms, replayable=False))
+                sources |= dict.fromkeys(operator.outputs, module.result)
+            else:
+                source = next(outside)
+                operators.append(replace(operator, ms=source.ms, extra_bytes=source.extra_bytes))
+        return replace(
+            tiled,
+            values=tuple(self._priced_value(value, sources.get(value.index)) for value in tiled.values),
+            operators=tuple(operators),
+            forward_ms=self._kind.forward_ms,
+            block_actions=(BlockAction.PLAIN,),
+            host_link=self._kind.host_link,
+        ).in_tiles(0)
 
+    def _priced_value(self, value: Value, index: int | None) -> Value:
+        """Return a value of the kind in tiles with the prices of the value with `index` of the kind without tiles."""
+        if index is None:
+            return value
+        source = self._kind.values[index]
+        value = replace(value, role=source.role, replay_error=source.replay_error)
+        if not value.activation:
+            return replace(value, codecs=(), too_coarse=(), is_movable=False)
+        if source.activation:
+            return replace(value, codecs=source.codecs, too_coarse=source.too_coarse, is_movable=source.is_movable)
+        # Without tiles, backward reads a copy of the value in another dtype, as in norms that compute in float32.
+        copy = self._copy_of(index)
+        if copy is None:
+            return value
+        outliers = max((dict(option.options).get("num_outliers", 0) for option in copy.codecs), default=0)
+        return replace(
+            value,
+            codecs=with_outliers(copy.codecs, self._tape, index, self._config, outliers),
+            too_coarse=copy.too_coarse,
+        )
 
-def _priced_operator(operator: Operator, source: Operator) -> Operator:
-    return replace(operator, ms=source.ms, extra_bytes=source.extra_bytes)
+    def _copy_of(self, index: int) -> Value | None:
+        """Return the activation that has the numbers of the value with `index` in another dtype, or None."""
+        for reader in self._tape.consumers(index):
+            operator = self._tape.operators[reader]
+            copies = [self._kind.values[value] for value in operator.results()]
+            if operator.short_name == "to_copy" and copies[0].activation:
+                return copies[0]
+        return None
 
 
 class _Unpriced(MemoryOnlyMeasurement):

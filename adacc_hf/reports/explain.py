@@ -233,11 +233,14 @@ def _describe_tiles(kind: KindProfile) -> list[str]:
     tiles, tiling = kind.tiles, kind.tiling
     if tiles is None or tiling is None:
         return []
-    peaks = [format_bytes(nbytes(tiling.num_tiles)) for nbytes in (tiles.forward_bytes, tiles.backward_bytes)]
+    number = tiling.num_tiles
+    forward_bytes = max(module.forward_bytes(number) for module in tiles.modules)
+    backward_bytes = max(module.backward_bytes(number) for module in tiles.modules)
+    verb = "runs" if len(tiling.modules) == 1 else "run"
     return [
-        f"{tiling.module} runs in {tiling.num_tiles} tiles of {tile_rows(tiles.num_rows, tiling.num_tiles)} tokens, a "
-        f"second time in backward: {kind.extra_ms:.2f} ms; a tile takes {peaks[0]} in forward and {peaks[1]} in "
-        f"backward"
+        f"{', '.join(tiling.modules)} {verb} in {number} tiles of {tile_rows(tiles.num_rows, number)} tokens, a second "
+        f"time in backward: {kind.extra_ms:.2f} ms; a tile takes up to {format_bytes(forward_bytes)} in forward and "
+        f"{format_bytes(backward_bytes)} in backward"
     ]
 
 

@@ -287,12 +287,14 @@ def remove_policy(model: nn.Module) -> bool:
 
 
 def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise PolicyMismatchError if a block lacks the module that `policy` runs in tiles."""
+    """Raise PolicyMismatchError if a block lacks a module that `policy` runs in tiles."""
     for name, index in policy.blocks:
         tiling = policy.plans[index].tiling
-        if tiling is not None and tiling.module not in dict(blocks[block_of_call(name)].named_modules()):
+        paths = dict(blocks[block_of_call(name)].named_modules()) if tiling is not None else {}
+        missing = [path for path in tiling.modules if path not in paths] if tiling is not None else []
+        if missing:
             raise PolicyMismatchError(
-                f"the policy runs module {tiling.module} of block {name} in tiles, but the block has no such module: "
+                f"the policy runs module {missing[0]} of block {name} in tiles, but the block has no such module: "
                 f"profile this model and solve a policy for it"
             )
 

@@ -1,4 +1,4 @@
-"""Which blocks run their row-wise module in tiles, and in how many.
+"""Which blocks run their row-wise modules in tiles, and in how many.
 
 The last blocks of a model need tiles first, because their backward begins while all earlier blocks store activations.
 So the candidates run all blocks, the last half, or the last quarter in tiles, with as many tiles as lower the peak. The
@@ -41,7 +41,7 @@ def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
 
 
 def most_tiled(profile: Profile) -> Profile:
-    """Return a copy in which every block with a row-wise module runs it in as many tiles as lower the peak."""
+    """Return a copy in which every block with row-wise modules runs them in as many tiles as lower the peak."""
     return profile.with_tiles(_most_tiles(profile))
 
 

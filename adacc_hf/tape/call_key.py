@@ -117,7 +117,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         kwargs: Kwargs,
         tiling: Tiling | None = None,
     ) -> CallKey:
-        """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`, with a module in tiles if
+        """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`, with modules in tiles if
         `tiling` is given. The operators on the tape do not depend on the number of tiles.
 
         Call this method exactly once per call of the block, because the method counts calls.
@@ -128,7 +128,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._num_calls += 1
         path, numbers = self._paths.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        tiled = None if tiling is None else tiling.module
+        tiled = None if tiling is None else tiling.modules
         return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), data, self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:

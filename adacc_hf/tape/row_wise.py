@@ -21,7 +21,7 @@ LEAST_INNER_SHARE = 3
 """Least bytes of a module's inner tensors, relative to the bytes of its result. Tiles of a single linear layer would
 save little memory."""
 PRODUCTS = ("mm", "addmm")
-"""Operators of linear layers. A module without them, such as an activation function, is not worth running in tiles."""
+"""Operators of linear layers. A block runs one module with products in tiles, because the second forward takes time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +31,33 @@ class RowWiseModule:
     path: str
     """Path of the module in the block."""
     num_rows: int
+    result: int
+    """Value on the tape that the module returns."""
     inner_bytes: int
     """Bytes of all tensors that the module computes, without its result."""
+    has_products: bool
+    """True if the module has linear layers."""
     operators: tuple[int, ...]
     """Indices of the module's operators on the tape."""
 
 
-def row_wise_module(tape: Tape) -> RowWiseModule | None:
-    """Return the row-wise module of a recorded block whose inner tensors take the most bytes.
+def row_wise_modules(tape: Tape) -> tuple[RowWiseModule, ...]:
+    """Return the row-wise modules of a recorded block that are worth running in tiles, in the order in which they run.
 
-    Return None if the block has no row-wise module whose inner tensors are LEAST_INNER_SHARE times as large as its
-    result.
+    The inner tensors of each module are LEAST_INNER_SHARE times as large as its result, or larger. Of the modules with
+    linear layers, only the module whose inner tensors take the most bytes is returned: an MLP. The others are norms
+    that compute in float32, and activation functions of many operators.
     """
     if tape.untrusted is not None:
-        return None
+        return ()
     modules = [module for path in _module_paths(tape) if (module := _check_module(tape, path)) is not None]
-    return max(modules, key=lambda module: module.inner_bytes, default=None)
+    chosen: list[RowWiseModule] = []
+    for module in sorted(modules, key=lambda module: -module.inner_bytes):
+        is_inside = any(not set(module.operators).isdisjoint(other.operators) for other in chosen)
+        is_second = module.has_products and any(other.has_products for other in chosen)
+        if not is_inside and not is_second:
+            chosen.append(module)
+    return tuple(sorted(chosen, key=lambda module: module.operators))
 
 
 def _module_paths(tape: Tape) -> list[str]:
@@ -64,8 +75,6 @@ def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
     indices = tuple(operator.index for operator in own)
     if indices != tuple(range(indices[0], indices[-1] + 1)):  # called several times, or with other code in between
         return None
-    if not any(isinstance(op.target, OpOverload) and op_name(op.target) in PRODUCTS for op in own):
-        return None
     own_values = {value for operator in own for value in operator.results()}
     read_outside = [op.inputs() for op in tape.operators if op.index not in indices]
     results = own_values.intersection(*[set().union(*read_outside)])
@@ -80,7 +89,14 @@ def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
     inner_bytes = sum(tape.values[value].nbytes for value in own_values if value != result and value in rows.widths)
     if inner_bytes < LEAST_INNER_SHARE * tape.values[result].nbytes:
         return None
-    return RowWiseModule(path=path, num_rows=rows.number, inner_bytes=inner_bytes, operators=indices)
+    return RowWiseModule(
+        path=path,
+        num_rows=rows.number,
+        result=result,
+        inner_bytes=inner_bytes,
+        has_products=any(isinstance(op.target, OpOverload) and op_name(op.target) in PRODUCTS for op in own),
+        operators=indices,
+    )
 
 
 def _last_result(operator: TapeOperator) -> int | None:

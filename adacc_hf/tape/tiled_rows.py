@@ -1,8 +1,8 @@
-"""Execution of a row-wise module in tiles: a few rows (tokens) at a time, in forward and in backward.
+"""Execution of row-wise modules in tiles: a few rows (tokens) at a time, in forward and in backward.
 
 Forward runs the module tile by tile without a graph and keeps only the module's input. Backward runs each tile again
 with a graph, and adds up the gradients of the parameters. So the module's inner tensors exist for one tile at a time
-(ALST, arXiv 2506.13996, does this for MLPs of all blocks). On a tape the module is one operator (`TiledModule`), which
+(ALST, arXiv 2506.13996, does this for MLPs of all blocks). On a tape each module is one operator (`TiledModule`), which
 replay never runs. Its input is an ordinary activation: a plan may retain, compress or recompute it.
 
 The gradients differ from plain training's only by the order of sums over tokens. The sums over tiles are in float32, or
@@ -12,7 +12,7 @@ in the parameter's dtype if that is wider, as in the chunked head (`head/chunked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,9 +32,11 @@ from adacc_hf.torch_glue.tensors import is_fake
 
 _ABSENT = object()
 
-_watcher: Callable[[str], None] | None = None
-"""Callback that gets "begin" and "end" of each run over a module's tiles, to measure memory. None if nothing is
-measured."""
+Watcher = Callable[[str, int], None]
+"""Callback that gets ("begin" or "end", index of the module in `Tiling.modules`) of each run over a module's tiles."""
+
+_watcher: Watcher | None = None
+"""Callback to measure memory, or None if nothing is measured."""
 
 
 Gradients = Callable[[Tensor, Sequence[Tensor], Tensor], tuple[Tensor | None, ...]]
@@ -61,7 +63,7 @@ def gradients_by(function: Gradients) -> Iterator[None]:
 
 
 @contextmanager
-def watching_tiles(watcher: Callable[[str], None]) -> Iterator[None]:
+def watching_tiles(watcher: Watcher) -> Iterator[None]:
     """Call `watcher` at the begin and end of each run over tiles that starts inside the `with` block, and of its
     backward."""
     global _watcher
@@ -73,17 +75,25 @@ def watching_tiles(watcher: Callable[[str], None]) -> Iterator[None]:
 
 
 def in_tiles(block: nn.Module, tiling: Tiling | None, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for the call `fn` of `block` whose row-wise module runs in tiles, or `fn` without a tiling."""
+    """Return a function for the call `fn` of `block` whose row-wise modules run in tiles, or `fn` without a tiling."""
     return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
 
 def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `fn(*args)`, a call of `block` whose row-wise module runs in tiles."""
-    module = block.get_submodule(tiling.module)
-    before = module.__dict__.get("forward", _ABSENT)
-    module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, tiling.num_tiles)
-    try:
+    """Return the result of `fn(*args)`, a call of `block` whose row-wise modules run in tiles."""
+    with ExitStack() as stack:
+        for index, path in enumerate(tiling.modules):
+            stack.enter_context(_module_in_tiles(block.get_submodule(path), tiling.num_tiles, index))
         return fn(*args)
+
+
+@contextmanager
+def _module_in_tiles(module: nn.Module, num_tiles: int, index: int) -> Iterator[None]:
+    """Run `module`, the module with `index` in `Tiling.modules`, in tiles inside the `with` block."""
+    before = module.__dict__.get("forward", _ABSENT)
+    module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, num_tiles, index)
+    try:
+        yield
     finally:
         if before is _ABSENT:
             del module.__dict__["forward"]
@@ -112,7 +122,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _forward_in_tiles(
-    module: nn.Module, forward: Callable[..., Tensor], num_tiles: int, *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Tensor], num_tiles: int, index: int, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Run `forward`, the forward of `module`, in tiles. If the call is not of one tensor in training, run it whole."""
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
@@ -121,7 +131,8 @@ def _forward_in_tiles(
     trainable = trainable_parameters(module)
     if not trainable and not args[0].requires_grad:
         return forward(*args)
-    return TiledModule.apply(args[0], *trainable.values(), TiledCall(module, forward, tuple(trainable), num_tiles))
+    call = TiledCall(module, forward, tuple(trainable), num_tiles, index)
+    return TiledModule.apply(args[0], *trainable.values(), call)
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -138,6 +149,8 @@ class TiledCall:
     names: tuple[str, ...]
     """Names of the trainable parameters in the module."""
     num_tiles: int
+    index: int = 0
+    """Index of the module in `Tiling.modules`."""
 
     def on_parameters(self, parameters: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Run the module on `rows` with `parameters` in place of its own trainable parameters."""
@@ -175,7 +188,7 @@ class TiledModule(Function):
         tiles = Tiles(rows, call.num_tiles)
         result: Tensor | None = None
         ctx.path = None
-        with _watched(ctx.watcher), autocast_as(ctx.autocast):
+        with _watched(ctx.watcher, call.index), autocast_as(ctx.autocast):
             ctx.path = _path_of(call, tiles.first)
             for tile in tiles:
                 part = call.forward(tile.rows)
@@ -200,7 +213,7 @@ class TiledModule(Function):
         row_gradient = torch.empty_like(tiles.rows) if ctx.needs_input_grad[0] else None
         gradient = gradient.reshape(len(tiles.rows), -1)
         drawing = draw_from_state(from_bytes(ctx.state), ctx.device)
-        with _watched(ctx.watcher), autocast_as(ctx.autocast), drawing:
+        with _watched(ctx.watcher, call.index), autocast_as(ctx.autocast), drawing:
             if _path_of(call, tiles.first) != ctx.path:
                 raise TilesError(
                     f"the module {type(call.module).__name__} runs other Python code in backward than it did in "
@@ -309,12 +322,12 @@ class Tiles:
 
 
 @contextmanager
-def _watched(watcher: Callable[[str], None] | None) -> Iterator[None]:
+def _watched(watcher: Watcher | None, index: int) -> Iterator[None]:
     if watcher is not None:
-        watcher("begin")
+        watcher("begin", index)
     yield
     if watcher is not None:
-        watcher("end")
+        watcher("end", index)
 
 
 _PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
