@@ -258,7 +258,8 @@ class KindProfile:
         forward = [m.forward_bytes(num_tiles) - m.forward_bytes(before) for m in tiles.modules]
         backward = [m.backward_bytes(num_tiles) - m.backward_bytes(before) for m in tiles.modules]
         launch_ms = min((operator.ms for operator in self.operators if operator.ms > 0), default=0.0)
-        extra_ms = (m.extra_ms(num_tiles, self.operators[m.operator].ms, launch_ms) for m in tiles.modules)
+        module_ms = [sum(self.operators[index].ms for index in module.operators) for module in tiles.modules]
+        extra_ms = (m.extra_ms(num_tiles, ms, launch_ms) for m, ms in zip(tiles.modules, module_ms, strict=True))
         return replace(
             self,
             forward=tuple(
@@ -821,7 +822,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
 
 def _module_tiles_from_json(record: dict[str, Any]) -> ModuleTiles:
     lines = {name: tuple(tuple(line) for line in record[name]) for name in ("forward", "backward")}
-    return ModuleTiles(**{**record, **lines})
+    return ModuleTiles(**{**record, **lines, "operators": tuple(record["operators"])})
 
 
 def _value_from_json(record: dict[str, Any]) -> Value:

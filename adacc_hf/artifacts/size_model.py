@@ -19,6 +19,7 @@ from adacc_hf.artifacts.polynomials import Basis, independent_sizes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Head, KindProfile, Operator, Profile, Value
+    from adacc_hf.artifacts.tiles import RowTiles
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and size of each tensor of a batch."""
@@ -223,8 +224,14 @@ def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
             replace(event, entry_bytes=change(event.entry_bytes), extra_bytes=change(event.extra_bytes))
             for event in kind.backward
         ),
-        tiles=None if kind.tiles is None else replace(kind.tiles, num_rows=change(kind.tiles.num_rows)),
+        tiles=None if kind.tiles is None else _map_tiles(kind.tiles, change),
     )
+
+
+def _map_tiles(tiles: RowTiles, change: NumberMap) -> RowTiles:
+    """Return a copy of `tiles` with the number of rows of each module changed by `change`."""
+    modules = (replace(module, num_rows=change(module.num_rows)) for module in tiles.modules)
+    return replace(tiles, modules=tuple(modules))
 
 
 def _map_value(value: Value, change: NumberMap) -> Value:

@@ -34,6 +34,9 @@ class Tiling:
 
     modules: tuple[str, ...]
     """Paths of the modules in the block."""
+    backward_only: tuple[str, ...]
+    """Those of `modules` whose forward runs on all rows at once, so that their results can be recomputed. Only their
+    backward runs in tiles."""
     num_tiles: int
 
     def __post_init__(self) -> None:
@@ -44,7 +47,8 @@ class Tiling:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Tiling:
         """Convert a dictionary from a JSON file to a tiling."""
-        return cls(modules=tuple(record["modules"]), num_tiles=record["num_tiles"])
+        modules, backward_only = (tuple(record[name]) for name in ("modules", "backward_only"))
+        return cls(modules=modules, backward_only=backward_only, num_tiles=record["num_tiles"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,18 @@ class ModuleTiles:
 
     module: str
     """Path of the module in the block."""
-    operator: int
-    """Index of the operator that stands for the module in the kind's operators. Its time is that of one forward."""
+    is_backward_only: bool = False
+    """True if only the module's backward runs in tiles."""
+    operators: tuple[int, ...]
+    """Indices of the module's operators in the kind's operators. If the forward runs in tiles, one operator stands for
+    the module. Their times are those of one forward."""
     num_operators: int
-    """Number of operators in the module."""
+    """Number of operators that each tile launches in one forward."""
     num_rows: int
     """Number of rows of the module's input: the tokens of the micro-batch, or a multiple (a norm of each head)."""
     forward: tuple[Line, ...]
-    """Memory of the forward of one tile at each of its moments, without input and result of the module."""
+    """Memory of the forward of one tile at each of its moments, without input and result of the module. Empty if the
+    forward does not run in tiles."""
     backward: tuple[Line, ...]
     """Memory of the backward of one tile at each of its moments, without gradients of input, result and parameters."""
 
@@ -82,7 +90,8 @@ class ModuleTiles:
 
         The module's forward (`forward_ms`) runs a second time, and each tile but one launches kernels again.
         """
-        return forward_ms + PASSES_PER_TILE * (num_tiles - 1) * self.num_operators * launch_ms
+        passes = PASSES_PER_TILE - 1 if self.is_backward_only else PASSES_PER_TILE
+        return forward_ms + passes * (num_tiles - 1) * self.num_operators * launch_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +111,18 @@ class RowTiles:
     @property
     def tiling(self) -> Tiling | None:
         """The tiles in which the modules run, or None if they do not run in tiles."""
-        paths = tuple(module.module for module in self.modules)
-        return Tiling(modules=paths, num_tiles=self.num_tiles) if self.num_tiles else None
+        if not self.num_tiles:
+            return None
+        return Tiling(
+            modules=tuple(module.module for module in self.modules),
+            backward_only=tuple(module.module for module in self.modules if module.is_backward_only),
+            num_tiles=self.num_tiles,
+        )
 
 
 def _highest(lines: tuple[Line, ...], rows: int) -> int:
-    """Return the bytes of the highest of `lines` at a number of rows, or 0 without rows."""
-    return math.ceil(max(nbytes + per_row * rows for nbytes, per_row in lines)) if rows else 0
+    """Return the bytes at a number of rows on the line that is the highest there, or 0 without rows or lines."""
+    return math.ceil(max((nbytes + per_row * rows for nbytes, per_row in lines), default=0)) if rows else 0
 
 
 def most_tiles(num_rows: int) -> int:

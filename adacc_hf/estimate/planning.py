@@ -388,12 +388,18 @@ def fully_recomputed(profile: Profile) -> Outcome:
     Blocks with collectives are checkpointed too, and all ranks run these blocks again in backward. A policy never
     checkpoints such blocks.
     """
+    return simulate_checkpointed(with_checkpointing(profile))
+
+
+def with_checkpointing(profile: Profile) -> Profile:
+    """Return a copy of `profile` in which torch's checkpoint may run every block, also blocks with collectives or
+    tiles."""
     actions = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     kinds = tuple(
         kind if kind.block_actions != (BlockAction.PLAIN,) else replace(kind, block_actions=actions)
         for kind in profile.kinds
     )
-    return simulate_checkpointed(replace(profile, kinds=kinds))
+    return replace(profile, kinds=kinds)
 
 
 def tiled_checkpointing(profile: Profile) -> Outcome:

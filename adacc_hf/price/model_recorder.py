@@ -27,7 +27,7 @@ from adacc_hf.price.memory_probes import refuse_backward
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, storage_key_of
-from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_operators
+from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_inputs
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShape, KnownShapes
@@ -295,11 +295,7 @@ class ModelRecorder:
     ) -> dict[str, TileMemory]:
         """Measure the memory of one tile of each module of the block that ran in tiles, by the module's path."""
         memory: dict[str, TileMemory] = {}
-        operators = tiled_operators(tape)
-        for path in tiling.modules:
-            if path not in operators:
-                continue
-            rows = operators[path].args[0]
+        for path, rows in tiled_inputs(tape, tiling).items():
             tensor = view(recorder.bases[rows.value], rows)
             states = partial(self._measurement.random_states, [tensor.device])
             with NoTrace((recorder.block, run_again), states, SMALL_COPY):

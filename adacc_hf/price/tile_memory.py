@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adacc_hf.artifacts.tiles import MEASURED_TILES, Line, highest_lines
+from adacc_hf.artifacts.tiles import MEASURED_TILES, Line, Tiling, highest_lines
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.function_operators import autocast_as, autocast_of
-from adacc_hf.tape.tape import Tape, TapeOperator
+from adacc_hf.tape.row_wise import row_wise_modules
+from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef
 from adacc_hf.tape.tiled_rows import GradientSums, TiledCall, Tiles, backward_of_tile, trainable_parameters
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import TorchDispatchMode
@@ -34,6 +35,13 @@ class TileMemory:
 def tiled_operators(tape: Tape) -> dict[str, TapeOperator]:
     """Return the operators of a tape that stand for modules in tiles, by the paths of the modules."""
     return {op.module: op for op in tape.operators if op.is_function and not op.target.may_run_again}
+
+
+def tiled_inputs(tape: Tape, tiling: Tiling) -> dict[str, TensorRef]:
+    """Return the inputs of the modules that ran in tiles when the tape was recorded, by the paths of the modules."""
+    inputs = {path: operator.args[0] for path, operator in tiled_operators(tape).items()}
+    inputs |= {module.path: module.input for module in row_wise_modules(tape) if module.path in tiling.backward_only}
+    return {path: inputs[path] for path in tiling.modules if path in inputs}
 
 
 def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> TileMemory | None:

@@ -45,11 +45,7 @@ def with_tiled_kinds(
     modules = _row_wise_modules(profiled, recording)
     if not modules:
         return profile
-    tilings = {
-        block.name: Tiling(modules=tuple(module.path for module in modules[block.kind]), num_tiles=MEASURED_TILES)
-        for block in recording.blocks
-        if block.kind in modules
-    }
+    tilings = {block.name: _measured_tiling(modules[block.kind]) for block in recording.blocks if block.kind in modules}
     unpriced = replace(profiled, measurement=_Unpriced(profiled.measurement))
     tiled_recording = record_model(unpriced, batch, recording.tape_cache, tilings)
     if [shared.name for shared in tiled_recording.shared] != [shared.name for shared in recording.shared]:
@@ -90,25 +86,37 @@ def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dic
     return {kind: of_kind for kind, of_kind in modules.items() if of_kind}
 
 
+def _measured_tiling(modules: Sequence[RowWiseModule]) -> Tiling:
+    """Return the tiles with which the memory of a kind with these row-wise modules is measured."""
+    return Tiling(
+        modules=tuple(module.path for module in modules),
+        backward_only=tuple(module.path for module in modules if not module.has_products),
+        num_tiles=MEASURED_TILES,
+    )
+
+
 def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory], tape: Tape) -> RowTiles | None:
-    """Return the tiles of the row-wise modules of a kind. `tape` has each module in tiles, as one operator.
+    """Return the tiles of the row-wise modules of a kind. `tape` was recorded with the modules in tiles.
 
     Return None if the memory of a module's tiles is unknown.
     """
-    operators = tiled_operators(tape)
-    if any(module.path not in operators or module.path not in memory for module in modules):
-        return None
-    tiles = (
-        ModuleTiles(
-            module=module.path,
-            operator=operators[module.path].index,
-            num_operators=len(module.operators),
-            num_rows=module.num_rows,
-            forward=memory[module.path].forward,
-            backward=memory[module.path].backward,
+    stand_ins = tiled_operators(tape)
+    tiles = []
+    for module in modules:
+        if module.path not in memory or (module.has_products and module.path not in stand_ins):
+            return None
+        own = [op.index for op in tape.operators if f"{op.module}.".startswith(f"{module.path}.")]
+        tiles.append(
+            ModuleTiles(
+                module=module.path,
+                is_backward_only=not module.has_products,
+                operators=(stand_ins[module.path].index,) if module.has_products else tuple(own),
+                num_operators=len(module.operators),
+                num_rows=module.num_rows,
+                forward=memory[module.path].forward if module.has_products else (),
+                backward=memory[module.path].backward,
+            )
         )
-        for module in modules
-    )
     return RowTiles(modules=tuple(tiles), num_tiles=MEASURED_TILES)
 
 
@@ -118,7 +126,8 @@ class _PriceSource:
     def __init__(self, kind: KindProfile, tape: Tape, modules: Sequence[RowWiseModule], config: AdaccConfig) -> None:
         self._kind = kind
         self._tape = tape
-        self._modules = {module.path: module for module in modules}
+        self._modules = {module.path: module for module in modules if module.has_products}
+        """Modules that are one operator in the kind with tiles, by their paths."""
         self._config = config
 
     def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:

@@ -128,7 +128,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._num_calls += 1
         path, numbers = self._paths.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        tiled = None if tiling is None else tiling.modules
+        tiled = None if tiling is None else (tiling.modules, tiling.backward_only)
         return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), data, self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:

@@ -133,9 +133,14 @@ class FunctionTarget:
 def is_one_operator(function: type[Function]) -> bool:
     """Return True for a Function of this package whose inner operators are never on a tape (tape/tiled_rows.py).
 
-    The Function does not write into its arguments, and its backward does not write into saved tensors.
+    The Function does not write into its arguments.
     """
     return bool(getattr(function, "is_one_operator", False))
+
+
+def keeps_saved_tensors(function: type[Function]) -> bool:
+    """Return True for a Function of this package whose backward does not write into saved tensors."""
+    return bool(getattr(function, "keeps_saved_tensors", False))
 
 
 class _ReplayContext(FunctionCtx):

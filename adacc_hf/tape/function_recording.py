@@ -34,6 +34,7 @@ from adacc_hf.tape.function_operators import (
     decompose_arguments,
     flatten_results,
     is_one_operator,
+    keeps_saved_tensors,
     on_copies,
     results_of,
 )
@@ -169,8 +170,9 @@ class FunctionRecorder:
             return self._record_whole(forward_call)
         num_slots = len(self.slots)
         result = self._record_function(forward_call)
-        self.function_slots.update(range(num_slots, len(self.slots)))
-        self._num_next_saved = len(forward_call.saved)
+        if not keeps_saved_tensors(forward_call.function):
+            self.function_slots.update(range(num_slots, len(self.slots)))
+            self._num_next_saved = len(forward_call.saved)
         return result
 
     def _record_whole(self, forward_call: ForwardCall) -> Any:

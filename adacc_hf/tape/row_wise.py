@@ -31,12 +31,16 @@ class RowWiseModule:
     path: str
     """Path of the module in the block."""
     num_rows: int
+    input: TensorRef
+    """Input of the module on the tape."""
     result: int
     """Value on the tape that the module returns."""
     inner_bytes: int
     """Bytes of all tensors that the module computes, without its result."""
     has_products: bool
     """True if the module has linear layers."""
+    is_random: bool
+    """True if the module draws random numbers."""
     operators: tuple[int, ...]
     """Indices of the module's operators on the tape."""
 
@@ -46,7 +50,7 @@ def row_wise_modules(tape: Tape) -> tuple[RowWiseModule, ...]:
 
     The inner tensors of each module are LEAST_INNER_SHARE times as large as its result, or larger. Of the modules with
     linear layers, only the module whose inner tensors take the most bytes is returned: an MLP. The others are norms
-    that compute in float32, and activation functions of many operators.
+    that compute in float32, and activation functions of many operators, without random numbers.
     """
     if tape.untrusted is not None:
         return ()
@@ -54,7 +58,7 @@ def row_wise_modules(tape: Tape) -> tuple[RowWiseModule, ...]:
     chosen: list[RowWiseModule] = []
     for module in sorted(modules, key=lambda module: -module.inner_bytes):
         is_inside = any(not set(module.operators).isdisjoint(other.operators) for other in chosen)
-        is_second = module.has_products and any(other.has_products for other in chosen)
+        is_second = any(other.has_products for other in chosen) if module.has_products else module.is_random
         if not is_inside and not is_second:
             chosen.append(module)
     return tuple(sorted(chosen, key=lambda module: module.operators))
@@ -92,9 +96,11 @@ def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
     return RowWiseModule(
         path=path,
         num_rows=rows.number,
+        input=rows.input,
         result=result,
         inner_bytes=inner_bytes,
         has_products=any(isinstance(op.target, OpOverload) and op_name(op.target) in PRODUCTS for op in own),
+        is_random=any(op.random for op in own),
         operators=indices,
     )
 
@@ -116,9 +122,10 @@ class _Rows:
     def __init__(self, tape: Tape, value: int, own: Sequence[TapeOperator]) -> None:
         """Initialize for the module with the operators `own`, whose input is `value`."""
         self._tape = tape
-        shapes = {ref.geometry[0] for op in own for ref in tensor_refs((op.args, op.kwargs)) if ref.value == value}
+        refs = [ref for op in own for ref in tensor_refs((op.args, op.kwargs)) if ref.value == value]
+        shapes = {ref.geometry[0] for ref in refs}
         counts = {prod(shape[:-1]) if len(shape) > 1 else 0 for shape in shapes}
-        self._input = value
+        self.input = refs[0]
         self.number = counts.pop() if len(counts) == 1 else 0
         """Number of rows."""
         self.widths: dict[int, int] = {}
@@ -160,7 +167,7 @@ class _Rows:
             return not operator.random and not changed and not operator.is_collective
         is_plain = isinstance(operator.target, OpOverload) and not operator.is_collective
         # A tile is a view of the input, so the module must not write to its input.
-        if not is_plain or self._input in changed:
+        if not is_plain or self.input.value in changed:
             return False
         splits = [self.split(ref) for ref in refs]
         row_splits = [split for split in splits if split is not None]

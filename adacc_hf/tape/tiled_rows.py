@@ -2,8 +2,12 @@
 
 Forward runs the module tile by tile without a graph and keeps only the module's input. Backward runs each tile again
 with a graph, and adds up the gradients of the parameters. So the module's inner tensors exist for one tile at a time
-(ALST, arXiv 2506.13996, does this for MLPs of all blocks). On a tape each module is one operator (`TiledModule`), which
+(ALST, arXiv 2506.13996, does this for MLPs of all blocks). On a tape the module is one operator (`TiledModule`), which
 replay never runs. Its input is an ordinary activation: a plan may retain, compress or recompute it.
+
+A module without matrix products, such as a norm that computes in float32, runs in tiles in backward only
+(`TiledBackward`). Its forward runs its ordinary operators on all rows, which are on the tape, so that its result can be
+recomputed. Most of its memory is taken in backward.
 
 The gradients differ from plain training's only by the order of sums over tokens. The sums over tiles are in float32, or
 in the parameter's dtype if that is wider, as in the chunked head (`head/chunked_loss.py`).
@@ -11,6 +15,7 @@ in the parameter's dtype if that is wider, as in the chunked head (`head/chunked
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -83,15 +88,16 @@ def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args
     """Return the result of `fn(*args)`, a call of `block` whose row-wise modules run in tiles."""
     with ExitStack() as stack:
         for index, path in enumerate(tiling.modules):
-            stack.enter_context(_module_in_tiles(block.get_submodule(path), tiling.num_tiles, index))
+            function = TiledBackward if path in tiling.backward_only else TiledModule
+            stack.enter_context(_module_in_tiles(block.get_submodule(path), function, tiling.num_tiles, index))
         return fn(*args)
 
 
 @contextmanager
-def _module_in_tiles(module: nn.Module, num_tiles: int, index: int) -> Iterator[None]:
-    """Run `module`, the module with `index` in `Tiling.modules`, in tiles inside the `with` block."""
+def _module_in_tiles(module: nn.Module, function: type[TiledBackward], num_tiles: int, index: int) -> Iterator[None]:
+    """Run `module`, the module with `index` in `Tiling.modules`, by `function` inside the `with` block."""
     before = module.__dict__.get("forward", _ABSENT)
-    module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, num_tiles, index)
+    module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, function, num_tiles, index)
     try:
         yield
     finally:
@@ -122,9 +128,18 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _forward_in_tiles(
-    module: nn.Module, forward: Callable[..., Tensor], num_tiles: int, index: int, *args: Any, **kwargs: Any
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    function: type[TiledBackward],
+    num_tiles: int,
+    index: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """Run `forward`, the forward of `module`, in tiles. If the call is not of one tensor in training, run it whole."""
+    """Run `forward`, the forward of `module`, by `function`.
+
+    If the call is not of one tensor in training, run it without tiles.
+    """
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
     if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
         return forward(*args, **kwargs)
@@ -132,7 +147,7 @@ def _forward_in_tiles(
     if not trainable and not args[0].requires_grad:
         return forward(*args)
     call = TiledCall(module, forward, tuple(trainable), num_tiles, index)
-    return TiledModule.apply(args[0], *trainable.values(), call)
+    return function.apply(args[0], *trainable.values(), call)
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -171,37 +186,50 @@ class _Runner(nn.Module):
         return self._forward(rows)
 
 
-class TiledModule(Function):
-    """Autograd function that runs a row-wise module in tiles. A tape has it as one operator, which never runs again."""
+def _prepare(ctx: Any, rows: Tensor, parameters_and_call: tuple[Any, ...]) -> TiledCall:
+    """Save the state of a forward on `rows` that backward needs in `ctx`, and return the call."""
+    # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
+    *parameters, call = parameters_and_call
+    ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
+    ctx.parameters = tuple(parameters)
+    ctx.autocast = autocast_of()
+    ctx.state = None
+    ctx.save_for_backward(rows)
+    return call
 
-    is_one_operator = True
-    """Read by the recorder and the validator of tapes: the operators inside are not on the tape."""
+
+@contextmanager
+def _drawing(device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield a list. If the `with` block draws random numbers, the list then has the generator's earlier state."""
+    states: list[Tensor] = []
+    before = generator_state(device)
+    yield states
+    with without_modes():  # the comparison is not an operator of the block
+        after = generator_state(device)
+        if before is not None and after is not None and not is_fake(before) and not torch.equal(before, after):
+            states.append(before)
+
+
+class TiledBackward(Function):
+    """Autograd function of a row-wise module whose forward runs on all rows, and whose backward runs in tiles."""
+
+    keeps_saved_tensors = True
+    """Read by the recorder of tapes: backward does not write into saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters_and_call: Any) -> Tensor:
-        # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
-        *parameters, call = parameters_and_call
-        ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
-        ctx.parameters = tuple(parameters)
-        ctx.autocast = autocast_of()
-        state = generator_state(rows.device)
-        tiles = Tiles(rows, call.num_tiles)
-        result: Tensor | None = None
-        ctx.path = None
-        with _watched(ctx.watcher, call.index), autocast_as(ctx.autocast):
-            ctx.path = _path_of(call, tiles.first)
-            for tile in tiles:
-                part = call.forward(tile.rows)
-                if result is None:
-                    result = tiles.empty(part)
-                tile.write(result, part)
-                del part
-        after = generator_state(rows.device)
-        has_drawn = state is not None and after is not None and not is_fake(state) and not torch.equal(state, after)
-        ctx.state = to_bytes(state) if has_drawn and state is not None else None
-        ctx.save_for_backward(rows)
-        assert result is not None  # there is at least one tile
-        return result.view(*rows.shape[:-1], result.shape[-1])
+        call = _prepare(ctx, rows, parameters_and_call)
+        with autocast_as(ctx.autocast):
+            ctx.path = _path_of(call, Tiles(rows, call.num_tiles).first)
+        with _drawing(rows.device) as states:
+            result = call.forward(rows)
+        _check_result(result, tuple(rows.shape[:-1]))
+        if states:
+            raise TilesError(
+                f"the module {type(call.module).__name__} draws random numbers, which it did not when the model was "
+                f'profiled, so its tiles would draw others: leave "tile" out of AdaccConfig(actions=...)'
+            )
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -226,6 +254,30 @@ class TiledModule(Function):
                     tile.write(row_gradient, part)
                 del part
         return (None if row_gradient is None else row_gradient.view(rows.shape), *sums.gradients(), None)
+
+
+class TiledModule(TiledBackward):
+    """Autograd function that runs a row-wise module in tiles. A tape has it as one operator, which never runs again."""
+
+    is_one_operator = True
+    """Read by the recorder and the validator of tapes: the operators inside are not on the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters_and_call: Any) -> Tensor:
+        call = _prepare(ctx, rows, parameters_and_call)
+        tiles = Tiles(rows, call.num_tiles)
+        result: Tensor | None = None
+        with _drawing(rows.device) as states, _watched(ctx.watcher, call.index), autocast_as(ctx.autocast):
+            ctx.path = _path_of(call, tiles.first)
+            for tile in tiles:
+                part = call.forward(tile.rows)
+                if result is None:
+                    result = tiles.empty(part)
+                tile.write(result, part)
+                del part
+        ctx.state = to_bytes(states[0]) if states else None
+        assert result is not None  # there is at least one tile
+        return result.view(*rows.shape[:-1], result.shape[-1])
 
 
 def backward_of_tile(
@@ -276,6 +328,15 @@ class GradientSums:
         return gradients
 
 
+def _check_result(result: Any, expected: tuple[int, ...]) -> None:
+    """Raise TilesError if the result of a module on rows of the shape `expected` does not have as many rows."""
+    if not isinstance(result, Tensor) or tuple(result.shape[:-1]) != expected:
+        raise TilesError(
+            f"a module returned {type(result).__name__} for {math.prod(expected)} rows, not as many rows: "
+            f'leave "tile" out of AdaccConfig(actions=...)'
+        )
+
+
 class Tile:
     """Some consecutive rows of a module's input, as a tensor with the input's number of dimensions."""
 
@@ -312,12 +373,7 @@ class Tiles:
 
     def empty(self, part: Any) -> Tensor:
         """Return an uninitialized matrix for the module's results on all rows. `part` is the first tile's result."""
-        expected = (*self.outer, min(self.size, len(self.rows)))
-        if not isinstance(part, Tensor) or tuple(part.shape[:-1]) != expected:
-            raise TilesError(
-                f"a module returned {type(part).__name__} for a tile of {expected[-1]} rows, not as many rows: "
-                f'leave "tile" out of AdaccConfig(actions=...)'
-            )
+        _check_result(part, (*self.outer, min(self.size, len(self.rows))))
         return part.new_empty(len(self.rows), part.shape[-1])
 
 

@@ -228,7 +228,7 @@ def test_a_policy_for_a_module_that_the_block_lacks_is_refused(few_rows, tiny_ll
     model, batch = tiny_llama(intermediate_size=128), batch_of(2, 16)
     policy = tiled_policy(profile_model(model, batch, LOSSLESS), 4)
     record = policy.to_json()
-    record["plans"][0]["tiling"]["module"] = "feed_forward"
+    record["plans"][0]["tiling"]["modules"] = ["feed_forward"]
     with pytest.raises(PolicyMismatchError, match=r"runs module feed_forward of block model\.layers\.0 in tiles"):
         apply_policy(model, Policy.from_json(record, "test"))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.tiles import RowTiles, tile_rows
+from adacc_hf.artifacts.tiles import ModuleTiles, tile_rows
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.tile_memory import measure_tile
 
@@ -17,7 +17,9 @@ def part(one_thread):
 def test_lines_predict_other_sizes(part):
     few, many = (measure_tile(part, torch.randn(1, rows, 16), Measurement()) for rows in (24, 96))
     tiles = [
-        RowTiles(module="", operator=0, num_operators=3, num_rows=96, forward=memory.forward, backward=memory.backward)
+        ModuleTiles(
+            module="", operators=(0,), num_operators=3, num_rows=96, forward=memory.forward, backward=memory.backward
+        )
         for memory in (few, many)
     ]
     for number in (2, 3, 8):

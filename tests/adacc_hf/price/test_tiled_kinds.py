@@ -20,10 +20,11 @@ def test_each_kind_has_one_in_tiles(profile):
     (kind, tiled) = profile.kinds
     assert {block.kind for block in profile.blocks} == {0}
     assert (kind.tiled, tiled.tiled) == (1, None)
-    assert (tiled.tiles.module, tiled.tiles.num_rows, tiled.tiles.num_tiles) == ("mlp", 48, 0)
+    (mlp,) = tiled.tiles.modules
+    assert (mlp.module, mlp.num_rows, tiled.tiles.num_tiles) == ("mlp", 48, 0)
     assert tiled.block_actions == (BlockAction.PLAIN,)
-    assert sum(event.tiled for event in tiled.forward) == 1
-    assert sum(event.tiled for event in tiled.backward) == 1
+    assert [event.tiled for event in tiled.forward if event.tiled is not None] == [0]
+    assert [event.tiled for event in tiled.backward if event.tiled is not None] == [0]
 
 
 def test_values_have_the_codecs_of_the_kind_without_tiles(profile):
@@ -37,8 +38,9 @@ def test_values_have_the_codecs_of_the_kind_without_tiles(profile):
 def test_the_module_takes_the_time_of_its_operators(profile):
     kind, tiled = profile.kinds
     inside = [operator.ms for operator in kind.operators if operator.module.startswith("mlp")]
-    assert len(inside) == tiled.tiles.num_operators
-    assert tiled.operators[tiled.tiles.operator].ms == pytest.approx(sum(inside))
+    (mlp,) = tiled.tiles.modules
+    assert len(inside) == mlp.num_operators
+    assert [tiled.operators[index].ms for index in mlp.operators] == [pytest.approx(sum(inside))]
     assert tiled.in_tiles(4).extra_ms > sum(inside)
 
 
@@ -68,5 +70,25 @@ def test_other_sizes_are_predicted_with_their_tiles(one_thread, few_rows, tiny_l
         ours, theirs = predicted.with_tiles(numbers).kinds[0], expected.with_tiles(numbers).kinds[0]
         assert ours.tiles.num_rows == theirs.tiles.num_rows == 128
         for moment in ("forward", "backward"):
-            peaks = [[e.extra_bytes for e in getattr(kind, moment) if e.tiled] for kind in (ours, theirs)]
+            peaks = [[e.extra_bytes for e in getattr(kind, moment) if e.tiled == 0] for kind in (ours, theirs)]
             assert peaks[0] == peaks[1] != []
+
+
+def test_norms_in_float32_run_in_tiles_and_their_inputs_have_the_codecs_of_the_copies(one_thread, few_rows, tiny_llama):
+    ids = torch.randint(3, 60, (2, 24))
+    model = tiny_llama(intermediate_size=128).bfloat16()
+    kind, tiled = profile_model(model, {"input_ids": ids, "labels": ids}, AdaccConfig(min_compress_bytes=0)).kinds
+    modules = [module.module for module in tiled.tiles.modules]
+    assert modules == ["input_layernorm", "post_attention_layernorm", "mlp"]
+    assert [module.is_backward_only for module in tiled.tiles.modules] == [True, True, False]
+    assert {event.tiled for event in tiled.forward} == {None, 2}
+    assert {event.tiled for event in tiled.backward} == {None, 0, 1, 2}
+    values = [{kind.names[value.index]: value for value in kind.activations} for kind in (kind, tiled)]
+    copy, stored = values[0]["post_attention_layernorm:to_copy"], values[1]["block:add"]
+    assert "block:add" not in values[0], "without tiles, backward reads the copy in float32"
+    assert (copy.dtype, stored.dtype) == ("float32", "bfloat16")
+    assert [option.codec for option in stored.codecs] == [option.codec for option in copy.codecs] != []
+    assert all(option.nbytes < stored.nbytes for option in stored.codecs)
+    norm = values[1]["input_layernorm:mul#2"]
+    assert norm.codecs == values[0]["input_layernorm:mul#2"].codecs != ()
+    assert norm.recomputable

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.row_wise import row_wise_module
+from adacc_hf.tape.row_wise import row_wise_modules
 
 
 class Block(nn.Module):
@@ -35,12 +35,16 @@ class TwoInputs(Mlp):
 
 
 def module_of(part, rows=None):
-    block, rows = Block(part).train(), torch.randn(2, 6, 8, requires_grad=True) if rows is None else rows
+    return next(iter(modules_of(Block(part), rows)), None)
+
+
+def modules_of(block, rows=None):
+    block, rows = block.train(), torch.randn(2, 6, 8, requires_grad=True) if rows is None else rows
     recording = Recording("block", block, (rows,), {})
     recording.run(block)
     tape = recording.recorder.tape()
     recording.discard()
-    return row_wise_module(tape)
+    return row_wise_modules(tape)
 
 
 def test_an_mlp_is_row_wise():
@@ -111,7 +115,7 @@ def test_a_module_that_reads_another_tensor_of_the_block_is_not():
     block = Outer().train()
     recording = Recording("block", block, (torch.randn(2, 6, 8, requires_grad=True),), {})
     recording.run(block)
-    assert row_wise_module(recording.recorder.tape()) is None
+    assert not row_wise_modules(recording.recorder.tape())
     recording.discard()
 
 
@@ -127,13 +131,41 @@ def test_a_module_that_is_called_twice_is_not():
     block = Twice().train()
     recording = Recording("block", block, (torch.randn(2, 6, 8, requires_grad=True),), {})
     recording.run(block)
-    assert row_wise_module(recording.recorder.tape()) is None
+    assert not row_wise_modules(recording.recorder.tape())
     recording.discard()
 
 
 def test_a_single_layer_or_an_activation_alone_is_not_worth_tiles():
     assert module_of(nn.Linear(8, 8)) is None
     assert module_of(nn.GELU()) is None
+
+
+class Norm(nn.Module):
+    """A norm that computes in another dtype, as LLaMA's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, rows):
+        wide = rows.double()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(rows.dtype)
+
+
+def test_norms_in_a_wider_dtype_are_found_beside_the_largest_module_with_products():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first_norm, self.small, self.second_norm, self.mlp = Norm(), Mlp(), Norm(), Mlp()
+            self.small.up, self.small.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+        def forward(self, rows):
+            rows = rows + self.small(self.first_norm(rows)).flip(1)
+            return rows + self.mlp(self.second_norm(rows))
+
+    modules = modules_of(Outer())
+    assert [module.path for module in modules] == ["first_norm", "second_norm", "mlp"]
+    assert [module.has_products for module in modules] == [False, False, True]
 
 
 def test_a_module_that_writes_to_its_input_is_not():

@@ -1,0 +1,178 @@
+"""Longest sequence that trains within a memory limit, and its time per token, by method.
+
+    adacc eval longest --limit 192MiB
+
+Each model is profiled once. The profile predicts the peak of each method at any length, and the longest length is
+searched in these predictions. A training step of that length then runs in its own process, and its bytes are counted.
+If they exceed the limit, the next shorter length is tried. All methods are also timed at one common length: the longest
+length of checkpointing with a chunked head. The lengths are multiples of `--multiple`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes, parse_bytes
+from adacc_hf.estimate.integer_search import largest_fitting
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.plots import PlotPoint, curves
+from adacc_hf.eval.records.records import Figures, Status
+from adacc_hf.eval.throughput import Run
+from adacc_hf.eval.trials.families import Size
+from adacc_hf.eval.trials.isolation import run_isolated
+from adacc_hf.eval.trials.long_sequences import METHODS, MODELS, LongTraining, peak_at, run_long_trial
+from adacc_hf.reports.run_record import Spread, markdown_table, to_json
+
+REFERENCE = "chunked"
+"""Method whose longest sequence is the common length, and the reference of the ratios."""
+NUM_ATTEMPTS = 4
+"""Number of lengths that are tried if counted bytes exceed the limit that the predicted bytes keep."""
+
+
+def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
+    """Measure every method on every model, print the tables, save record, tables and plots.
+
+    Return 1 if a trial failed for reasons other than memory.
+    """
+    parser = runner_parser("longest", __doc__)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+    parser.add_argument("--limit", default="192MiB", help="memory limit of a training step (default: 192MiB)")
+    parser.add_argument("--width", type=positive_int, default=128)
+    parser.add_argument("--layers", type=positive_int, default=12)
+    parser.add_argument("--heads", type=positive_int, default=4)
+    parser.add_argument("--vocabulary", type=positive_int, default=4096)
+    parser.add_argument("--profiled", type=positive_int, default=4096, help="tokens of the profiled sequence")
+    parser.add_argument("--most", type=positive_int, default=65536, help="upper bound of the search, in tokens")
+    parser.add_argument("--multiple", type=positive_int, default=64, help="lengths are multiples of this number")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="timed steps of each trial")
+    parser.add_argument("--timeout", type=positive_int, default=3600, help="time limit of one trial in seconds")
+    arguments, settings = parse(parser, argv, clock=True)
+    if settings.device != "cpu":
+        raise ValueError(f"--device={settings.device}: bytes are counted on the CPU; use `adacc plan --longest`")
+    size = Size(
+        width=arguments.width,
+        layers=arguments.layers,
+        heads=arguments.heads,
+        vocabulary=arguments.vocabulary,
+        batch=1,
+        tokens=arguments.most,
+    )
+    names = ("models", "methods", "profiled", "most", "multiple", "rounds", "clock")
+    run_info = {name: getattr(arguments, name) for name in names}
+    run_info |= {"size": to_json(size), "limit_bytes": parse_bytes(arguments.limit, "--limit")}
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        longest = {
+            model: _measure_model(ledger, model, size, partial(run, timeout_s=arguments.timeout))
+            for model in arguments.models
+        }
+        ledger.complete(report_text, save_plots, longest=longest)
+    return 1 if ledger.has_status(Status.ERROR, Status.TIMEOUT) else 0
+
+
+def _measure_model(ledger: Ledger, model: str, size: Size, run: Run) -> dict[str, int]:
+    """Return the longest sequence of each method. Measure each method there, and at the common length."""
+    info = ledger.run_info
+    profile = LongTraining(model, size, ledger.settings.seed).profile(info["profiled"], all_sizes=True)
+    longest: dict[str, int] = {}
+    for method in tqdm(info["methods"], desc=f"longest, {model}", unit="method"):
+        tokens = predicted_longest(profile, method, info)
+        for _ in range(NUM_ATTEMPTS):
+            if not tokens or _trial(ledger, model, method, tokens, run)["status"] == Status.MEASURED.value:
+                break
+            tokens -= info["multiple"]
+        longest[method] = tokens
+    common = longest.get(REFERENCE, 0)
+    for method, tokens in longest.items():
+        if common and tokens > common:
+            _trial(ledger, model, method, common, run)
+    return longest
+
+
+def predicted_longest(profile: Profile, method: str, info: dict[str, Any]) -> int:
+    """Return the largest multiple of `--multiple` tokens with a predicted peak within the limit, or 0."""
+
+    def excess(number: int) -> int:
+        return peak_at(profile, method, number * info["multiple"]) - info["limit_bytes"]
+
+    multiple = info["multiple"]
+    return multiple * largest_fitting(excess, info["profiled"] // multiple, info["most"] // multiple, {})
+
+
+def point_key(model: str, method: str, tokens: int) -> str:
+    return f"{model}, {method}, {tokens} tokens"
+
+
+def _trial(ledger: Ledger, model: str, method: str, tokens: int, run: Run) -> Figures:
+    info, settings = ledger.run_info, ledger.settings
+    order = {
+        "model": model,
+        "size": info["size"],
+        "method": method,
+        "tokens": tokens,
+        "limit_bytes": info["limit_bytes"],
+        "rounds": info["rounds"],
+        "clock": info["clock"],
+        "threads": settings.threads,
+        "seed": settings.seed,
+    }
+    return ledger.measure(point_key(model, method, tokens), lambda: run(run_long_trial, order))
+
+
+def report_text(ledger: Ledger) -> str:
+    """Return one table for each model as Markdown."""
+    info, size = ledger.run_info, ledger.run_info["size"]
+    parts = [
+        f"Longest sequence within {format_bytes(info['limit_bytes'])}: models of {size['layers']} layers of width "
+        f"{size['width']} with a vocabulary of {size['vocabulary']}, float32, one sequence. Peaks are counted bytes of "
+        f"whole training steps. Times are medians of {info['rounds']} steps (20th to 80th percentile)"
+    ]
+    for model, longest in ledger.summary["longest"].items():
+        parts += [f"{model}:", markdown_table([_row(ledger, model, longest, method) for method in longest])]
+    return "\n\n".join([*parts, *ledger.reasons()]) + "\n"
+
+
+def _row(ledger: Ledger, model: str, longest: dict[str, int], method: str) -> dict[str, str]:
+    tokens, common = longest[method], longest.get(REFERENCE, 0)
+    point = ledger.points.get(point_key(model, method, tokens), {})
+    at_common = ledger.points.get(point_key(model, method, common), {})
+    return {
+        "method": METHODS[method].title,
+        "longest": f"{tokens:,}",
+        f"x {METHODS[REFERENCE].title}": f"{tokens / common:.2f}" if common else "",
+        "peak": format_bytes(point["peak_bytes"]) if "peak_bytes" in point else "",
+        "ms per 1,000 tokens": _time_text(point),
+        f"at {common:,} tokens": _time_text(at_common),
+    }
+
+
+def _time_text(point: Figures) -> str:
+    return Spread(**point["ms_per_1000_tokens"]).text(0) if "ms_per_1000_tokens" in point else ""
+
+
+def save_plots(ledger: Ledger) -> None:
+    """Plot the time per token against the length, one plot for each model."""
+    output: Path = ledger.settings.output
+    for model, longest in ledger.summary["longest"].items():
+        series: dict[str, list[PlotPoint]] = {}
+        for method, tokens in longest.items():
+            for length in sorted({tokens, longest.get(REFERENCE, tokens)}):
+                time = ledger.points.get(point_key(model, method, length), {}).get("ms_per_1000_tokens")
+                if time is not None:
+                    label = f"{tokens:,}" if length == tokens else ""
+                    point = PlotPoint(x=length, y=time["median"], low=time["low"], high=time["high"], label=label)
+                    series.setdefault(METHODS[method].title, []).append(point)
+        path = output.with_name(f"{output.stem}_{model}.svg")
+        curves(path, series, "tokens per sequence", "ms per 1,000 tokens", from_zero=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
