@@ -269,6 +269,7 @@ RUNNERS = {
     "max-batch": ("max_batch", "largest batch within a memory limit, by method (Table 3)"),
     "loss": ("loss", "validation loss over training, by method (Figure 6)"),
     "peers": ("peers", "tokens/s against peak, compared with other methods that save activation memory"),
+    "longest": ("longest", "longest sequence within a memory limit, and its time per token, by method"),
     "lengths": ("lengths", "step times if every batch has another size, and the time of the first step at each size"),
     "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
     "cloze": ("cloze", "accuracy of one model on cloze passages from any text"),
