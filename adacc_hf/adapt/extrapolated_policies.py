@@ -72,8 +72,8 @@ class ExtrapolatedPolicies:
         return profile, fastest
 
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Run the solver for a size class that so far used another class's policy. Return the new policy, or None if
-        none fits."""
+        """Run the solver for a size class that so far used another class's policy. Return the new policy, or None if no
+        policy fits."""
         try:
             return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:

@@ -53,7 +53,8 @@ class Observation:
     Codecs that store outlier channels uncompressed are measured with the number of outlier channels counted in this
     step."""
     gradients: dict[Any, GradientError]
-    """Largest error of a sampled block's gradient, by index of the kind or by name of the block."""
+    """Largest error measured in the gradients of sampled blocks, keyed by index of the block's kind or by name of the
+    block."""
     degrading_codecs: frozenset[Any]
     """Codecs to switch off, because with them the error of a block's gradient exceeds the allowed bound."""
 

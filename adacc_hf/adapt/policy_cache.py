@@ -53,8 +53,8 @@ class PolicyCache:
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
         """Plans that do not change, by size class, for the classes without a policy that is adapted to the data."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
-        """For each bucket without a policy: (smallest sizes that all batches of the bucket fit in, number of
-        batches)."""
+        """Counts for each bucket (group of similar batch sizes) without a policy: (smallest sizes that all batches of
+        the bucket fit in, number of batches)."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""

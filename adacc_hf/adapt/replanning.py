@@ -124,7 +124,9 @@ class Replanning:
     def _change(
         self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        """Replace the policy `before` of `size_policy` with `policy`, and append the change to the history.
+        """Replace `before`, the policy for one batch size, with `policy`, and append the change to the history.
+
+        `size_policy` is the state of this batch size.
 
         `waited_ms` is the time that training has waited for the solver.
         """

@@ -229,9 +229,9 @@ class AdaccSession:
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run `fn(batch)` and return its result. `fn` trains for one step or, within `step()`, on one micro-batch.
 
-        If memory runs out, `fn` is called once more under a tighter policy, from the same gradients and random state
-        as the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or if the
-        optimizer's step had begun.
+        If memory runs out, `fn` is called once more under a policy that needs less memory, with the same gradients and
+        random state as in the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or
+        if the optimizer's step had begun.
         """
         self._is_one = not self._is_explicit
         with self._breaking_off(may_try=False):

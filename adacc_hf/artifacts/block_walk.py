@@ -224,8 +224,8 @@ class BlockWalk:
         """Return the live bytes of this block at each moment of its forward.
 
         A payload is live from the moment at which its value is saved. A retained value counts from the moment at which
-        its last non-autograd reference is freed, because until that moment the profile counts the value as live. A
-        generator's state counts from the moment at which its slot is filled.
+        its last non-autograd reference is freed, because until that moment the profile counts the value as live. The
+        state of a random generator counts from the moment at which the forward stores it.
         """
         stored = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_compressed(value) and not self._is_saved(value)

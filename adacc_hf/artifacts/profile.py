@@ -225,7 +225,8 @@ class KindProfile:
     tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
-    if no operator can be replayed. Collective operators must run again on all ranks or on none."""
+    if no operator can be replayed. For blocks with collectives, the actions are restricted, because collectives must
+    run again on all ranks or on none."""
     elsewhere_bytes: int = 0
     """Bytes of cast parameters that the block saves, and that an earlier call computed and autocast has cached. The
     second forward of torch's checkpoint computes the casts again."""
@@ -480,7 +481,7 @@ class Profile:
     """Peak in bytes while no block stores anything: after the backward of all blocks (for the embedding's gradient, for
     example), and before the forward of all blocks (for a teacher model, for example)."""
     available_bytes: int
-    """Bytes available to this process on the device at the time of profiling: live plus free."""
+    """Bytes available to this process on the device at the time of profiling: its live bytes plus the free bytes."""
     step_ms: float
     """Time of one forward and backward under full recomputation."""
     device: str

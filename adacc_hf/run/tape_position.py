@@ -126,7 +126,8 @@ class TapePosition:
         return None
 
     def take_function(self, function: type[Function]) -> TapeOperator | None:
-        """If the tape's next operator is this `autograd.Function`, advance and return the operator.
+        """If the tape's next operator is the `autograd.Function` that the call runs next, advance and return this
+        operator.
 
         Else return None.
         """
