@@ -18,7 +18,7 @@ _LOCAL = frozenset({"aten", "prim", "prims"})
 
 
 def _may_write(func: Any) -> bool:
-    """Return True if the recorded operator may write to its arguments.
+    """Return True if the operator `func` may write to its arguments.
 
     The schema declares the written arguments, except for operators of torch.distributed, which may write to any
     argument.
@@ -41,9 +41,10 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class RngUse:
-    """Detector of random draws by one operator, which compares the generator's state before and after the operator.
+    """Detector of random draws by one operator, which compares the random generator's state before and after the
+    operator.
 
-    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only with dropout.
+    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, but draws only with dropout.
     Operators from outside torch may lack the tag.
     """
 
