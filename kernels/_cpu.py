@@ -196,7 +196,8 @@ def encode_asymmetric(
 def decode_asymmetric(
     out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float
 ) -> None:
-    """Decode packed codes [A/2, G], offsets [A] and half ranges [A] into `out_N`, a contiguous tensor."""
+    """Decode packed codes [A/2, G], offsets [A] and half ranges [A], the results of `encode_asymmetric`, into `out_N`,
+    a contiguous tensor."""
     rows, group_size = codes.shape
     _cpp_kernels().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,

@@ -143,7 +143,7 @@ class HostPool:
             return 0 if self._arena is None else self._arena.live_bytes
 
     def take_peak(self) -> int:
-        """Return the maximum of `live_bytes` since the last call."""
+        """Return the maximum of `live_bytes` since the last call of this method."""
         with self._busy():
             peak, self._peak_bytes = self._peak_bytes, self.live_bytes
             return peak

@@ -42,7 +42,7 @@ class PinnedMemory(mmap.mmap):
         return memory
 
     def pin(self, address: int) -> None:
-        """Pin the memory, if CUDA is available. If that fails, log a warning."""
+        """Pin the memory, if CUDA is available. If pinning fails, log a warning."""
         if not torch.cuda.is_available():
             return
         code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))

@@ -142,7 +142,7 @@ class Codec:
     @classmethod
     @cache
     def option_names(cls) -> tuple[str, ...]:
-        """Return the names of the codec's options.
+        """Return the names of the codec's options, which are the parameters of its constructor.
 
         The names are cached, because inspecting a class takes as long as encoding a small tensor.
         """

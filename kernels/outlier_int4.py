@@ -27,10 +27,10 @@ class Outliers:
     channels: int
     """C, the total number of channels."""
     indices: Tensor
-    """int32 [K], the raw channels in ascending order."""
+    """int32 [K], the indices of the outlier channels in ascending order."""
     keep: Tensor
-    """Bit mask [C + group_size], in integers with as many bits as the elements: 0 for a raw channel, else -1. The mask
-    repeats after C integers, so that a group that begins at any channel reads a contiguous range."""
+    """Bit mask [C + group_size], in integers with as many bits as the elements: 0 for an outlier channel, else -1. The
+    mask repeats after C integers, so that a group that begins at any channel reads a contiguous range."""
 
 
 SUMMED_ELEMENTS = 2**16

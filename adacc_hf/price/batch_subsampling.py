@@ -47,17 +47,17 @@ class Batch:
 
     @cached_property
     def shapes(self) -> BatchShapes:
-        """Shapes of the profiled batch's tensors."""
+        """Names and shapes of the batch's tensors."""
         return batch_shapes(self.tensors)
 
     @property
     def sizes(self) -> Shapes:
-        """Shapes of the tensors, in the format of `Profile.measured`."""
+        """Names and shapes of the batch's tensors, in the format of `Profile.measured`."""
         return to_profile_shapes(self.shapes)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the distinct storages of all tensors."""
+        """Bytes of the storages of all tensors of the batch, each storage counted once."""
         return batch_bytes(self.tensors)
 
     @property
@@ -165,7 +165,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     more_samples = few_samples + 1 if num_samples > 1 else few_samples
     has_many = num_samples >= 3 * few_samples and num_samples > 1
     few_longest, more_longest = (min(8, 4 * num_samples // count) for count in (few_samples, more_samples))
-    """Longest part of a sequence, in eighths, that keeps `few_samples` and `more_samples` within half of the batch."""
+    """Longest length of a part with `few_samples` or `more_samples` samples, in eighths of the sequence. Longer parts
+    would be larger than half of the batch."""
     if is_text and second_texts:
         # Five different (samples, length) pairs per text: the polynomial of a number that depends on one text has
         # three terms.

@@ -63,7 +63,7 @@ class KindProfileBuilder:
         self.errors = [block.errors for block in group]
 
     def build(self) -> KindProfile:
-        """Return the profile, without the memory of its forward and backward."""
+        """Return the profile of the kind of block, without the memory of forward and backward."""
         tape = self.tape
         return KindProfile(
             digest=tape.kind,

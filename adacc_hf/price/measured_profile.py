@@ -90,7 +90,7 @@ def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, t
 
 @dataclass(frozen=True, kw_only=True)
 class _Readings:
-    """Results of the passes that measure memory and time."""
+    """Results of the runs in which memory and time are measured for a profile."""
 
     forward: ForwardLayout
     step: StepLayout

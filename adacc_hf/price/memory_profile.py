@@ -33,9 +33,9 @@ class ForwardLayout:
     """The memory of a forward that stored nothing, in bytes relative to the forward's start."""
 
     first_peak_bytes: int
-    """Peak before the first block, for example in a teacher's forward."""
+    """Peak before the first block runs, for example in a teacher's forward."""
     bases: dict[str, int]
-    """Live bytes at the start of each block."""
+    """Live bytes at the start of each block's forward, by block call."""
     outside_peak_bytes: int
     """Peak from the end of the last block on. Inputs that several blocks share are kept for replay during the pass, but
     are freed before the last block ends."""

@@ -30,11 +30,11 @@ class ModelRecording:
     """The calls of blocks in one recorded forward, grouped by kind, without the forward's tensors."""
 
     blocks: list[RecordedBlock]
-    """The calls in the order of the forward."""
+    """The recorded block calls, in the order of the forward."""
     kinds: list[KindProfile]
     """Profile of each kind of block. `RecordedBlock.kind` is the index of a call's kind in this list."""
     shared: tuple[Shared, ...]
-    """Records of the tensors that calls share with each other and with the rest of the model."""
+    """Records of the tensors that block calls share with each other and with the rest of the model."""
     replay_sources: dict[str, list[Source]]
     """Sources of the inputs shared with other blocks that each call holds if all blocks are recomputed. A source is the
     place where a call finds the input, such as an argument."""

@@ -20,9 +20,9 @@ SUMMARY_RATIO = 8
 as a mean. A summary has fewer dimensions than the operand. A codec would save few bytes on a summary, and each of its
 elements affects many other elements."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Operators whose backward exponentiates an input or a result, or uses an input as an angle."""
+"""Operators whose backward takes the exponential of an input or a result, or uses an input as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
-"""Names of the argument that fused attention adds to its scores."""
+"""Possible names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
 """Operators whose backward divides a gradient by an input or a result. Values are the divisor's position among the

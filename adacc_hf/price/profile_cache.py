@@ -27,18 +27,19 @@ class ProfileCacheError(AdaccError):
 
 @dataclass(frozen=True, kw_only=True)
 class PriceKey:
-    """Key of a cache entry. An entry is used only if all fields are equal."""
+    """Key of an entry in the cache of measured times. An entry is used only if all fields are equal."""
 
     tape: str
     """Digest of the recorded operators, their constants, and the saved tensors."""
     shapes: str
-    """Digest of the sizes, strides and dtypes of all tensors."""
+    """Digest of the sizes, strides and dtypes of all tensors of the recorded block."""
     dtype: str
     device: str
     torch: str
     """Version of torch."""
     settings: str
-    """Digest of the settings that codecs depend on, the outlier channels, and this package's version."""
+    """Digest of everything else on which the codecs depend: settings, the outlier channels, and this package's
+    version."""
 
     @property
     def name(self) -> str:

@@ -32,8 +32,8 @@ class RecordedBlock:
     reuses the table."""
     tape: Tape
     input_tensors: dict[int, torch.Tensor]
-    """The recorded argument of each input value. The references keep the addresses of the storages from being
-    reused."""
+    """The recorded tensor of each argument that the block reads, by value index. The references keep the addresses of
+    the storages from being reused."""
     argument_tensors: dict[Source, torch.Tensor]
     """All tensors among the arguments, one per storage, including tensors that the block does not read."""
     outputs: dict[int, torch.Tensor]
@@ -92,7 +92,7 @@ class SharedTensors:
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
-        """Assign each shared tensor to an owner.
+        """Assign each tensor that the recorded `blocks` share to an owner, for which its bytes count.
 
         `outside`, `state` and `batch` are sets of storage addresses: of the tensors that the rest of the model saves,
         of the model's parameters and buffers, and of the model's input.

@@ -1,4 +1,4 @@
-"""Times of a function: milliseconds of the device, and of the host that launches the device's work."""
+"""Times of a function: milliseconds that the device takes, and that the host takes to launch the device's work."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that drop the entry of a key when this table drops the key."""
         self.was_compared = False
-        """True if a call of the block was validated or recorded in the current run."""
+        """True if, in the current run, a call of the block was recorded, or compared with its tape operator by
+        operator."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
         """Entries that count calls by symbolic tape, which is one tape for all sizes."""
 
@@ -189,8 +190,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
         """Add a recorded call of the block to this table. Return the call's key.
 
-        If the call read arguments into Python that no earlier call read, the returned key also contains the data of
-        these arguments.
+        If the block read arguments into Python that no earlier call read, the returned key also contains the elements
+        of these arguments.
         """
         reads = known_shape.tape.reads
         new_paths = [path for path in reads if path not in self._reads]

@@ -454,7 +454,7 @@ class FunctionRecorder:
                 self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Collect the keys of the storages that an operator reads while the recorder is paused."""
+        """Collect the keys of the storages that an operator with these arguments reads while the recorder is paused."""
         if self._read_inside is not None:
             self._read_inside |= {
                 storage_key(t.untyped_storage()) for t in _argument_tensors((args, kwargs)) if has_storage(t)
@@ -488,7 +488,7 @@ class FunctionRecorder:
         )
 
     def _roll_back(self, mark: _RecorderMark) -> None:
-        """Remove the values, operators, slots and reads recorded since `mark`."""
+        """Remove the values, operators, saved tensors and reads that were recorded since the snapshot `mark`."""
         del self.values[mark.num_values :], self.bases[mark.num_values :], self._storages[mark.num_values :]
         del self.operators[mark.num_operators :], self.slots[mark.num_slots :], self.reads[mark.num_reads :]
         for value, overwritten in zip(self.values, mark.overwritten, strict=True):

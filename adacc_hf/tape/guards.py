@@ -1,4 +1,4 @@
-"""Traced paths of a block: paths through its Python code, traced by Dynamo and checked by guards (rule R8).
+"""Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards (rule R8).
 
 Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
@@ -203,8 +203,8 @@ class BlockPaths:
 
 
 def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
-    """Return (index in `tensors`, name) of each tensor that shares its storage with a parameter or buffer of the
-    block."""
+    """Return (index in `tensors`, name of the parameter or buffer) of each tensor that shares a storage with a
+    parameter or buffer of the block."""
     if not tensors:
         return []
     block = scope["args"][0] if scope["args"] else None

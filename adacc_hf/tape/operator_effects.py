@@ -12,9 +12,9 @@ from adacc_hf.torch_glue.private import TensorBase, collective_counts, schema_of
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 )
-"""Namespaces of collective operators, which involve other ranks."""
+"""Namespaces of collective operators, which communicate with other ranks."""
 _LOCAL = frozenset({"aten", "prim", "prims"})
-"""Namespaces whose operators never involve other ranks."""
+"""Namespaces whose operators never communicate with other ranks."""
 
 
 def _may_write(func: Any) -> bool:
@@ -84,5 +84,5 @@ class RankUse:
         self._before = None if self._is_declared or func.namespace in _LOCAL else collective_counts()
 
     def happened(self) -> bool:
-        """Return True if the operator involves other ranks. Call this after the operator."""
+        """Return True if the operator communicates with other ranks. Call this after the operator."""
         return self._is_declared or (self._before is not None and self._before != collective_counts())

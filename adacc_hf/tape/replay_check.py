@@ -129,11 +129,10 @@ def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded:
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
-    """Replay one operator.
+    """Replay one operator, and return True if it ran and wrote only to arguments that its schema declares as mutable.
 
-    Return True if the operator ran, and wrote only to arguments that its schema declares as mutable. Of torch's own
-    operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write to any argument.
-    The operator runs on copies of the arguments, because a hidden write must not change an original.
+    Of torch's own operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write
+    to any argument. The operator runs on copies of the arguments, because a hidden write must not change an original.
     """
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]

@@ -119,7 +119,8 @@ class SymbolicTape:
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_recomputable_pairs(equal, recomputable))
-        """The tape that plans are built for. The tapes of all sizes have the same values, operators and slots."""
+        """The tape that plans are built for. The tapes of all sizes have the same values, operators and saved
+        tensors."""
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
@@ -132,7 +133,7 @@ class SymbolicTape:
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0
-        """Number of sizes evaluated so far that were not recorded."""
+        """Number of sizes, among those at which a tape was evaluated so far, that were not recorded."""
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> SymbolicTape | None:

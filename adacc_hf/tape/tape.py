@@ -67,9 +67,9 @@ class Source:
     R12)."""
 
     place: str
-    """"argument", "parameter" or "buffer"; "attached" or "module" for a tensor attached to a parameter or module
-    (inputs.py); "generator" for the default generator's state at a moment of the call; "unknown" for any other
-    tensor."""
+    """Kind of the place: "argument", "parameter" or "buffer"; "attached" or "module" for a tensor that is stored on a
+    parameter or module without being registered (inputs.py); "generator" for the default random generator's state at a
+    moment of the call; "unknown" for any other tensor."""
     path: tuple[Any, ...]
     """Path at the place. For an argument: position or keyword, then indices into nested containers. For a parameter or
     buffer: its name in the block. For an attached tensor: the parameter's or module's name, then attributes and
@@ -266,7 +266,7 @@ class Tape:
     def is_held_elsewhere(self, value: int) -> bool:
         """Return True if the tensor of `value` exists independently of the call, such as a parameter or buffer.
 
-        Attached tensors and tensors of unknown source also count.
+        Tensors that are stored on modules without being registered, and tensors of unknown source, also count.
         """
         source = self.values[value].source
         return source is not None and source.place not in ("argument", "generator")

@@ -51,7 +51,8 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""(likely cause, remedy) in the warning that a block runs unplanned operators, for a new size and for a known size."""
+"""(likely cause, remedy) for the warning that a block runs operators for which its plan was not made. `_OTHER_SIZE` is
+for batches of new sizes, `_OTHER_MODE` for batches of known sizes."""
 
 
 class TapeCache:
@@ -81,7 +82,8 @@ class TapeCache:
         """Values that replay did not recompute bit for bit at some size, by `Tape.structure`, a digest of the
         operators."""
         self._alignment = 1
-        """Alignment of sizes: multiples of this number never share a size class with other sizes (`CallSizes.of`)."""
+        """Alignment of sizes. Multiples of this number and other sizes are in different size classes (`CallSizes.of`),
+        because a GPU runs different operators."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}

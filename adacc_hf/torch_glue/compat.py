@@ -212,11 +212,11 @@ class _IdentityFunction(torch.autograd.Function):
 
 
 def _python_objects_own() -> bool:
-    """Return True if, in this release of torch, the Python object of an `autograd.Function`'s node keeps the node
+    """Return True if, in this release of torch, a Python reference to the node of an `autograd.Function` keeps the node
     alive.
 
-    Before torch 2.13 the node keeps the object alive, and dies with the last tensor or node that refers to it. The
-    Python objects of torch's own nodes keep their nodes alive in all releases.
+    Before torch 2.13 it did not: the node died with the last tensor or node that referred to it. For nodes of torch's
+    own operators, a Python reference suffices in all releases.
     """
     with torch.enable_grad():
         node = _IdentityFunction.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn

@@ -46,9 +46,9 @@ def count_all_threads() -> Iterator[None]:
     ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
     torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
 
-    c10 warns about freed blocks whose allocation the profiler did not record: about the first freed block, then about
-    each thousandth. The warnings are useless here, and c10 has hardly any other warnings, so only c10's errors are
-    written inside the `with` block.
+    torch's core library, c10, warns about freed blocks of memory whose allocation the profiler did not record: about
+    the first freed block, then about each thousandth. The warnings are useless here, and c10 has hardly any other
+    warnings, so only c10's errors are written inside the `with` block.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:

@@ -162,9 +162,9 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
 
 
 _ITERATING = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
-"""Methods of Dynamo's variables that iterate over a whole dict."""
+"""Names of methods that iterate over a whole dict, in the classes with which Dynamo represents variables."""
 _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__", "__ior__")
-"""Methods of dicts and lists that iterate over a whole dict."""
+"""Names of the methods of dicts and lists that iterate over a whole dict."""
 
 
 @contextmanager
@@ -225,11 +225,11 @@ def _patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _guard_identity(variable: Any, by_value: bool) -> None:
-    """Install a guard on the identity of the object that `variable`, one of Dynamo's variables, stands for.
+    """Install a guard on the identity of the object that `variable` represents in Dynamo's trace.
 
-    Constants and tensors get no guard, because Dynamo itself guards constants and tensors. `by_value` is True if the
-    traced code compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the
-    guard, because the hash of such an object is its identity.
+    Constants and tensors get no guard here, because Dynamo itself guards them. `by_value` is True if the traced code
+    compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the guard, because
+    the hash of such an object is its identity.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable

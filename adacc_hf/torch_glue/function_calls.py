@@ -41,7 +41,7 @@ class ForwardCall:
     def saved(self) -> list[torch.Tensor]:
         """Tensors that the Function saves for backward.
 
-        Autograd packs these tensors right after the watcher has returned.
+        Autograd packs these tensors right after the callback that runs this call, the watcher, has returned.
         """
         return saved_tensors(self._context) if self._has_gradients else []
 

@@ -1,4 +1,4 @@
-"""Measurement of memory.
+"""Measurement of the memory that a step takes, and of the memory of a device.
 
 Meters count live bytes over time, as the allocator does, temporaries and all threads included.
 

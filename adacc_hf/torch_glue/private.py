@@ -1,4 +1,4 @@
-"""Private names of torch that the package uses, each under its own name (tested: torch 2.11, 2.13, 2.14.1).
+"""Private names of torch that the package uses, imported or registered one by one (tested: torch 2.11, 2.13, 2.14.1).
 
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
 objects would cause an error later, or seem to be absent from every object. So each attribute is registered here with

@@ -1,7 +1,7 @@
 """Helpers for tensors: tensors that wrap other tensors (DTensor, sparse, quantized), autograd nodes, and norms.
 
-Operators on a DTensor run on its local tensor, so a tape contains local tensors only. Autograd saves the DTensor, so
-the tensor returned to autograd must be a DTensor again.
+Operators on a DTensor run on its local tensor, so the operators of a block are recorded with local tensors only.
+Autograd saves the DTensor, so the tensor returned to autograd must be a DTensor again.
 """
 
 from __future__ import annotations
