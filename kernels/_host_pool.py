@@ -98,7 +98,7 @@ class HostBlock:
 
 @dataclass(slots=True)
 class _Reservation:
-    """Bytes that a user of the pool has reserved, and the model to which the stored payloads belong."""
+    """Bytes that a user of the pool of host memory has reserved, and the model to which the stored tensors belong."""
 
     nbytes: int
     model: weakref.ref[Any] | None
@@ -138,7 +138,7 @@ class HostPool:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the pool that payloads use now."""
+        """Bytes of the pool that stored tensors use now."""
         with self._busy():
             return 0 if self._arena is None else self._arena.live_bytes
 
@@ -149,7 +149,8 @@ class HostPool:
             return peak
 
     def reserve(self, user: object, nbytes: int, model: object = None) -> None:
-        """Make room in the pool for `nbytes` of payloads of `user`, or more if `user` has reserved more already.
+        """Make room in the pool for `nbytes` of payloads (encoded tensors) of `user`, or more if it has reserved more
+        already.
 
         The payloads belong to `model`. The reservation ends with `release`, or when `user` is deleted. The memory is
         allocated immediately, and not at the first copy, because pinning memory waits for the device. If payloads are
@@ -170,13 +171,13 @@ class HostPool:
                 raise
 
     def reserved_for_others(self, model: object) -> int:
-        """Return the bytes that are reserved for payloads of models other than `model`."""
+        """Return the bytes that are reserved for payloads (encoded tensors) of models other than `model`."""
         with self._busy():
             others = (each for each in self._reservations.values() if each.model is None or each.model() is not model)
             return sum(aligned(each.nbytes) for each in others)
 
     def _grow(self) -> None:
-        """Allocate the reserved bytes. Do nothing if the pool has them already, or if payloads are live."""
+        """Allocate the reserved bytes. Do nothing if the pool has them already, or if the pool holds tensors now."""
         reserved_bytes = sum(aligned(reservation.nbytes) for reservation in self._reservations.values())
         if reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
@@ -184,8 +185,8 @@ class HostPool:
             self._has_warned = False
 
     def release(self, user: object) -> None:
-        """End the reservation of `user`. The pool's memory is freed once there are no reservations and no live
-        payloads."""
+        """End the reservation of `user`. The pool's memory is freed once there are no reservations and no stored
+        tensors."""
         with self._busy():
             if id(user) in self._reservations:
                 self._reservations[id(user)].finalizer.detach()

@@ -58,7 +58,7 @@ class Payload:
     """Encoded tensor: the tensors that `Codec.encode` stores, and the layout that `Codec.decode` gives the result."""
 
     tensors: tuple[Tensor, ...]
-    """Stored tensors. The storages of these tensors are new, and belong to this payload alone."""
+    """Stored tensors. Their storages are new, and belong to this payload alone."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -85,7 +85,7 @@ class Coder(Protocol):
     errors."""
 
     def encode(self, tensor: Tensor) -> Payload:
-        """Return a payload from which `decode` restores `tensor`."""
+        """Return a payload (encoded tensor) from which `decode` restores `tensor`."""
 
     def decode(self, payload: Payload) -> Tensor:
         """Return the tensor that `payload` encodes, in new storage."""
@@ -160,8 +160,7 @@ class Codec:
         return self.supports(tuple(tensor.shape), tensor.dtype)
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the exact size in bytes of the payload of a tensor of this shape and dtype, including padding and
-        scales."""
+        """Return the exact size in bytes of an encoded tensor of this shape and dtype, including padding and scales."""
         raise NotImplementedError
 
     def fit(self, tensor: Tensor) -> None:

@@ -127,7 +127,7 @@ def describe_duration(num_parts: int, seconds: float, num_steps: float) -> str:
 def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
     """Predict the profile of batches of `shapes` from `profile`, with the codecs that support the resized values.
 
-    The batches must belong to a size class for which the profile can be evaluated (`profile.sizes.size_class`).
+    The profile must be valid for batches of these shapes: `profile.sizes.size_class` must find a size class.
     """
     assert profile.sizes is not None
     resized_profile = profile.sizes.profile_at(profile, shapes)

@@ -44,7 +44,7 @@ class Measurement:
     """Source of all times, bytes and errors in a profile, measured in real runs."""
 
     rng_use: type[RngUse] = RngUse
-    """Class that detects whether an operator draws random numbers."""
+    """Class whose objects detect if an operator draws random numbers."""
     records_other_sizes = True
     """True if profiling also records blocks on parts of the batch, so that training at other batch sizes needs no new
     recordings."""
@@ -171,7 +171,7 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
 def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
     """Compute the loss and return the gradients of the output layer's inputs and parameters, to time the head.
 
-    The inputs and parameters are detached copies, so the model's own gradients do not change.
+    The inputs and parameters are detached first, so the model's own gradients do not change.
     """
     detached_loss = detach_inputs(loss)
     with torch.enable_grad():
@@ -181,7 +181,7 @@ def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tu
 
 
 def detach_inputs(loss: LossCall) -> LossCall:
-    """Return a copy of `loss` whose inputs are detached leaf tensors. Backward of the copy ends at the output layer's
+    """Return a copy of `loss` whose inputs are leaf tensors, so that backward of the copy ends at the output layer's
     inputs."""
     bias = loss.call.bias
     return loss.on(
@@ -190,7 +190,8 @@ def detach_inputs(loss: LossCall) -> LossCall:
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:
-    """Return a detached copy of a tensor, with a gradient of its own if the original requires one."""
+    """Return a tensor that shares the elements of `tensor`, but is a leaf of a new autograd graph. `requires_grad`
+    stays."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

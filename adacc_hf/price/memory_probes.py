@@ -42,8 +42,8 @@ class SlotProbe:
     """Strategy that retains all saved tensors of a block, and records in a meter when autograd unpacks and frees each
     tensor.
 
-    The probe also keeps alive the block's inputs at `sources`, which other blocks read too. Under a policy, replay of a
-    block would hold these inputs.
+    `sources` says where a call finds those inputs of the block that other blocks read too. The probe also keeps these
+    inputs alive, as replay of a block would.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:
@@ -105,8 +105,8 @@ class ForwardProbe:
     """Strategy that stores nothing for backward, and records in a meter when a value is first saved and when forward
     frees the value.
 
-    Because nothing is stored, no backward can follow. The probe keeps alive the inputs at `sources`, which several
-    blocks share, because blocks that replay operators keep them too.
+    Because nothing is stored, no backward can follow. `sources` says where a call finds those inputs of the block that
+    other blocks read too. The probe keeps these inputs alive, as replay of a block would.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source], forward_pass: ForwardPass) -> None:

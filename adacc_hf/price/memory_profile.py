@@ -150,9 +150,9 @@ def measure_step(
 ) -> StepLayout:
     """Run one forward and backward in which every block is recomputed, and return the measured memory by block.
 
-    The calls in `watched_names` are not recomputed, but retain all saved tensors, and a `SlotProbe` records when these
-    tensors are freed. If the step accumulates gradients, gradients of an earlier micro-batch must be live during the
-    measurement. If an earlier measurement has not produced these gradients, another micro-batch runs first.
+    The block calls in `watched_names` are not recomputed, but retain all saved tensors, and a `SlotProbe` records when
+    these tensors are freed. If the step accumulates gradients, gradients of an earlier micro-batch must be live during
+    the measurement. If an earlier measurement has not produced these gradients, another micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions

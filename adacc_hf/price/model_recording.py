@@ -127,8 +127,8 @@ class ModelRecording:
         return probes
 
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
-        """Learn the order in which backward unpacks saved tensors, from `events`, the events measured at
-        `watched_names`."""
+        """Learn the order in which backward unpacks saved tensors from `events`, the memory events of one block call of
+        each kind."""
         for block in self.blocks:
             self.tape_cache.learn_order(block.tape, unpack_order(events.get(block.name, ())))
 

@@ -144,9 +144,10 @@ class _OptimizerCopy:
                 vars(self._copy)[name] = _shallow_copy(value)
 
     def state_bytes(self, slot: _StateSlot) -> int:
-        """Return the bytes that a step allocates for the parameter of `slot` alone, on its device.
+        """Return the bytes of state that a step allocates on a parameter's device if the optimizer has only this
+        parameter.
 
-        Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
+        `slot` describes the parameter. Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
         """
         parameter, device = slot.parameter, slot.parameter.device
         stand_in = nn.Parameter(torch.ones_like(parameter.detach()))
@@ -177,11 +178,10 @@ class _OptimizerCopy:
         return sum(nbytes for storage, nbytes in self._shared_storages.items() if storage not in self._known_storages)
 
     def _set_parameter(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
-        """Prepare the optimizer's copy for a step on `stand_in`, a new tensor of the size and dtype of the parameter of
-        `slot`.
+        """Prepare the optimizer's copy for a step on `stand_in`, a new tensor of the size and dtype of a parameter.
 
-        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. During the
-        step, the copy has no other parameters.
+        `slot` describes the parameter. `stand_in` gets a gradient of ones, and the parameter's settings and existing
+        state. During the step, the copy has no other parameters.
         """
         gradient = torch.ones_like(stand_in.detach())
         # SparseAdam accepts only sparse gradients, and its state has all elements.

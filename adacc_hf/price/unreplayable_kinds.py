@@ -1,5 +1,4 @@
-"""Profiles of blocks whose operators cannot be replayed. A profile describes one kind: blocks that are planned
-alike."""
+"""Profiles of kinds of blocks whose operators cannot be replayed. The blocks of one kind share a profile and a plan."""
 
 from __future__ import annotations
 

@@ -65,10 +65,10 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Patch `Tensor.tolist` and `Tensor.numpy` to call the current thread's watcher. Return a function that removes the
-    patch.
+    """Patch `Tensor.tolist` and `Tensor.numpy` to report each call to a callback of the current thread.
 
-    A torch function mode would see the calls too, but torch.compile would then recompile compiled parts of a block.
+    Return a function that removes the patch. A torch function mode would see the calls too, but torch.compile would
+    then recompile compiled parts of a block.
     """
     before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
 

@@ -87,7 +87,7 @@ class ExecutionPlan:
 
     `choices` has one choice (retain, compress or recompute) for each activation. `shared` are inputs that code outside
     the block keeps alive. If the plan does not store a value that has the same contents as a stored value
-    (`Tape.equal`), the saved tensors of both values use the storage cell of the stored value.
+    (`Tape.equal`), backward reads the stored value in its place.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -105,8 +105,8 @@ class ExecutionPlan:
         self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
-        """Values that a call stores in a cell of its own: values that the plan compresses, and values that a replay
-        reads."""
+        """Values that a call itself stores for backward, each in a cell (a container that saved tensors share): values
+        that the plan compresses, and values that a replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None
@@ -339,7 +339,7 @@ def choices_by_value(
 ) -> dict[int, Choice]:
     """Transfer a plan's `choices` to `tape`, which has other operators than the tape that the plan was made for.
 
-    Return the choices as a dict by value of `tape`.
+    A choice is to retain, compress or recompute a value. Return the choices as a dict by value of `tape`.
 
     `same` maps the values of the planned tape to values of `tape`. Values of `tape` that match no planned value get the
     lossless choice with the least memory. If `with_loss` is False, lossy codecs are not transferred, because the effect

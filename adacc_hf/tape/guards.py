@@ -138,8 +138,8 @@ class BlockPaths:
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no traced path. None if the call has a traced path, or if the block's
-        tensors are fake (in an estimate)."""
+        """The reason why Dynamo could not trace the latest call. None if the call takes a path that was traced, or if
+        the block's tensors are fake (in an estimate)."""
 
     @property
     def _block(self) -> nn.Module:
@@ -148,10 +148,11 @@ class BlockPaths:
         return block
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return (number of the traced path that the call `fn(*args)` takes, values of the numbers that are inputs of
-        its graph).
+        """Return (number of the path through the block's code that the call `fn(*args)` takes, input numbers of the
+        traced graph).
 
-        If the call cannot be traced completely, return (`untraced_key`, `plain_arguments`) instead.
+        Dynamo traces each path once. If the call cannot be traced completely, return (`untraced_key`,
+        `plain_arguments`) instead.
         """
         scope = scope_of(fn, args)
         self._num_calls += 1
@@ -165,7 +166,7 @@ class BlockPaths:
         return path.number, path.numbers(scope)
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
-        """Return an existing traced path whose guards accept the call, or None.
+        """Return a path, traced for an earlier call, whose guards accept this call. Return None if there is none.
 
         The path of the latest call is tried first.
         """

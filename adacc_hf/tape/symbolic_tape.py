@@ -37,8 +37,8 @@ sizes: a sum of at most three products of sizes. A polynomial that is right at A
 between the smallest and the largest: a step function, such as rounding lengths up, would differ at one of AGREED
 sizes."""
 MOST_SIZES = 32
-"""Maximum number of sizes whose tapes, evaluated from one symbolic tape, are cached. Evaluating a tape again takes less
-than a millisecond."""
+"""Maximum number of sizes whose tapes are cached for one symbolic tape (a tape for all sizes). Evaluating the symbolic
+tape at a size again takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,9 @@ class CallSizes:
     def of(cls, key: Any, alignment: int) -> CallSizes:
         """Split `key`, a `CallKey`, into sizes and everything else.
 
-        If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes. The first
-        dimension of a tensor with several dimensions does not count for this.
+        If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes, so that
+        their calls share no symbolic tape. The first dimension of a tensor with several dimensions does not count for
+        this.
         """
         (tensors, plain, *settings), data, block_layout = key
         dimensions: list[int] = []
@@ -195,7 +196,8 @@ class SymbolicTape:
             tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
-        """Return True if the recorded tape `tape` equals the tape that is evaluated at its sizes, `sizes`.
+        """Return True if `tape`, the record of a call of these `sizes`, equals the tape that is evaluated for the same
+        sizes.
 
         The operators and all numbers, such as shapes and bytes, are compared. Return False if the polynomials are not
         valid at `sizes`.
@@ -304,8 +306,8 @@ class SizeClassRecords:
 
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
-        """Recorded calls of different sizes. A call is left out if the symbolic tape, evaluated at the call's sizes,
-        equals its tape."""
+        """Recorded calls of different sizes. A call is left out if its tape is the one that `symbolic_tape` predicts
+        for its sizes."""
         self._digest_without_numbers: str | None = None
         """`TapeNumbers.digest_without_numbers` of the tape recorded last. The recorded tapes must agree in this
         digest."""
@@ -355,18 +357,23 @@ class SizeClassRecords:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
     def active_symbolic_tape(self) -> SymbolicTape | None:
-        """Return the symbolic tape if calls at new sizes may use it, or None."""
+        """Return the symbolic tape (one tape for all sizes), or None if calls at new sizes may not use it."""
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:
-        """Discard `symbolic_tape`, because a call ran other operators. From now on, calls of each new size are
-        recorded."""
+        """Discard `symbolic_tape`, the tape for all sizes, because a call ran operators that are not on it.
+
+        From now on, calls of each new size are recorded.
+        """
         if self.symbolic_tape is symbolic_tape:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record` were recorded before, or if the symbolic tape already predicts the
-        record's tape."""
+        """Return True if the sizes of `record`, a recorded call, were recorded before, or if its tape is already
+        predicted.
+
+        The prediction comes from the symbolic tape, which is one tape for all sizes.
+        """
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()
@@ -397,6 +404,6 @@ def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
     """Return a key of the recorded calls `records`, made of digests and sizes.
 
-    Blocks whose records have equal keys share a symbolic tape.
+    If the records of several blocks have equal keys, these blocks share a symbolic tape (one tape for all sizes).
     """
     return tuple((record.tape.digest, record.sizes) for record in records)

@@ -82,8 +82,8 @@ class TapeCache:
         """Values that replay did not recompute bit for bit at some size, by `Tape.structure`, a digest of the
         operators."""
         self._alignment = 1
-        """Alignment of sizes. Multiples of this number and other sizes are in different size classes (`CallSizes.of`),
-        because a GPU runs different operators."""
+        """Alignment of sizes. Calls with multiples of this number share no symbolic tape (`CallSizes.of`) with calls of
+        other sizes, because a GPU runs different operators for them."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
@@ -170,13 +170,17 @@ class TapeCache:
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
-        """Extend the range of sizes at which `symbolic_tape` is confirmed, because a call with `key` ran the tape's
-        operators."""
+        """Extend the range of sizes at which `symbolic_tape`, a tape for all sizes, is known to be right.
+
+        A call with `key` ran the operators of this tape.
+        """
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
-        """Return the tape that `symbolic_tape` predicts for a call of these sizes, or None if its polynomials are not
-        valid there."""
+        """Return the tape of a call of these sizes, as `symbolic_tape` (a tape for all sizes) predicts it.
+
+        Return None if the polynomials of the symbolic tape are not valid at these sizes.
+        """
         return symbolic_tape.tape_at(sizes, self._orders.get(_tape_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
@@ -227,10 +231,10 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran other operators than
-        those on it.
+        """Discard `symbolic_tape`, a tape for all sizes, because a call of `block` at a new size ran operators that are
+        not on it.
 
-        From now on, each new size is recorded. `reason` describes the difference.
+        Log a warning. From now on, each new size is recorded. `reason` describes the difference.
         """
         log.warning(
             "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "

@@ -223,15 +223,15 @@ class _UnguardedInputs:
         self.tensors: list[str] = []
         """Expressions of tensors that are neither arguments nor parameters or buffers."""
         self.reads_environment = False
-        """True if the traced path reads `os.environ`."""
+        """True if the traced code reads `os.environ`."""
         self.class_reads: dict[tuple[type, str], None] = {}
         """(class, name) of each attribute that the traced code looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Return, for each of Dynamo's guards, True if the guard must be checked.
 
-        Dynamo calls this method for each trace. Half of all guards say that a module has no hooks. Such guards are
-        dropped. Values that a guard does not compare exactly are added to `numbers`.
+        Dynamo calls this method for each trace. Half of all guards say that a module has no hooks, and are dropped. If
+        a guard does not compare a value exactly, the expression of the value is added to the attribute `numbers`.
         """
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name

@@ -64,8 +64,8 @@ class ForwardCall:
         return self._context
 
     def replace_forward(self, lookup: Lookup) -> Callable[..., Any]:
-        """Return a function that `apply` calls in place of `forward`, and that calls the watcher of the current
-        thread."""
+        """Return a function that `apply` calls in place of `forward`. It calls the current thread's callback, the
+        watcher."""
         self._forward = lookup(self.function, "forward")
         self._setup = lookup(self.function, "setup_context") if has_setup(self.function) else None
         return self._watched_forward

@@ -71,8 +71,8 @@ SMALL_COPY = 64 << 10
 """Lower limit that replaces LARGEST_COPY for tensors that require a gradient, and for blocks whose calls have changed
 no state so far."""
 MAX_ITEMS = 4096
-"""Maximum length of a container whose items are searched for state. Data sets are longer, and blocks do not change
-their items."""
+"""Maximum length of a container whose items are searched for state. Data sets are longer, but running a block does not
+change their items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "PIL", "_pytest", "accelerate", "adacc_hf", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub",
@@ -140,7 +140,7 @@ class _StateSearch:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched, or not yet.
+        """Return True if the code of `module` is not searched for state, or not yet.
 
         If the module belongs to an installed package, postpone `search`: it runs if the package is searched later.
         """

@@ -24,7 +24,7 @@ class Watchers(Generic[Watcher]):
         self._undo_patch: Callable[[], None]
         self._lock = Lock()
         self._by_thread: dict[int, list[Watcher]] = {}
-        """Watchers by thread id. The innermost watcher of a thread is last."""
+        """Watchers (callbacks) by thread id. The innermost watcher of a thread is last."""
 
     def current(self) -> Watcher | None:
         """Return the calling thread's innermost watcher (callback) of the patched torch function, or None."""
@@ -39,7 +39,7 @@ class Watchers(Generic[Watcher]):
             self._by_thread.setdefault(get_ident(), []).append(watcher)
 
     def end(self) -> None:
-        """Remove the innermost watcher of the calling thread."""
+        """Remove the innermost watcher (callback) of the calling thread."""
         with self._lock:
             watchers = self._by_thread[get_ident()]
             watchers.pop()
