@@ -2,8 +2,8 @@
 
 The model runs without this package's executor:
 
-contexts = selective_contexts(profile, policy) model.activation_checkpointing_enable({"use_reentrant": False,
-"context_fn": contexts})
+contexts = selective_contexts(profile, policy)
+model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 """
 
 from __future__ import annotations
