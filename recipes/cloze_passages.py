@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def cloze_passages(
     documents: Iterable[str], num_passages: int, passage_characters: int = PASSAGE_CHARACTERS
 ) -> list[str]:
-    """Return at most `num_passages` passages of at most `passage_characters`, sampled evenly from all possible
-    passages.
+    """Return at most `num_passages` passages of at most `passage_characters`, sampled evenly.
 
     The last word of a passage, which is the answer, has four letters or more and occurs earlier in the passage. No two
     passages share text. Raises ValueError if the documents contain no suitable passage.
@@ -85,8 +84,7 @@ def _document_passages(document: str, characters: int) -> Iterator[str]:
 
 
 def _longest_passage(document: str, words: list[re.Match[str]]) -> str | None:
-    """Return the text from the first of `words` up to the last one that is a suitable answer, or None without such a
-    word."""
+    """Return the text from the first of `words` to the last suitable answer, or None if no word is suitable."""
     first_index: dict[str, int] = {}
     for index, word in enumerate(words):
         first_index.setdefault(word.group(), index)

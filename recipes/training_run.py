@@ -156,8 +156,7 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
 
 
 def final_train_loss(trainer: Trainer) -> float:
-    """Return the last logged training loss (a mean over `logging_steps` steps) or, if none is logged, the mean of all
-    steps."""
+    """Return the last logged training loss (a mean over `logging_steps` steps), or else the mean of all steps."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     summaries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     return float((losses or summaries)[-1])

@@ -1,5 +1,4 @@
-"""CompAct (arXiv 2410.15352): linear layers that save a projection of their input, and train in the projection's
-subspace.
+"""CompAct (arXiv 2410.15352): linear layers that save a random projection of their input, and train in its subspace.
 
 `Trainer(optimizer_cls_and_kwargs=(CompactFactory, {"target_modules": "all-linear", "rank": 0.25}))`. The projection is
 random. The gradient of a weight and the moments of this gradient have rank r. Training takes less memory than under a

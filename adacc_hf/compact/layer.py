@@ -221,8 +221,7 @@ class CompactLinear(CompactLayer, nn.Linear):
 
 
 class CompactConv1D(CompactLayer, Conv1D):
-    """`Conv1D`, GPT-2's linear layer with a weight [inputs, outputs], that trains in a random subspace (see
-    `CompactLayer`)."""
+    """`Conv1D`, GPT-2's linear layer with a weight [inputs, outputs], that trains in a random subspace."""
 
     @property
     def matrix(self) -> Tensor:

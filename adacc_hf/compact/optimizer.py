@@ -1,5 +1,4 @@
-"""AdamW for linear layers that train in random subspaces (CompAct, algorithms 2 and 3), and a factory of this
-optimizer."""
+"""AdamW for linear layers that train in random subspaces (CompAct, algorithms 2 and 3), and its factory."""
 
 from __future__ import annotations
 
@@ -218,8 +217,7 @@ class CompactFactory:
 
 
 def parse_rank(text: str) -> float | int:
-    """Parse CompAct's rank from the command line: a number of inputs if an integer, a fraction of the inputs if a
-    decimal."""
+    """Parse CompAct's rank from the command line: an integer number of inputs, or a decimal fraction of them."""
     return int(text) if text.isdigit() else float(text)
 
 

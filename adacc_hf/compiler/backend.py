@@ -21,8 +21,7 @@ from adacc_hf.compiler.partitioner import GRAPH_SETTINGS, AdaccPartitioner
 def adacc(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one region (graph): the backend of `torch.compile(model, backend="adacc", options={"memory_budget":
-    0.5})`.
+    """Compile one region (graph), as `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})` asks.
 
     `options` are the fields of `AdaccConfig` in `GRAPH_SETTINGS`, and Inductor's settings
     (`torch._inductor.list_options()`). `mode` is one of Inductor's modes, which torch accepts only without options. A
@@ -97,8 +96,7 @@ class InstalledPartitioner:
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Count how often the forward that computed `loss` called each compiled graph, and store the counts in the
-        policy.
+        """Count how often the forward that computed `loss` called each compiled graph, and record the counts.
 
         Do nothing if no graph was compiled since the last count.
         """

@@ -85,8 +85,7 @@ class RegionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPolicy:
-    """Plans of all regions (graphs) that a run with torch.compile has compiled so far, and the budget of these
-    plans."""
+    """Plans of all graphs (regions) that a run with torch.compile has compiled so far, and their budget."""
 
     share: float | None
     """Fraction of a region's `plain_bytes` that the region may store, the same for all regions. None means that
@@ -154,8 +153,7 @@ class CompiledPolicy:
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
-        """Return the maximum, over the compiled regions, of a region's `live_bytes` plus the bytes that earlier regions
-        store."""
+        """Return the maximum over regions of a region's `live_bytes` plus the bytes that earlier regions store."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 

@@ -114,8 +114,7 @@ class CompiledRun:
 
     @property
     def refusals(self) -> list[str]:
-        """Reasons why torch's own partitioner partitions some regions, which therefore have no budget: one per
-        region."""
+        """Reasons why torch's own partitioner handles some compiled regions, which therefore have no budget."""
         return self._installed.partitioner.refusals
 
     @property

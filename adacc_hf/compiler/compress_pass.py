@@ -149,8 +149,7 @@ aten = torch.ops.aten
 
 
 def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
-    """Rewrite sums of gradients in the backward graph, so that Inductor does not fuse a matrix product with the
-    addition.
+    """Rewrite sums of gradients in the backward graph, so that Inductor fuses no matrix product with an addition.
 
     Inductor fuses a product and an added term into one `addmm`, which can run only once the term is computed. If the
     head shares its weight with the embedding, the term is computed at the end of backward. Until then the logits'

@@ -84,8 +84,7 @@ def compile_number() -> tuple[str, str]:
 
 
 def graph_number() -> int | None:
-    """Return the number that AOTAutograd gave to the joint graph that is being partitioned, or None if it has no
-    number.
+    """Return AOTAutograd's number of the joint graph that is being partitioned, or None if it has no number.
 
     `graph_calls` yields the same numbers.
     """
@@ -257,8 +256,7 @@ def must_run_in_forward(node: fx.Node) -> bool:
 
 
 def short_name(node: fx.Node) -> str:
-    """Return the name of the node's operator without its overload, such as "mul", or "" if the node calls no
-    operator."""
+    """Return the name of the node's operator without its overload, such as "mul", or "" without an operator."""
     return op_name(node.target).strip("_") if isinstance(node.target, OpOverload) else ""
 
 

@@ -291,8 +291,7 @@ class _ExampleTensor:
 
     @classmethod
     def of(cls, node: fx.Node) -> Any:
-        """Return an argument as an example: a tensor node's layout, an integer for a symbolic size, or None for another
-        value."""
+        """Return a node's value as an example: a tensor's layout, an integer for a symbolic size, otherwise None."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return hint(value)

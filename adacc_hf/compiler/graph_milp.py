@@ -268,8 +268,7 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """Cut a graph into segments such that a sum of two sizes is least: bytes at the boundaries, and in the largest
-    segment.
+    """Cut a graph into segments with the least sum of the bytes at the boundaries and in the largest segment.
 
     `value_bytes` has the bytes that each value takes while its segment is recomputed.
     """

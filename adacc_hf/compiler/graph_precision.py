@@ -58,8 +58,7 @@ def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
 
 
 def exponents(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs of operators that amplify errors, such as exp, and the nodes that these are elementwise
-    computed from."""
+    """Return the inputs of operators that amplify errors, such as exp, and the elementwise sources of these inputs."""
     inputs = {node for node in graph.nodes if any(map(_amplifies_errors, node.users))}
     return elementwise_sources(graph, inputs)
 
@@ -192,8 +191,7 @@ def precision_needs(joint: JointGraph) -> PrecisionNeeds:
 
 
 def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that some user reads such that `is_reader(user, node)`, and the elementwise sources of these
-    nodes."""
+    """Return the nodes with a user for which `is_reader(user, node)` holds, and their elementwise sources."""
     nodes = {node for node in graph.nodes if node.op != "output" and any(is_reader(user, node) for user in node.users)}
     return elementwise_sources(graph, nodes)
 

@@ -169,8 +169,7 @@ HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 
 def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
-    """Return the policy as text: a line for the whole policy, then for each compiled graph a line and a table of
-    tensors.
+    """Return the policy as text: a line for the policy, then a line and a table of tensors for each compiled graph.
 
     Tables are fitted to `columns` characters per line. If `columns` is None, each tensor has one line.
     """
@@ -183,8 +182,7 @@ def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
 
 
 def describe_compiled(policy: CompiledPolicy) -> str:
-    """Return a one-line summary of a compiled policy: bytes stored, bytes that plain torch.compile would store,
-    overhead."""
+    """Return one line on a compiled policy: bytes stored, bytes that plain torch.compile would store, overhead."""
     stored_share = f" ({100 * policy.stored_bytes / policy.plain_bytes:.1f} %)" if policy.plain_bytes else ""
     return (
         f"{len(policy.regions)} compiled regions, {len(policy.call_plans)} calls per micro-batch, each allowed "

@@ -1,5 +1,4 @@
-"""Knapsack solver for torch's activation_memory_budget, which uses this package's operator timings and integer
-program."""
+"""Knapsack solver for torch's activation_memory_budget, with this package's operator times and integer program."""
 
 from __future__ import annotations
 

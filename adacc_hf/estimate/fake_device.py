@@ -190,8 +190,7 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the attention kernel that torch chooses on a GPU, on fake tensors: flash, else memory-efficient, else
-    unfused."""
+    """Call the attention kernel that torch chooses on a GPU: flash, else memory-efficient, else unfused."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))

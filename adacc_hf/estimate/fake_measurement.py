@@ -244,8 +244,7 @@ class SumOfTimes(TorchDispatchMode):
 
 
 def _estimated_workspace(operator: TapeOperator) -> int:
-    """Return the temporary bytes that a replay of the operator would take on the device, without the operator's
-    results."""
+    """Return the temporary bytes that a replay of the operator takes on the device, without its results."""
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
     return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)

@@ -197,8 +197,7 @@ def _disable_caches(model: nn.Module) -> None:
 
 
 def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
-    """Return a model of `workload` with new weights of `dtype`, on fake tensors inside the context of
-    `fake_tensors`."""
+    """Return a model of `workload` with new weights of `dtype`, on fake tensors inside `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
     return fresh_model(workload.config, workload.attention, dtype)
@@ -217,8 +216,7 @@ per block. A third block is needed, because the last block may differ from the o
 
 @dataclass(frozen=True)
 class Thinning:
-    """Choice of the blocks that a trace of a model leaves out, and the extrapolation from this trace to the whole
-    model."""
+    """Choice of the blocks that a trace of a model leaves out, and extrapolation to the whole model."""
 
     blocks: tuple[BlockProfile, ...]
     """All blocks of the model, in forward order."""
@@ -228,8 +226,7 @@ class Thinning:
     """Bytes of the parameters and buffers of the blocks that the trace leaves out."""
 
     def expand(self, thin: Profile) -> Profile:
-        """Return the profile of the whole model, computed from `thin`, the profile without the blocks left out of the
-        trace."""
+        """Return the profile of the whole model, computed from `thin`, which lacks the blocks left out of the trace."""
         traced_names = [block.name for block in thin.blocks]
         assert traced_names == [block.name for block in self.blocks if block.name not in self.dropped]
         backward = self._backward_bases(

@@ -43,8 +43,7 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 
 
 def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return the polynomial through the points at `low` and `high` and through the points with the smallest absolute
-    excess.
+    """Return the polynomial through the points at `low`, at `high` and with the smallest absolute excess.
 
     Each of `points` is a number and its excess over the budget. At most NUM_INTERPOLATED points are used. The
     interpolation uses Newton's divided differences.

@@ -246,8 +246,7 @@ def _plan_count(number: int | None) -> str:
 
 
 def _plan_length(number: int | None, limit: int | None) -> str:
-    """Return a predicted sequence length as text for the output of `adacc plan`, marked if it equals the model's
-    `limit`."""
+    """Return a predicted sequence length as text for `adacc plan`, marked if it equals the model's `limit`."""
     return f"{number} (the model's limit)" if number is not None and number == limit else _plan_count(number)
 
 

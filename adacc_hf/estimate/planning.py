@@ -100,8 +100,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Predictions for a training run: memory without activations, the policy, and a forecast for each training
-    method."""
+    """Predictions for a training run: memory without activations, policy, and a forecast per training method."""
 
     request: Request
     attention: str
@@ -118,8 +117,7 @@ class TrainingPlan:
 
 
 def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
-    """Return the static memory (all but activations) of training, and the profile of one step of `request` on one
-    device.
+    """Return the static memory (without activations), and the profile of one step of `request`, on one device.
 
     Pass the profile to `uniform_policy` for the peak of plain training or of recomputation. Raises the same errors as
     `plan`.
@@ -130,8 +128,7 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
 
 
 def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
-    """Return the bytes that torch's caching allocator reserves for steps of `request`, plain or with torch's
-    checkpoint.
+    """Return the bytes that torch's caching allocator reserves for steps of `request`, plain or checkpointed.
 
     Return None on several devices, on a CPU, and with a saved profile, because the allocator is not simulated then.
     Raises the same errors as `plan`.
@@ -232,8 +229,7 @@ class TrainingPlanner:
         return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
 
     def _for_training(self, profile: Profile) -> Profile:
-        """Return `profile` with the memory of one device's parameters, gradients and optimizer state in the planned
-        run."""
+        """Return `profile` with the memory of one device's parameters, gradients and optimizer state in the run."""
         extra_bytes = self.static.resting_bytes - self._state_bytes(profile)
         gradients = self._finished_gradient_bytes([block.name for block in profile.blocks])
         if self.request.accumulates:
@@ -354,8 +350,7 @@ class TrainingPlanner:
         return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
 
     def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
-        """Return peak minus budget in bytes under `method`, by (batch size, sequence length), for the shapes traced so
-        far.
+        """Return peak minus budget in bytes under `method`, by (batch size, sequence length) of each traced shape.
 
         The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
         bytes that stay allocated during the whole step, minus the budget. For method "adacc", shapes whose profile
@@ -408,8 +403,7 @@ def fully_recomputed(profile: Profile) -> Outcome:
 
 
 def tiled_checkpointing(profile: Profile) -> Outcome:
-    """Return the simulated outcome of a step with torch's checkpoint on every block, with tiles, and with a chunked
-    head.
+    """Return the simulated outcome of a step with every block checkpointed, with tiles and a chunked head.
 
     Each block's row-wise module, such as its MLP, runs in tiles (on some rows at a time). Tiles and the chunked head
     are used where the profile has them.
@@ -419,8 +413,7 @@ def tiled_checkpointing(profile: Profile) -> Outcome:
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
-    """Predict the memory that torch's caching allocator reserves on the GPU, or return None if the prediction is
-    impossible."""
+    """Predict the memory that torch's caching allocator reserves on the GPU, or return None if impossible."""
     if request.workload.sharding.method != "none" or request.workload.trace == "cpu" or request.profile is not None:
         return None
     return reserved_bytes(

@@ -234,8 +234,7 @@ _SEGMENT_UNIT = 2 * 2**20
 
 
 class _SegmentBlock:
-    """Contiguous part of a segment that the caching allocator has reserved, linked with the adjacent parts of the
-    segment."""
+    """Part of a segment that the caching allocator has reserved, linked with the adjacent parts."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 

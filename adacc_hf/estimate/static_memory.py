@@ -129,8 +129,7 @@ class _OptimizerBytes:
 
 
 def _state_nbytes(tensor: torch.Tensor) -> int:
-    """Return the predicted bytes of one state of an optimizer, such as a moment, in the dtype of the parameter
-    `tensor`."""
+    """Return the predicted bytes of one state of an optimizer, such as a moment, in the dtype of `tensor`."""
     return tensor.numel() * tensor.dtype.itemsize
 
 

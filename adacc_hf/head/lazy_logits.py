@@ -238,8 +238,7 @@ def _free_sources(ctx: Any) -> None:
 
 
 class _ComputedLogits(torch.autograd.Function):
-    """Autograd function that returns computed logits, but passes their gradient back to the lazy logits that they
-    replace."""
+    """Autograd function that returns computed logits, but passes their gradient back to the lazy logits."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lazy: LazyLogits) -> Tensor:

@@ -86,8 +86,7 @@ def to_markdown(parts: Sequence[Part]) -> str:
 
 
 def to_html(title: str, parts: Sequence[Part]) -> str:
-    """Return the document that consists of `parts` as one HTML page without external files, for light and dark
-    screens."""
+    """Return the document that consists of `parts` as one HTML page without external files."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_html_body(parts)}\n</body>\n"

@@ -56,8 +56,7 @@ class ActivationRow:
 
     @property
     def reason(self) -> str:
-        """Description of the costs of actions: first of the chosen action and the bytes that it frees, then of other
-        actions."""
+        """Costs of the actions as text: first the chosen action and the bytes that it frees, then the other actions."""
         others = [self._codec_price(option) for option in self.options if option != self.option]
         others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
         if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:

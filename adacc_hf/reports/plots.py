@@ -261,8 +261,7 @@ class Mark:
 
 
 def trade_off(profile: Profile) -> list[Point]:
-    """Return the trade-off of overhead and peak memory: (peak, overhead) of Pareto-optimal policies, by increasing
-    peak.
+    """Return (peak, overhead) of Pareto-optimal policies, in order of increasing peak memory.
 
     All actions and all codecs with known costs are allowed. The policies come from `solve.frontier.chain`. The solver's
     integer program can find further policies between two points.

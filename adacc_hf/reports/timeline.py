@@ -108,8 +108,7 @@ def _timeline_panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Cur
 
 
 def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
-    """Return curves of the number of outliers over the steps, for at most MAX_CURVES activations: those that change
-    most."""
+    """Return curves of the number of outliers over the steps, for the MAX_CURVES activations that change most."""
     curves: dict[str, Curve] = {}
     for record in tracking:
         for name, count in record.get("num_outliers", {}).items():

@@ -116,8 +116,7 @@ def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[l
 
 
 def quantize_everything(profile: Profile) -> Policy:
-    """Return the policy that compresses each activation with per-token INT4, and retains those that INT4 does not
-    support."""
+    """Return the policy that compresses each activation that INT4 (per token) supports, and retains the rest."""
     from adacc_hf.kernels.codecs import baseline_codec
 
     return uniform_policy(profile, Action.COMPRESS, codec=baseline_codec())

@@ -58,8 +58,7 @@ def _frontier_of_kind(log: SolverLog, model: KindModel) -> list[PricedPlan]:
 
 
 def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
-    """Return the corners of the convex hull strictly between two of its plans, with bytes falling from `larger` to
-    `smaller`."""
+    """Return the convex hull's corners strictly between two of its plans, from `larger` to `smaller` bytes."""
     if smaller.ms <= larger.ms:
         return []
     corner = program.cheapest(_price_of_memory(larger, smaller))
@@ -142,8 +141,7 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
 def _frontier_steps(
     frontiers: Sequence[Sequence[PricedPlan]],
 ) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
-    """Yield (price in ms per byte, kind, position on the frontier, smaller plan, larger plan) for each pair of
-    neighbours."""
+    """Yield (price in ms per byte, kind, position, smaller plan, larger plan) for each pair of neighbours."""
     for kind, frontier in enumerate(frontiers):
         for number, (larger, smaller) in enumerate(pairwise(frontier)):
             yield _price_of_memory(larger, smaller), kind, number, smaller, larger
@@ -206,8 +204,7 @@ by a few bytes in a hundred GiB. The next run then has a cap that is lower by th
 
 
 def fixed_bytes(profile: Profile) -> int:
-    """Return the bytes that every policy stores: those outside the blocks, and tensors shared by blocks if autograd
-    saves them."""
+    """Return the bytes that every policy stores: outside the blocks, and in shared tensors that autograd saves."""
     return profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
 
 
@@ -329,8 +326,7 @@ class MixtureProgram:
         return [(x, weight * ms / self.total_ms) for x, ms in terms]
 
     def _bytes(self, weight: float) -> list[tuple[int, float]]:
-        """Return the objective's terms for stored bytes, scaled so that their sum is at most a little above
-        `weight`."""
+        """Return the objective's terms for stored bytes, scaled to a sum of at most a little above `weight`."""
         return [(x, weight * self.unit * nbytes) for x, nbytes in self._terms_bytes()]
 
     def _terms_bytes(self) -> list[tuple[int, float]]:

@@ -142,8 +142,7 @@ class Solver:
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:
-        """Return the values of all variables that minimise the sum of `costs`, pairs of a variable's number and its
-        cost.
+        """Return the values of all variables that minimise `costs`, pairs of a variable's number and its cost.
 
         Return None if no solution with a sum below `limit` is found.
         """

@@ -48,8 +48,7 @@ class StoredForm:
 
 @dataclass(frozen=True)
 class KindModel:
-    """Input of the integer program for one kind of block: the actions that the config allows on activations, with
-    costs."""
+    """Input of the integer program for one kind of block: the allowed actions on activations, with costs."""
 
     profiled_kind: KindProfile
     """Kind of block as profiled, before merging values with equal bits."""
@@ -83,8 +82,7 @@ class KindModel:
         return _fits_host_memory(self.profiled_kind, host_bytes)
 
     def recompute(self, value: int) -> int | None:
-        """Return the number of the operator whose replay computes `value`, or None if `value` must not be
-        recomputed."""
+        """Return the operator whose replay computes `value`, or None if `value` must not be recomputed."""
         record = self.kind.values[value]
         is_recomputable = record.recomputable and value not in self.index_values
         return record.producer if is_recomputable and record.producer in self.runnable else None
@@ -321,8 +319,7 @@ class BlockVariables:
         return [v for v in inputs if not _is_always_readable(values[v]) and v not in saved]
 
     def shared_readers(self) -> list[tuple[int, int]]:
-        """Return a pair (shared tensor, variable) for each replayed operator or checkpoint that reads a tensor shared
-        by blocks."""
+        """Return (shared tensor, variable) for each replayed operator or checkpoint that reads a shared tensor."""
         values = self.model.kind.values
         inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
         read = [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]

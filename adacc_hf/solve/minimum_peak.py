@@ -50,8 +50,7 @@ class PeakOracle:
         return step_peak_bytes(self.profile, [self.outcome(block.kind, plan) for block, plan in blocks])
 
     def peak_block(self, plans: Sequence[PricedPlan]) -> int | None:
-        """Return the first block whose forward or backward contains the peak, or None if the peak occurs outside
-        blocks."""
+        """Return the first block whose forward or backward contains the peak, or None if no block does."""
         peak = self.peak_bytes(plans)
         earlier = EarlierBlocks()
         for index, (block, plan) in enumerate(zip(self.profile.blocks, plans, strict=True)):

@@ -97,8 +97,7 @@ class Kinds:
 
 
 class PolicySearch:
-    """Search for the fastest policy of a profile under one config, with the head (output layer and loss) of the
-    profile."""
+    """Search for the fastest policy of a profile under one config, with the profile's head (output layer and loss)."""
 
     def __init__(self, profile: Profile, config: AdaccConfig, kinds: Kinds) -> None:
         self.profile = profile
@@ -263,8 +262,7 @@ class PolicySearch:
 
     @cached_property
     def least(self) -> list[PricedPlan]:
-        """Policy with the lowest peak that this search finds: by local search, mixtures of plans, and the greedy
-        rule."""
+        """Policy with the lowest peak that this search finds: by local search, mixtures, and the greedy rule."""
         return self._least_peak(self.kinds.frontiers, self.trail[-1])
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
@@ -297,8 +295,7 @@ class PolicySearch:
         return fits
 
     def least_bytes_bound(self, budget: Budget) -> int:
-        """Return a lower bound on the smallest budget that any policy fits: on its peak or its stored bytes, as in
-        `budget`."""
+        """Return a lower bound on the peak, or on the stored bytes, of all policies: whichever `budget` limits."""
         if budget.limits_peak:
             return least_bound(self.profile, self._byte_search.kinds.frontiers)
         return self._stored_bytes(self.uniform_program.least_bytes())
@@ -481,8 +478,7 @@ class PolicySearch:
     def _neighboring_plans(
         self, frontiers: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
     ) -> list[list[PricedPlan]]:
-        """Return `frontiers` with only the plans that `policy` uses and, for `kind`, the plans next to them on the
-        frontier.
+        """Return `frontiers` with only the plans that `policy` uses and, for `kind`, the plans next to them.
 
         Plans farther along the frontier of `kind` take too much time for the bytes that they free.
         """

@@ -1,5 +1,4 @@
-"""Policies without a solver: given plan by plan, one action for all activations, torch's checkpoint, or random
-actions."""
+"""Policies without a solver: from given plans, one action for all activations, torch's checkpoint, or at random."""
 
 from __future__ import annotations
 
