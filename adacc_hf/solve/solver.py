@@ -256,7 +256,7 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
-    """Return the relative optimality gap of a policy with the overhead `ms`: the part that a better policy might save.
+    """Return the optimality gap of a policy with the overhead `ms`: the fraction that a better policy might avoid.
 
     Overheads are measured from the fastest head, which may be faster than the plain head. The better policy may have
     any head.
