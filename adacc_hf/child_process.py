@@ -1,4 +1,4 @@
-"""Run of the command of `adacc run` in a child process. Signals are forwarded, and the exit status is returned."""
+"""Execution of the user's command by `adacc run` in a child process, with signals forwarded and the status returned."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FORWARDED = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Signals that are forwarded to the child."""
+"""Signals that `adacc run` forwards to its child process."""
 FROM_TERMINAL = ("SIGINT", "SIGQUIT")
-"""Signals that a terminal sends to every process of the foreground group. The child gets these signals without
-forwarding."""
+"""Signals that a terminal sends to every process of the foreground group. The child process gets these signals from the
+terminal, so they are not forwarded."""
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -48,7 +48,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called for the signals that `adacc run` forwards (FORWARDED).
+    """Call `handle` for the signals in FORWARDED inside the `with` block.
 
     Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored, also in the child. Handlers that were
     not set by Python (None) stay too, because Python could not restore such handlers.
@@ -65,7 +65,7 @@ def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process is in the foreground group of a terminal, which gets the terminal's signals."""
+    """Return True if this process is in the terminal's foreground group, whose processes get the terminal's signals."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY)
     except OSError:  # no controlling terminal

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_output(text: str) -> None:
-    """Print a command's `text`. If stdout cannot encode a character of a path, escape it with a backslash."""
+    """Print the output `text` of a command. A character that stdout cannot encode is escaped with a backslash."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError as error:
@@ -59,7 +59,7 @@ def _print_output(text: str) -> None:
 
 
 def _print_command_error(command: str, error: Exception) -> int:
-    """Print the error of an `adacc` command in one line. Return the exit status."""
+    """Print the error of an `adacc` command in one line. Return the exit status for errors that the user can fix."""
     print(f"adacc {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return USER_ERROR
 
@@ -104,7 +104,7 @@ def _codecs_command(_: argparse.Namespace) -> str:
 
 
 def _add_policy_parsers(commands: Any) -> None:
-    """Add `explain` and `report` to the commands of `adacc`."""
+    """Add `explain` and `report` to the argument parsers of the `adacc` command."""
     explain = commands.add_parser("explain", help="print a policy and, with a profile, the reason for each action")
     _add_policy_argument(explain)
     explain.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
@@ -134,7 +134,7 @@ def _add_policy_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain_command(arguments: argparse.Namespace) -> str:
-    """Handle `adacc explain`."""
+    """Return the output of `adacc explain`."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     if compiled is not None:
@@ -156,8 +156,10 @@ def _explain_command(arguments: argparse.Namespace) -> str:
 
 
 def _fallback_lines(policy: Path) -> list[str]:
-    """Return lines for `adacc explain` that describe the fallback steps in the history next to the policy file
-    `policy`."""
+    """Return lines of `adacc explain` on fallback steps, which did not follow the policy.
+
+    The steps are read from the history that the run saved next to the file `policy`.
+    """
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
     summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
@@ -165,7 +167,7 @@ def _fallback_lines(policy: Path) -> list[str]:
 
 
 def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
-    """Handle `adacc explain` for the policy of a run with torch.compile."""
+    """Return the output of `adacc explain` for the policy of a run with torch.compile."""
     from adacc_hf.compiler.graph_report import explain_compiled
 
     if arguments.profile is not None:
@@ -183,7 +185,7 @@ def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namesp
 
 
 def _report_command(arguments: argparse.Namespace) -> str:
-    """Handle `adacc report`."""
+    """Write the report that `adacc report` asks for, and return the command's output."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
@@ -213,7 +215,7 @@ def _describe_report_files(markdown: Path) -> str:
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
-    """Return the policy in a file if the policy is for compiled graphs, else None.
+    """Return the policy in the file `path` if it is for compiled graphs, else None.
 
     For other policies, torch's compiler is not imported.
     """
@@ -228,15 +230,15 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
 def _saved_profile(policy: Path) -> Path | None:
     """Return the path of the profile that a run saved next to the file `policy`, or None if there is no profile.
 
-    The newer profile in a checkpoint is not used, because its codecs may store fewer raw channels than the policy
-    needs.
+    The newer profile in a checkpoint is not used, because its codecs may have fewer raw (uncompressed) channels than
+    the policy needs.
     """
     profile = policy.with_name(policy.name.replace("policy", "profile"))
     return profile if profile != policy and profile.is_file() else None
 
 
 def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
-    """Load a run's history. If the file is missing and `is_required` is False, return an empty history."""
+    """Load a run's history, the events of its steps. If the file is missing and `is_required` is False, return ()."""
     if not is_required and not path.is_file():
         return ()
     history = read_json(path, AdaccError, "history")
@@ -246,7 +248,7 @@ def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
 
 
 def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
-    """Load the times of a run's first steps. If the file is missing, as for runs of earlier versions, return ()."""
+    """Load the times of a run's first steps. Return () if the file is missing, as for runs of earlier versions."""
     if not path.is_file():
         return ()
     from adacc_hf.adapt.first_steps import RECORD_KEYS
@@ -284,12 +286,12 @@ RUNNERS = {
     "table4": ("repository.table4", "train by every method, then score all of them (Table 4)"),
     "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
 }
-"""(module in `adacc_hf.eval`, description) of each runner, by the runner's name on the command line. Only a source
-checkout has the modules in `repository`, which measure the numbers on the repository's pages."""
+"""Experiments that `adacc eval` runs, by name: (module in `adacc_hf.eval`, description). Only a source checkout has the
+modules in `repository`, which measure the numbers on the repository's pages."""
 
 
 def _add_eval_parser(commands: Any) -> None:
-    """Add `eval` to the commands of `adacc`."""
+    """Add `eval` to the argument parsers of the `adacc` command."""
     width = max(map(len, RUNNERS))
     lines: dict[bool, list[str]] = {False: [], True: []}
     for name, (module, text) in RUNNERS.items():
@@ -309,14 +311,17 @@ def _add_eval_parser(commands: Any) -> None:
 
 
 def _runner_name(text: str) -> str:
-    """Return the name of the runner for `text` from the command line: the name of a runner or of a runner's module."""
+    """Return the name of the experiment in RUNNERS that `text` from the command line means.
+
+    `text` is the name of the experiment or of its module.
+    """
     hyphened = text.replace("_", "-")
     by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:
-    """Run a runner's module in `adacc_hf.eval`, which prints its own output. Return the exit status."""
+    """Run the module in `adacc_hf.eval` of one experiment, which prints its own output. Return the exit status."""
     module, _ = RUNNERS[arguments.runner]
     try:
         runner = import_module(f"adacc_hf.eval.{module}")
@@ -334,7 +339,7 @@ def _run_eval(arguments: argparse.Namespace) -> int:
 
 
 def _add_profiles_parser(commands: Any) -> None:
-    """Add `profiles` to the commands of `adacc`."""
+    """Add `profiles` to the argument parsers of the `adacc` command."""
     parser = commands.add_parser(
         "profiles",
         help="list, show or clear the cached measurements of profiled blocks",
@@ -352,14 +357,14 @@ def _add_profiles_parser(commands: Any) -> None:
 
 
 def _profile_cache() -> ProfileCache:
-    """Open the cache of profiles. The import is local, because only `adacc profiles` needs the cache."""
+    """Open the cache of saved profiles. Its module is imported here, because only `adacc profiles` needs it."""
     from adacc_hf.price.profile_cache import ProfileCache
 
     return ProfileCache()
 
 
 def _list_profiles_command(_: argparse.Namespace) -> str:
-    """Handle `adacc profiles list`."""
+    """Return the output of `adacc profiles list`."""
     store = _profile_cache()
     rows = store.list()
     if not rows:
@@ -376,7 +381,7 @@ LIST_HEADER = (
 
 
 def _profile_line(row: Row) -> str:
-    """Return a cached profile's line in the output of `adacc profiles list`."""
+    """Return the line for one cached profile in the output of `adacc profiles list`."""
     operators = row.prices["operators"]
     total_ms = sum(operator["ms"] for operator in operators)
     return (
@@ -386,7 +391,7 @@ def _profile_line(row: Row) -> str:
 
 
 def _show_profile_command(arguments: argparse.Namespace) -> str:
-    """Handle `adacc profiles show`."""
+    """Return the output of `adacc profiles show`."""
     row = _profile_cache().find(arguments.name)
     lines = [
         LIST_HEADER,
@@ -407,7 +412,7 @@ def _show_profile_command(arguments: argparse.Namespace) -> str:
 
 
 def _clear_profiles_command(_: argparse.Namespace) -> str:
-    """Handle `adacc profiles clear`."""
+    """Delete all cached profiles, and return the output of `adacc profiles clear`."""
     store = _profile_cache()
     return f"removed {store.clear()} profiles from {store.folder}"
 

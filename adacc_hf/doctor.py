@@ -1,4 +1,4 @@
-"""`adacc doctor`: check this machine's packages, devices and speed, and advise on missing or slow parts."""
+"""Checks of this machine's packages, devices and speed (`adacc doctor`), with advice on missing or slow parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 NUM_LAUNCHES = 200
 """Number of operator launches that are timed together, to measure the host's time per launch."""
 SLOW_HOST_US = 20.0
-"""Limit in microseconds per launch. If a launch takes longer, the host is slow or busy with other programs."""
+"""Maximum time in microseconds that the host should take per operator launch. If a launch takes longer, the host is
+slow or busy with other programs."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Finding:
     subject: str
     status: str
     advice: str | None = None
-    """Suggested change if a checked part is slow or missing. None if the check passed."""
+    """Suggested change if the check found something missing or slow. None if the check passed."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add `doctor` to the commands of `adacc`."""
+    """Add `doctor` to the argument parsers of the `adacc` command."""
     parser = commands.add_parser("doctor", help="check packages, devices and speed of this machine, and give advice")
     parser.add_argument(
         "folder",
@@ -46,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _doctor_command(arguments: argparse.Namespace) -> str:
-    """Handle `adacc doctor`."""
+    """Return the output of `adacc doctor`."""
     findings = [*examine(), *(() if arguments.folder is None else examine_blocks(arguments.folder))]
     width = max(len(finding.subject) for finding in findings)
     lines = []
@@ -60,7 +61,7 @@ def _doctor_command(arguments: argparse.Namespace) -> str:
 
 
 def examine() -> list[Finding]:
-    """Run all checks of this machine, and return their findings in the order of printing."""
+    """Run all checks of this machine, and return their results in the order in which they are printed."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,10 +77,10 @@ def examine() -> list[Finding]:
 
 
 def examine_blocks(run: Path) -> list[Finding]:
-    """Return a finding for each kind of blocks (blocks that run the same operators) in the profile of a run.
+    """Return a check's result for each kind of blocks in the profile of a run. Blocks of a kind run the same operators.
 
-    A finding has advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run` has no
-    profile.
+    The result has advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run` has
+    no profile.
     """
     from adacc_hf.artifacts.files import PROFILE_FILE
     from adacc_hf.artifacts.profile import Profile
@@ -99,7 +100,8 @@ def examine_blocks(run: Path) -> list[Finding]:
 
 
 def _check_tracing() -> Finding:
-    """Check that Dynamo can trace, because the guards of blocks come from Dynamo."""
+    """Check that Dynamo can trace. Dynamo finds the guards (conditions) under which a block's recorded operators are
+    valid."""
     import torch
 
     from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
@@ -118,7 +120,7 @@ def _check_tracing() -> Finding:
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Report the versions of required packages. For a missing package, advise to install the required version."""
+    """Yield the version of each required package. For a missing package, advise to install the required version."""
     yield Finding("python", platform.python_version())
     requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):
@@ -129,7 +131,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def examine_gpu(device: Any) -> Iterator[Finding]:
-    """Check the GPU and its kernels for `adacc doctor`."""
+    """Check the GPU, and the codecs' kernels for it, for `adacc doctor`."""
     import torch
 
     from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
@@ -164,7 +166,7 @@ def examine_gpu(device: Any) -> Iterator[Finding]:
 
 
 def _check_cpu() -> Iterator[Finding]:
-    """Check the CPU and the C++ kernels of the codecs for `adacc doctor`."""
+    """Check the CPU, and the codecs' C++ kernels, for `adacc doctor`."""
     import torch
 
     from adacc_hf.kernels import _cpu

@@ -1,4 +1,4 @@
-"""`adacc run`: run a training command with AdaccCallback in every Trainer of the command and of its child processes.
+"""Implementation of `adacc run`, which runs a training command with AdaccCallback in every Trainer of its processes.
 
 The folder callbacks/startup is put first on PYTHONPATH. Every Python process of the command imports `sitecustomize`
 from there, which adds the callback to each Trainer.
@@ -21,7 +21,7 @@ from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.child_process import NOT_EXECUTABLE, NOT_FOUND, run_child
 
 NOT_TRAINED = 2
-"""Exit status of `adacc run` if no Trainer began training although the command succeeded."""
+"""Exit status of `adacc run` if the command succeeded but no Trainer began training."""
 SETTINGS_VARIABLE, RECORDS_VARIABLE = "ADACC_HF_RUN_SETTINGS", "ADACC_HF_RUN_RECORDS"
 """Environment variables that callbacks/startup/sitecustomize.py reads."""
 NEXT_STEPS = {
@@ -40,11 +40,12 @@ NEXT_STEPS = {
         "callbacks=[AdaccCallback(...)] to the Trainer"
     ),
 }
-"""Advice if no Trainer began training, by the last event that callbacks/startup/sitecustomize.py recorded."""
+"""Advice for runs in which no Trainer began training, by the last event that callbacks/startup/sitecustomize.py
+recorded."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add `run` to the commands of `adacc`."""
+    """Add `run` to the argument parsers of the `adacc` command."""
     parser = commands.add_parser(
         "run",
         help="run a training command with AdaccCallback in every Trainer",
@@ -74,7 +75,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out `adacc run`: check the settings, run the command, and return the exit status.
+    """Run the training command of `adacc run` after checking the settings, and return the exit status.
 
     Raises ValueError or OSError, before the command starts, if a setting is wrong.
     """
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> AdaccConfig:
-    """Return the AdaccConfig of the command line. Options override the settings in the file of --config."""
+    """Return the AdaccConfig for the options in `arguments`. They override the settings in the file of --config."""
     config = AdaccConfig() if arguments.config is None else read_config(arguments.config)
     if arguments.memory_budget is not None:
         config = config.with_overrides(memory_budget=arguments.memory_budget)
@@ -116,7 +117,7 @@ def config_of(arguments: argparse.Namespace) -> AdaccConfig:
 
 
 def read_config(path: Path) -> AdaccConfig:
-    """Return the AdaccConfig with the fields in a JSON or YAML file.
+    """Read an AdaccConfig from a JSON or YAML file with its fields.
 
     Raises ValueError for another format, an unknown field or a value outside its range. The message names the file.
     """
@@ -148,10 +149,10 @@ def _parse_settings_file(path: Path) -> Any:
 
 
 def child_environment(environment: Mapping[str, str], settings: str, records: str) -> dict[str, str]:
-    """Return the environment for the command of `adacc run`.
+    """Return the environment variables for the command of `adacc run`.
 
-    The result is `environment` with the startup folder first on PYTHONPATH, the `settings` in JSON and the folder
-    `records`.
+    The result is `environment` with the startup folder first on PYTHONPATH, and with two more variables: the `settings`
+    in JSON, and the folder `records`.
     """
     search_path = [startup_folder(), *filter(None, [environment.get("PYTHONPATH")])]
     return {
@@ -163,7 +164,10 @@ def child_environment(environment: Mapping[str, str], settings: str, records: st
 
 
 def startup_folder() -> str:
-    """Return the folder of the `sitecustomize` module, without an import of the callbacks, which would import torch."""
+    """Return the folder of the `sitecustomize` module.
+
+    The callbacks package is not imported to find the folder, because this would import torch.
+    """
     spec = find_spec("adacc_hf.callbacks")
     assert spec is not None  # a package of this distribution
     assert spec.submodule_search_locations
@@ -171,8 +175,7 @@ def startup_folder() -> str:
 
 
 def _refuse_command(name: str, error: OSError) -> int:
-    """Print the reason why the command `name` cannot be started. Return the exit status that a shell returns in this
-    case."""
+    """Print the reason why the command `name` cannot be started, and return the exit status of a shell in this case."""
     hint = ""
     if name.endswith(".py"):
         hint = f"; to run a script, write `adacc run -- python {name}`"
@@ -183,5 +186,5 @@ def _refuse_command(name: str, error: OSError) -> int:
 
 
 def _print_launch_error(text: str) -> None:
-    """Print an error of `adacc run`."""
+    """Print the error `text` of `adacc run`."""
     print(f"adacc run: error: {text}", file=sys.stderr, flush=True)

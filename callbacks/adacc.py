@@ -47,15 +47,15 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     """Callback that trains within a memory budget.
 
     Before the first step, small parts of the first batch are profiled (the whole batch if the model cannot run on
-    parts), and a policy is solved. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
-    ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch that calls
-    every block is profiled. During training, the policy is adapted to the data. With `torch_compile=True` the decisions
-    are made inside the compiled graphs. A checkpoint contains the policies and their state. A resumed run uses these
-    policies if `memory_budget` and the number of ranks are the same. When training ends or fails, the model is
-    restored.
+    parts), and a policy is solved. If the model skips blocks on the first batch, or ranks hold parts of the parameters
+    (FSDP, ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch on
+    which the model runs every block is profiled. During training, the policy is adapted to the data. With
+    `torch_compile=True` the decisions are made inside the compiled graphs. A checkpoint contains the policies and their
+    state. A resumed run uses these policies if `memory_budget` and the number of ranks are the same. When training ends
+    or fails, the model is restored.
 
-    `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. A
-    policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint has
+    `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy from a Profile.
+    A policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint has
     another policy. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
 
     | logged key | unit |
@@ -92,7 +92,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def compiled_policy(self) -> Any:
         """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`. None before the run has finished.
 
-        In a compiled run, the attribute `policy` is None.
+        In a run with `torch_compile=True`, the attribute `policy` is None.
         """
         return self._compiled_policy
 
@@ -236,10 +236,11 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     @contextmanager
     def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
-        """Serve `trainer` inside the `with` block, in which AdaccTrainerMixin calls `train` of `trainer`.
+        """Use `trainer` as the callback's Trainer inside the `with` block, in which AdaccTrainerMixin calls
+        `trainer.train`.
 
-        `checkpoint` is the folder from which training resumes, or None. Inside the block the callback does not search
-        the stack for its Trainer. If training raises, the callback is detached.
+        `checkpoint` is the folder from which training resumes, or None. Inside the block, the callback does not search
+        the call stack for its Trainer. If training raises, the callback is detached.
         """
         self._trainer_run = trainer, checkpoint
         try:
@@ -261,7 +262,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._guard, self._own_logs = None, OwnLogs(None)
 
     def report(self) -> Any:
-        """Return the report of the current run, or of the last run, as `adacc report` writes the report.
+        """Return the report of the current or last run, with the same content as the files of `adacc report`.
 
         A notebook shows the report with its pictures. `print` prints its text, and `report.save(folder)` writes
         report.md and report.html. Raises ValueError if the run has no policy yet, and if the policy was passed in

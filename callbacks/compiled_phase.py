@@ -14,12 +14,13 @@ from adacc_hf.adapt.run_state import Phase, RunState
 NO_NESTED_REGIONS = "leave torch.utils.checkpoint and nested compiled regions out of the model"
 FEWER_SIZES = "raise torch._dynamo.config.recompile_limit, or train with fewer different batch sizes"
 COMPILED_RUN = "adacc_hf.compiler.compiled_run"
-"""Module with the policies of compiled graphs, imported by name when a compiled run begins, because callbacks/ must not
-import compiler/, and Inductor is slow to import."""
+"""Module with the policies of compiled graphs. It is imported by name when a run with torch.compile begins, because
+callbacks/ must not import compiler/, and because Inductor is slow to import."""
 
 
 class CompiledPhase(Phase):
-    """Phase of training with compiled graphs, which are partitioned within the budget (compiler/compiled_run.py)."""
+    """Phase of training with compiled graphs. The graphs are partitioned so that the stored bytes stay within the
+    budget (compiler/compiled_run.py)."""
 
     def __init__(self, run: RunState, checkpoint: str | Path | None) -> None:
         self._run = run
@@ -28,8 +29,8 @@ class CompiledPhase(Phase):
         def note(step: int, event: str, **figures: Any) -> None:
             """Append an event to the history.
 
-            The function refers to `run` and not to `self`, because the phase keeps this function alive and a reference
-            to `self` would be a cycle.
+            The function refers to `run` and not to `self`, to avoid a reference cycle: the phase keeps this function
+            alive.
             """
             run.history.append({"step": step, "event": event, **figures})
 
@@ -42,7 +43,7 @@ class CompiledPhase(Phase):
 
     @property
     def activity(self) -> str:
-        """COMPILING in a step in which torch compiles graphs, else COMPILED."""
+        """Text for reports on the current step: COMPILING if torch compiled graphs in this step, else COMPILED."""
         return COMPILING if self._compiled.is_compiling else COMPILED
 
     def begin_step(self, step: int) -> None:

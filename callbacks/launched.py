@@ -1,4 +1,4 @@
-"""Part of `adacc run` in the training process: adds AdaccCallback to a Trainer when training begins."""
+"""Code that `adacc run` executes in the training process: adds AdaccCallback to a Trainer when training begins."""
 
 from __future__ import annotations
 

@@ -36,9 +36,10 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
-    """Raise RuntimeError if another Trainer begins a run with `callback` while a run of `trainer` uses the callback.
+    """Raise RuntimeError if a Trainer begins a run with `callback` while the run of another Trainer, `trainer`, uses
+    it.
 
-    `trainer` is None if the callback is not in use.
+    `trainer` is None if no run uses the callback.
     """
     caller = calling_trainer(callback)
     if trainer is not None and caller is not None and caller[0] is not trainer:
@@ -90,7 +91,8 @@ def refuse_offload(args: TrainingArguments) -> None:
 
 
 def refuse_host_memory(config: AdaccConfig) -> None:
-    """Raise ValueError if compiled graphs are to store payloads in host memory."""
+    """Raise ValueError if the settings require compiled graphs to store payloads in host memory, which is not
+    supported."""
     if config.host_memory is not None:
         raise ValueError(
             f"host_memory={config.host_memory!r} with torch_compile=True: compiled graphs keep all payloads on the "
@@ -99,7 +101,7 @@ def refuse_host_memory(config: AdaccConfig) -> None:
 
 
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
-    """Warn, if gradient checkpointing is on, that a policy replaces checkpointing.
+    """Warn, if gradient checkpointing is on, that the policy replaces it.
 
     TRL's arguments switch checkpointing on by default. LLaMA-Factory and ms-swift switch checkpointing on in the model,
     by their own settings.

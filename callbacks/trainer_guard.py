@@ -1,8 +1,8 @@
 """TrainerGuard: wraps methods of a running Trainer for callbacks, and restores the methods even if the run fails.
 
 Transformers sends no event when a run fails, so the methods between on_train_begin and on_train_end are wrapped.
-A callback's additions to a log reach only later callbacks. TensorBoard and the other reporters come first in the list,
-so callbacks with a guard are moved to the front during the run.
+Metrics that a callback adds to a log reach only the callbacks after it. By default, TensorBoard and the other reporters
+come first, so callbacks with a guard are moved to the front during the run.
 
 Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_loop.py checks that all names
 of the Trainer used here exist.
@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of the Trainer that run between on_train_begin and on_train_end."""
 RESUMED_FROM = "resume_from_checkpoint"
-"""Local variable with the checkpoint folder, in the stack frames of the Trainer's training loop."""
+"""Name of the local variable with the checkpoint folder in the stack frame of the Trainer's training loop."""
 
 _ATTRIBUTE = "_adacc_guard"
 _ABSENT = object()
@@ -31,7 +31,7 @@ class TrainerGuard:
     """Temporary wrappers around the methods of a Trainer, for one run.
 
     Several callbacks may share a guard. When `leave` has been called for each callback, the original methods are
-    restored. Create a guard by `around_caller`, or by `of_known` if the Trainer itself detaches the callback after a
+    restored. To create a guard, call `around_caller`, or `of_known` if the Trainer itself detaches the callback after a
     failed run.
     """
 
@@ -112,14 +112,15 @@ class TrainerGuard:
         self._handler.callbacks = [*self._on_failure, *others]
 
     def _restore_order(self) -> None:
-        """Restore the original order of the handler's callbacks. Callbacks added during the run come last."""
+        """Restore the original order of the Trainer's callbacks. Callbacks added during the run come last."""
         current = self._handler.callbacks
         remaining = [callback for callback in self._before if callback in current]
         self._before[:] = remaining + [callback for callback in current if callback not in remaining]
         self._handler.callbacks = self._before
 
     def _guard(self, owner: Any, name: str) -> None:
-        """Wrap the method `name` of `owner`. If the method raises, every `on_failure` is called."""
+        """Wrap the method `name` of `owner`. If the method raises, the function `on_failure` of every callback is
+        called."""
         method = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ class TrainerGuard:
 
 
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
-    """Return (trainer, checkpoint folder) of the run that is calling `callback`, from the call stack.
+    """Find the Trainer run that is calling `callback` on the call stack. Return (trainer, checkpoint folder).
 
     The folder is None for a new run. The result is None if no Trainer with this callback is on the stack.
     """

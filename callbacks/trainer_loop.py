@@ -1,4 +1,4 @@
-"""TrainerLoop: gives an AdaccSession the properties of a Trainer's training loop.
+"""TrainerLoop: tells an AdaccSession the properties of a Trainer's training loop.
 
 tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used here exist.
 """
@@ -74,7 +74,7 @@ class TrainerLoop(TrainingLoop):
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """Restore the attributes of `trainer`, and the contents of these attributes, after a profile in the `with` block.
+    """Restore the attributes of `trainer`, and their contents, after the model was profiled in the `with` block.
 
     Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Trainers of
     preferences and rewards collect metrics in `compute_loss`, and users log metrics there. Metrics must come from
@@ -93,7 +93,7 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in place of `Trainer.log` during a profile."""
+    """Do nothing. Replaces `Trainer.log` while the model is profiled."""
 
 
 def batch_loss(

@@ -57,7 +57,7 @@ class AdaccTrainerMixin(_Base):
         Args:
             args: arguments of the Trainer's class.
             adacc_config: settings. None means the defaults, with `memory_budget="auto"`.
-            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The
+            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy from a Profile. The
                 policy is used instead of the solver, and never changes during the run.
             kwargs: keyword arguments of the Trainer's class.
 

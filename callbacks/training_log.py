@@ -1,4 +1,4 @@
-"""Logs of a Trainer's training steps: addition of a callback's metrics, and recognition of the Trainer's own logs.
+"""Functions for the logs of a Trainer's training steps: add a callback's metrics, and recognize the Trainer's own logs.
 
 tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used here exist.
 """
@@ -22,14 +22,15 @@ def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]
 
 
 def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
-    """Add `metrics` to `logs`, which later callbacks get, and to the copy of `logs` in `state.log_history`."""
+    """Add `metrics` to `logs`, which the Trainer passes to later callbacks, and to the copy of `logs` in
+    `state.log_history`."""
     logs.update(metrics)
     if state.log_history:
         state.log_history[-1].update(metrics)
 
 
 class OwnLogs:
-    """Detector of the Trainer's own logs of training steps, which the Trainer makes on all ranks.
+    """Detector of the Trainer's own logs of training steps, which are made on all ranks.
 
     A user may log a loss on one rank alone. If metrics were then gathered from all ranks, this rank would hang.
     """
@@ -39,7 +40,7 @@ class OwnLogs:
         self._last_step = self._logged_step()
 
     def has_another(self) -> bool:
-        """Return True if the current log is the Trainer's own, or there is no Trainer.
+        """Return True if the current log is a new log by the Trainer itself, or if no Trainer is known.
 
         Call this method once for each log.
         """

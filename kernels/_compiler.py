@@ -1,4 +1,4 @@
-"""Compiler of this package's C++ code. Libraries are built once per machine, in $XDG_CACHE_HOME/adacc_hf."""
+"""Compilation of this package's C++ code. Libraries are built once per machine, in $XDG_CACHE_HOME/adacc_hf."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 def build(source: Path, flags: Sequence[str], facts: Sequence[str] = ()) -> Path:
     """Return the path of the shared library for the C++ file `source`.
 
-    If the cache folder does not have the library, compile the file.
+    If the cache folder does not have the library yet, compile the file.
 
     `facts` are further strings on which the library depends, such as the processor's name. Raise FileNotFoundError if
     no compiler is found, CalledProcessError if the compiler fails, and RuntimeError or OSError if the cache folder

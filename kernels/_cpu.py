@@ -87,13 +87,13 @@ def _cpp_kernels() -> ctypes.CDLL:
 def is_usable(tensor: Tensor) -> bool:
     """Return True if the C++ codec kernels can be used: `tensor` is on the CPU, and the kernels are compiled.
 
-    The dtype is not checked, because `Codec.supports` has checked the dtype.
+    The dtype of `tensor` is not checked here, but by `Codec.supports`.
     """
     return tensor.is_cpu and library() is not None
 
 
 def _processor_flags() -> str:
-    """Return a description of the processor, on which the compiled codec kernels depend (-march=native)."""
+    """Return a description of the processor. The compiled codec kernels depend on the processor (-march=native)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -123,11 +123,12 @@ def encode_groups(
 ) -> tuple[Tensor, Tensor]:
     """Encode a contiguous tensor in A groups of G = `group_size` elements. Return (codes, peaks).
 
-    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. A peak is the element with the largest absolute value of a
-    group. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit. `keep` is a bit mask for the
-    elements of each channel: 0 replaces the elements by zeros, and -1 keeps the elements. The mask's integers have as
-    many bits as the elements. The mask has `channels` + G integers and repeats after `channels`, so that a group that
-    begins at any channel reads a contiguous range.
+    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. The peak of a group is the element with the largest
+    absolute value. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit.
+
+    `keep` is a bit mask with one integer per channel, which has as many bits as an element: 0 replaces the channel's
+    elements by zeros, and -1 keeps them. The mask has `channels` + G integers and repeats after `channels`, so that a
+    group that begins at any channel reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -153,19 +154,20 @@ def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor
 
 
 def gather_channels(x_RC: Tensor, indices: Tensor) -> Tensor:
-    """Return [R, K]: a copy of the columns of a contiguous matrix at `indices`, int32 [K]."""
+    """Return [R, K]: a copy of the columns of a contiguous matrix at the positions `indices`, int32 [K]."""
     raw = torch.empty(x_RC.shape[0], indices.shape[0], dtype=x_RC.dtype, device="cpu")
     _copy_channels(x_RC, raw, indices, gather=True)
     return raw
 
 
 def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
-    """Write `raw` [R, K] to the columns of a contiguous matrix at `indices`, int32 [K]."""
+    """Write `raw` [R, K] to the columns of a contiguous matrix at the positions `indices`, int32 [K]."""
     _copy_channels(out_RC, raw, indices, gather=False)
 
 
 def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> None:
-    """Copy columns of a matrix to `raw` if `gather`, else from `raw`, with the C++ kernel."""
+    """Copy the columns `indices` of a matrix to `raw` if `gather`, else from `raw` to the matrix, with the C++
+    kernel."""
     _cpp_kernels().adacc_copy_channels(
         x_RC.data_ptr(), raw.data_ptr(), indices.data_ptr(), *x_RC.shape, indices.shape[0],
         x_RC.element_size(), gather, _threads(x_RC.nbytes),
@@ -175,9 +177,9 @@ def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> 
 def encode_asymmetric(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a contiguous tensor in A groups, each with its own offset and range.
+    """Encode a contiguous tensor in A groups of G = `group_size` elements, each group with its own offset and range.
 
-    Return packed codes uint8 [A/2, G], offsets [A] and half ranges [A], which equal the results of
+    Return 4-bit codes packed two per byte, uint8 [A/2, G], offsets [A] and half ranges [A]. They equal the results of
     `asymmetric_int4.encode_ref`.
     """
     groups = even_groups(flat_N.numel(), group_size)
@@ -194,7 +196,8 @@ def encode_asymmetric(
 def decode_asymmetric(
     out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float
 ) -> None:
-    """Decode packed codes [A/2, G], offsets [A] and half ranges [A] into `out_N`, a contiguous tensor."""
+    """Decode packed codes [A/2, G], offsets [A] and half ranges [A], the results of `encode_asymmetric`, into `out_N`,
+    a contiguous tensor."""
     rows, group_size = codes.shape
     _cpp_kernels().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
@@ -203,10 +206,10 @@ def decode_asymmetric(
 
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in groups of G rows of one column.
+    """Encode a contiguous matrix of C columns in A groups of G = `group_size` rows, each column of a group on its own.
 
-    Return (codes, peaks): codes uint8 [A/2, G, C], and the elements with the largest absolute value of each group, [A,
-    C].
+    Return (codes, peaks): codes uint8 [A/2, G, C], and peaks [A, C]. The peak of a column in a group is the element
+    with the largest absolute value.
     """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
@@ -230,10 +233,10 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 
 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8.
+    """Encode a contiguous matrix of R rows and C columns in FP8.
 
-    Return codes uint8 [R, C] and the absmax (largest absolute value) of each group [A]. Both results equal the results
-    of `fp8.encode_ref`.
+    Return codes uint8 [R, C] and the absmax (largest absolute value) of each of the A groups, [A]. Both equal the
+    results of `fp8.encode_ref`.
     """
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
@@ -246,7 +249,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    """Decode FP8 codes [R, C] and the absmax (largest absolute value) of each group [A] into a contiguous matrix."""
+    """Decode FP8 codes [R, C] and the absmax (largest absolute value) of each group, [A], into a contiguous matrix."""
     rows, columns = out_RC.shape
     _cpp_kernels().adacc_decode_fp8(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,
@@ -255,7 +258,7 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 
 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element, 1 for a nonzero element.
+    """Pack one bit per element, which is 1 for a nonzero element.
 
     Return uint8 [ceil(N / 8)], equal to the result of `bitmask.encode_ref`. If `with_pattern`, also return the bit
     pattern [1] that all nonzero elements share.
@@ -271,7 +274,8 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Decode packed bits into a contiguous tensor: 0 where a bit is 0, `pattern` (1 by default) where it is 1."""
+    """Decode packed bits into a contiguous tensor: 0 where the bit is 0, `pattern` (1 by default) where the bit is
+    1."""
     _cpp_kernels().adacc_unpack_bits(
         out_N.data_ptr(), packed.data_ptr(), _data_pointer(pattern), out_N.numel(), packed.numel(),
         out_N.element_size(), _threads(out_N.nbytes),

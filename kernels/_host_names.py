@@ -1,18 +1,19 @@
-"""Names of codecs whose payloads are in host memory. This module imports no torch, because the solver uses it."""
+"""Names of codecs that store their payloads in host memory. This module does not import torch, because the solver uses
+it."""
 
 HOST = "host"
 """Name of the codec that stores a tensor unencoded in host memory."""
 HOST_SUFFIX = "+host"
-"""End of the names of all other codecs whose payloads are in host memory, such as "int8+host"."""
+"""Suffix of the names of all other codecs that store their payloads in host memory, such as "int8+host"."""
 
 
 def on_host(name: str) -> str:
-    """Return the name of the codec that stores the payload of codec `name` in host memory."""
+    """Return the name of the codec that encodes like codec `name`, and stores the payload in host memory."""
     return name + HOST_SUFFIX
 
 
 def is_on_host(name: str) -> bool:
-    """Return True if the payloads of codec `name` are in host memory."""
+    """Return True if codec `name` stores its payloads in host memory."""
     return name == HOST or name.endswith(HOST_SUFFIX)
 
 

@@ -1,4 +1,4 @@
-"""Pool of pinned host memory. Codecs can store payloads in the pool instead of in the device's memory.
+"""Pool of pinned host memory, in which codecs can store payloads (encoded tensors) to save device memory.
 
 NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
 copy, the stream of the copy waits for the stream of the previous copy. A range of the pool can therefore be used again
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class _HostArena:
-    """One range of host memory, with a list of the free parts of the range."""
+    """One contiguous range of host memory, with a list of the free parts of the range."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -39,9 +39,9 @@ class _HostArena:
         memory.pin(self.bytes.data_ptr())
         self.is_pinned = memory.is_pinned
         self.free = [(0, nbytes)]
-        """(offset, bytes) of the free parts, in order. Neighbours are merged."""
+        """(offset, bytes) of the free parts, in order. Adjacent free parts are merged."""
         self.returned: deque[tuple[int, int]] = deque()
-        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. The parts are in a
+        """(offset, bytes) of parts whose `HostBlock` was deleted, but which are not merged into `free` yet. This is a
         deque, because blocks may be deleted on any thread, and within any other call."""
 
     @property
@@ -63,7 +63,7 @@ class _HostArena:
         return None
 
     def _collect(self) -> None:
-        """Merge the parts of deleted blocks into the free parts."""
+        """Merge the parts of deleted `HostBlock`s into the free parts."""
         while self.returned:
             insort(self.free, self.returned.popleft())
         merged: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ class _HostArena:
 
 
 class HostBlock:
-    """Tensors in the pool, whose memory is freed when this object is deleted."""
+    """Tensors in the pool of host memory. Their memory becomes free when this object is deleted."""
 
     __slots__ = ("_arena", "_offset", "nbytes", "process", "tensors")
 
@@ -98,33 +98,33 @@ class HostBlock:
 
 @dataclass(slots=True)
 class _Reservation:
-    """Bytes that a user of the pool has reserved, and the model that the payloads belong to."""
+    """Bytes that a user of the pool of host memory has reserved, and the model to which the stored tensors belong."""
 
     nbytes: int
     model: weakref.ref[Any] | None
     finalizer: weakref.finalize[..., Any]
-    """Callback that ends the reservation when the user is deleted."""
+    """Callback that ends the reservation when its user is deleted."""
 
 
 class HostPool:
-    """Pool of host memory for payloads. Its size is the sum of the reservations of its users.
+    """Pool of host memory for payloads (encoded tensors). The pool is as large as the sum of its users' reservations.
 
     A forked process has an empty pool of its own.
     """
 
     def __init__(self) -> None:
         self._reservations: dict[int, _Reservation] = {}
-        """Reservations by id of the user."""
+        """Reservations by the id of the object that uses the pool."""
         self._deleted_users: deque[int] = deque()
-        """Ids of deleted users, whose reservations have not ended yet."""
+        """Ids of users that were deleted, but whose reservations have not ended yet."""
         self._begin()
         _pools.add(self)
 
     def _begin(self) -> None:
-        """Begin without memory, in a new pool or in a forked process."""
+        """Start without memory, in a new pool or in a forked process."""
         self._lock = threading.RLock()
         self._is_busy = False
-        """True while a method that allocates or uses the memory runs."""
+        """True while a method that allocates or uses the pool's memory runs."""
         self._arena: _HostArena | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._has_warned = False
@@ -138,22 +138,23 @@ class HostPool:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the pool that payloads use now."""
+        """Bytes of the pool that stored tensors use now."""
         with self._busy():
             return 0 if self._arena is None else self._arena.live_bytes
 
     def take_peak(self) -> int:
-        """Return the maximum of `live_bytes` since the last call."""
+        """Return the maximum of `live_bytes` since the last call of this method."""
         with self._busy():
             peak, self._peak_bytes = self._peak_bytes, self.live_bytes
             return peak
 
     def reserve(self, user: object, nbytes: int, model: object = None) -> None:
-        """Make room for `nbytes` of payloads of `user`, or more if `user` has reserved more already.
+        """Make room in the pool for `nbytes` of payloads (encoded tensors) of `user`, or more if it has reserved more
+        already.
 
         The payloads belong to `model`. The reservation ends with `release`, or when `user` is deleted. The memory is
-        allocated immediately, because pinning memory waits for the device. If payloads are live, the pool grows later,
-        when no payload is live. Raises MemoryError if the memory cannot be allocated.
+        allocated immediately, and not at the first copy, because pinning memory waits for the device. If payloads are
+        live, the pool grows later, when no payload is live. Raises MemoryError if the memory cannot be allocated.
         """
         with self._busy():
             reservation = self._reservations.get(id(user))
@@ -170,13 +171,13 @@ class HostPool:
                 raise
 
     def reserved_for_others(self, model: object) -> int:
-        """Return the bytes that are reserved for payloads of other models than `model`."""
+        """Return the bytes that are reserved for payloads (encoded tensors) of models other than `model`."""
         with self._busy():
             others = (each for each in self._reservations.values() if each.model is None or each.model() is not model)
             return sum(aligned(each.nbytes) for each in others)
 
     def _grow(self) -> None:
-        """Allocate the reserved bytes, unless the pool has them or payloads are live."""
+        """Allocate the reserved bytes. Do nothing if the pool has them already, or if the pool holds tensors now."""
         reserved_bytes = sum(aligned(reservation.nbytes) for reservation in self._reservations.values())
         if reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
@@ -184,7 +185,8 @@ class HostPool:
             self._has_warned = False
 
     def release(self, user: object) -> None:
-        """End the reservation of `user`. The memory is freed with the last reservation, and with its last payload."""
+        """End the reservation of `user`. The pool's memory is freed once there are no reservations and no stored
+        tensors."""
         with self._busy():
             if id(user) in self._reservations:
                 self._reservations[id(user)].finalizer.detach()
@@ -198,8 +200,8 @@ class HostPool:
     def user_deleted(self, user_id: int) -> None:
         """End the reservation of a user that was deleted without `release`.
 
-        The garbage collector may call this at any moment, even within a method of this pool. Then the reservation ends
-        with that method.
+        The garbage collector may call this at any moment, even within another method of this pool. In this case, the
+        reservation ends when the other method does.
         """
         self._deleted_users.append(user_id)
         if self._lock.acquire(blocking=False):
@@ -215,7 +217,7 @@ class HostPool:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """Return a context with the lock, in which no reservation of a deleted user ends."""
+        """Hold the pool's lock inside the `with` block. No reservation of a deleted user ends inside the block."""
         with self._lock:
             was_busy, self._is_busy = self._is_busy, True
             try:
@@ -228,7 +230,7 @@ class HostPool:
                     self._end_reservations_of_deleted()
 
     def store(self, tensors: Sequence[Tensor]) -> HostBlock | None:
-        """Copy `tensors` of one device into the pool. Return None, and warn once, if the pool has no room."""
+        """Copy `tensors`, all on one device, into the pool. If the pool has no room, warn once and return None."""
         device, nbytes = tensors[0].device, sum(aligned(tensor.nbytes) for tensor in tensors)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -264,7 +266,7 @@ class HostPool:
             )
 
     def _follow_last_copy(self, device: torch.device) -> None:
-        """Make the current stream wait for the previous copy, if that copy ran on another stream (NOTE [Order of
+        """Make the current stream wait for the pool's previous copy, if that copy ran on another stream (NOTE [Order of
         copies])."""
         if device.type != "cuda":
             return
@@ -287,7 +289,7 @@ class HostPool:
 
 
 def _end_reservation_of_deleted(pool: weakref.ref[HostPool], user_id: int) -> None:
-    """End the reservation of a deleted user, unless `pool` is deleted too."""
+    """End the reservation of a deleted user in `pool`, unless the pool is deleted too."""
     referent = pool()
     if referent is not None:
         referent.user_deleted(user_id)
@@ -295,11 +297,11 @@ def _end_reservation_of_deleted(pool: weakref.ref[HostPool], user_id: int) -> No
 
 _pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 host_pool = HostPool()
-"""The pool of this process."""
+"""The pool of pinned host memory of this process."""
 
 
 def _begin_in_child() -> None:
-    """Let all pools begin without memory in a forked process. The reservations stay, and are allocated when needed."""
+    """Make all pools start without memory in a forked process. Reservations stay, and are allocated when needed."""
     for pool in _pools:
         pool._begin()
 

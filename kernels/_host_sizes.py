@@ -1,9 +1,12 @@
-"""Sizes of payloads in host memory, with the rounding of the pool (_host_pool.py). Without torch, for the solver."""
+"""Sizes of payloads in host memory, with the rounding of the pool (_host_pool.py).
+
+This module does not import torch, because the solver uses it.
+"""
 
 ALIGNMENT = 512
-"""Multiple in bytes to which the tensors of the pool are rounded up."""
+"""Number of bytes to a multiple of which the size of each tensor in the pool of host memory is rounded up."""
 MOST_TENSORS = 4
-"""Maximum number of tensors in a payload."""
+"""Maximum number of tensors in a payload, the encoded form of a tensor."""
 
 
 def aligned(nbytes: int) -> int:
@@ -12,5 +15,6 @@ def aligned(nbytes: int) -> int:
 
 
 def most_pool_bytes(nbytes: int, num_tensors: int) -> int:
-    """Return the most bytes of the pool that a payload of `nbytes` in `num_tensors` tensors can take."""
+    """Return the maximum number of bytes that `num_tensors` tensors of `nbytes` in total can take in the pool of host
+    memory."""
     return (nbytes + num_tensors * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT

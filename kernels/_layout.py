@@ -1,8 +1,8 @@
 """Conversion of tensors with any strides to flat memory, and back.
 
 A dense tensor (a permutation of a contiguous tensor) is read and written in memory order without a copy. Any other
-tensor (a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores the
-tensor's strides.
+tensor (a slice with gaps, an expanded or overlapping view) is copied to contiguous memory before it is encoded.
+Decoding restores the tensor's strides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if a tensor of this size and stride fills its span of memory without gap or overlap."""
+    """Return True if a tensor of this size and stride fills its range of memory without gap or overlap."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step != expected:
@@ -40,8 +40,8 @@ def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return True if elements of a tensor of this size and stride may share memory.
 
-    Elements may share memory if the stride of a dimension is smaller than the span of the dimensions with smaller
-    strides.
+    Elements may share memory if a dimension's stride is smaller than the range of memory that the dimensions with
+    smaller strides cover.
     """
     reach = 0
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
@@ -52,7 +52,7 @@ def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (R, C) of a tensor seen as a matrix:
+    """Return the numbers (R, C) of rows and columns of a tensor that is treated as a matrix.
 
     C is the last dimension, and R the product of all other dimensions. A scalar is (1, 1).
     """
@@ -66,15 +66,15 @@ def even_groups(count: int, group_size: int) -> int:
 
 
 def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype in which codecs store peaks of a tensor of this dtype.
+    """Return the 16-bit dtype in which codecs store the peaks of a tensor of this dtype.
 
-    A peak is the element with the largest absolute value of a group.
+    The peak of a group of elements is the element with the largest absolute value.
     """
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
-    """Return the elements as a contiguous tensor [N]: a view in memory order if possible, else a copy.
+    """Return the tensor's elements as a contiguous tensor [N]: a view in memory order if possible, else a copy.
 
     If `keep_rows`, elements of a row (the last dimension) stay together, for row-wise and channel-wise codecs.
     """
@@ -97,10 +97,10 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """Return a new tensor with the dtype, size and stride of the encoded tensor. `fill` writes the elements.
+    """Return a new tensor with the dtype, size and stride of the encoded tensor, whose elements `fill` has written.
 
-    `fill(out)` gets a contiguous tensor: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C] in the order of
-    `as_matrix`.
+    `fill(out)` gets a contiguous tensor to write: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C] in the
+    order of `as_matrix`.
     """
     size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -120,7 +120,8 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
 
 
 def memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 [N]: the memory offset of each element, counted in elements, for the elements in row-major order."""
+    """Return the memory offset of each element, counted in elements, as int64 [N]. The elements are in row-major
+    order."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for length, step in zip(size, stride, strict=True):
         positions = positions[..., None] + torch.arange(length, device=device) * step

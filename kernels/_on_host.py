@@ -1,7 +1,8 @@
-"""Codecs that store payloads in host memory: `host`, which stores a tensor unencoded, and `<codec>+host`.
+"""Codecs that store payloads in host memory: `host`, which stores a tensor unencoded, and `<codec>+host` for each
+codec.
 
-`<codec>+host` stores the payload of another codec. The payload is copied to the pool of pinned memory (`_host_pool.py`)
-on the stream that encodes, and copied back on the stream that decodes. Copies do not overlap with kernels of the same
+`<codec>+host` stores the payload of that codec. The payload is copied to the pool of pinned memory (`_host_pool.py`) on
+the stream that encodes, and copied back on the stream that decodes. Copies do not overlap with kernels of the same
 stream. If the pool has no room, the payload stays on the device, and decoding gives the same result.
 """
 
@@ -21,7 +22,7 @@ from adacc_hf.kernels.codecs import Codec, Payload, codec_type, without_gradient
 
 @dataclass(frozen=True, slots=True)
 class HostPayload(Payload):
-    """Payload whose tensors are in host memory."""
+    """Payload (encoded tensor) that is stored in host memory."""
 
     block: HostBlock
     device: torch.device
@@ -34,7 +35,7 @@ class HostPayload(Payload):
 
 
 class OnHost(Codec):
-    """Mixin of a codec class that moves the payload to host memory after encoding, and back before decoding."""
+    """Mixin for a codec class that moves the payload to host memory after encoding, and back before decoding."""
 
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
@@ -54,15 +55,16 @@ class OnHost(Codec):
         return super().decode(Payload(tensors, payload.dtype, payload.size, payload.stride))
 
     def _own(self, payload: Payload) -> tuple[Tensor, ...]:
-        """Return the tensors of a payload on the device, copied if these may share memory with the encoded tensor."""
+        """Return a payload's tensors on the device. They are copied if they may share memory with the encoded
+        tensor."""
         return tuple(part.clone() for part in payload.tensors) if isinstance(self, Unencoded) else payload.tensors
 
 
 class Unencoded(Codec):
-    """Codec that stores the elements unencoded, in memory order.
+    """Codec that stores the elements of a tensor unencoded, in memory order.
 
-    Only `OnHost` uses this codec, because the payload is a view of the tensor if possible, and `decode` returns a view
-    of the payload.
+    The payload is a view of the tensor if possible, and `decode` returns a view of the payload. Therefore only
+    `OnHost`, which copies the payload, uses this codec.
     """
 
     name = HOST

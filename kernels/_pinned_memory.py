@@ -19,8 +19,9 @@ class PinnedMemory(mmap.mmap):
     """Memory of this process, pinned if possible.
 
     Forked processes, such as the workers of a DataLoader, do not inherit the memory: they would keep it in use after
-    this process has freed it. Where the system does not support that, the memory is shared with them: a private mapping
-    would be copied at the first write after a fork, and the device would still use the original pages.
+    this process has freed it. Where the system does not support this, the memory is shared with them. A private mapping
+    is not used, because it would be copied at the first write after a fork, and the device would still use the original
+    pages.
     """
 
     is_pinned = False
@@ -41,7 +42,7 @@ class PinnedMemory(mmap.mmap):
         return memory
 
     def pin(self, address: int) -> None:
-        """Pin the memory, if CUDA is available. If that fails, log a warning."""
+        """Pin the memory, if CUDA is available. If pinning fails, log a warning."""
         if not torch.cuda.is_available():
             return
         code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
@@ -64,19 +65,20 @@ class PinnedMemory(mmap.mmap):
 
 
 def _clear_cuda_error() -> None:
-    """Clear the error that a failed call of CUDA leaves behind. Otherwise torch's next kernel launch would raise it."""
+    """Clear the error that a failed call of CUDA leaves behind. Otherwise torch would raise it at its next kernel
+    launch."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 _memories: WeakSet[PinnedMemory] = WeakSet()
-"""All memory of this process."""
+"""All `PinnedMemory` objects of this process."""
 
 
 def _keep_in_child() -> None:
-    """Keep the memory's objects for ever in a forked process.
+    """Keep all `PinnedMemory` objects alive for ever in a forked process.
 
-    Their destructor would unmap the addresses, which the forked process may use for something else.
+    If one were deleted there, it would unmap its addresses, which the forked process may use for something else.
     """
     for memory in _memories:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))

@@ -33,11 +33,13 @@ TINY_PEAK = 2.0**-100
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 EncodeGroups = Callable[[Tensor, "Tensor | float"], tuple[Tensor, ...]]
-"""Function from (groups [A, G, B], offset added before truncation) to (codes uint8 [A, G, B], further tensors)."""
+"""Type of a function that encodes groups: from (groups [A, G, B], offset added to scaled elements before they are
+truncated) to (codes uint8 [A, G, B], further tensors)."""
 
 
 def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: int, scales: tuple[str, ...]) -> None:
-    """Raise ValueError if an option of a codec is out of range. `scales` are the codec's allowed values of `scale`."""
+    """Raise ValueError if an option of a codec is out of range. `scales` are the values of `scale` that the codec
+    allows."""
     if group_size not in GROUP_SIZES:
         raise ValueError(f"codec {codec!r}: group_size={group_size!r} is not one of {GROUP_SIZES}")
     if scale not in scales:
@@ -49,7 +51,7 @@ def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: 
 
 
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
-    """Extend the first dimension of a codec's tensor to `length`, with zeros, or with copies of the last element if
+    """Extend the first dimension of a tensor to `length`, with zeros, or with copies of the last element if
     `with_last`."""
     missing = length - x.shape[0]
     if isinstance(missing, int) and missing == 0:  # a symbolic size is padded always, because it may be 0 or not
@@ -66,9 +68,9 @@ def cut_to_bfloat16(x: Tensor) -> Tensor:
 def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
     """Return the peak of each group of `x_AGB` in 16 bits, as [A, B].
 
-    If `signed`, a peak is the group's element with the largest absolute value. Otherwise a peak is this absolute value.
-    NaN counts as the largest absolute value. `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If
-    `x_AGB` has no columns, [A, G], the peaks are [A].
+    `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If `signed`, the peak of a group is the element
+    with the largest absolute value. Otherwise the peak is this absolute value. NaN counts as the largest absolute
+    value. If `x_AGB` has no columns, [A, G], the peaks are [A].
     """
     high, low = x_AGB.amax(1).float(), x_AGB.amin(1).float()
     # If two magnitudes are equal, the negative element is the peak, here and in every other implementation.
@@ -77,9 +79,11 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
-    """Return 1 / (peak * `factor`) in float32 for each peak: the factor that scales an element to its code.
+    """Return 1 / (peak * `factor`) in float32 for each peak. The code of an element is the element times this number,
+    shifted and rounded.
 
-    Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero.
+    Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero. The peak of a group
+    is the element with the largest absolute value.
     """
     peaks = peaks.float()
     magnitude = peaks.abs()
@@ -128,7 +132,7 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
 
 
 def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Run `encode(x_AGB, offset)`, and pack the resulting 4-bit codes, two per byte.
+    """Encode `x_AGB` by `encode(x_AGB, offset)`, and pack the resulting 4-bit codes, two per byte.
 
     Return the packed codes [A/2, G, B], and the other tensors that `encode` returns.
     """
@@ -138,10 +142,10 @@ def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> t
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return the codes and the other tensors.
+    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte.
 
-    This order is the fastest on a CPU. In a compiled graph for a GPU, this order would need two kernels that read all
-    of x.
+    Return the packed codes and the other tensors that `encode` returns. On a CPU, this function is faster than
+    `packed_side_by_side`. In a compiled graph for a GPU, it would need two kernels that read all of `x_AGB`.
     """
     codes, *rest = encode(x_AGB, offset)
     half = codes.shape[0] // 2
@@ -149,9 +153,10 @@ def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) 
 
 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode both halves of the groups side by side with `encode`, and pack the 4-bit codes, two per byte.
+    """Encode each half of the groups with `encode`, and pack the 4-bit codes of both halves, two per byte.
 
-    Return the packed codes and the other tensors. Inductor compiles this function to one kernel for a GPU.
+    Return the packed codes and the other tensors that `encode` returns. Inductor compiles this function to one kernel
+    for a GPU.
     """
     half = x_AGB.shape[0] // 2
     offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
@@ -161,7 +166,10 @@ def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | fl
 
 
 def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Encode `x_AGB` with plain torch operators. Return (codes before packing, peaks)."""
+    """Encode `x_AGB` with plain torch operators. Return (codes before packing, 16-bit peaks).
+
+    The peak of a group is the element with the largest absolute value.
+    """
     _, least, most = CODE_RANGES[bits]
     peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
     shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + offset
@@ -169,7 +177,7 @@ def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) 
 
 
 def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
-    """Decode codes and peaks, the results of `encode_ref`, with plain torch, to [A, G, B] in `dtype`.
+    """Decode codes and peaks, the results of `encode_ref`, with plain torch. Return [A, G, B] in `dtype`.
 
     Every element of a group with a non-finite peak is non-finite.
     """

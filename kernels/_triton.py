@@ -35,9 +35,11 @@ jit = triton.jit(
 
 
 runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
-"""Cache of compiled kernels: (function that starts the kernel, names of its constants in order).
+"""Cache of compiled Triton kernels. An entry is (function that starts the kernel, names of the kernel's constants in
+order).
 
-The key contains everything by which Triton selects a compiled kernel (`launch`)."""
+The key contains everything by which Triton selects a compiled kernel (`launch`).
+"""
 
 
 def launch(
@@ -52,7 +54,7 @@ def launch(
     """Start the Triton kernel `kernel(x, *arguments, **constants)` on the device of `x`, unless the grid is empty.
 
     `tile` is the number of elements per program, and `thread_elements` the number per thread. A repeated launch uses a
-    cached kernel, and skips Triton's inspection of every argument, which takes longer than a GPU needs to encode 16
+    cached kernel. This skips Triton's inspection of every argument, which takes longer than a GPU needs to encode 16
     MiB. The cache key has the dtypes, numbers and constants that a kernel was compiled for. Cached kernels assume
     addresses that are multiples of 16. For tensors at other addresses, the kernel is launched by Triton's own launcher.
     """
@@ -88,7 +90,7 @@ def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS)
 
 
 def groups_per_program(group_size: int, tile: int = TILE_ELEMENTS) -> int:
-    """Return the number of groups that one program handles, if its tile has `tile` elements."""
+    """Return the number of groups of elements that one program with `tile` elements handles."""
     return max(1, tile // group_size)
 
 
@@ -107,7 +109,7 @@ def next_power_of_2(number: int) -> int:
 def peak_keys(x, SIGNED: tl.constexpr):
     """Return uint32 keys that sort the elements of x by magnitude, with NaN largest.
 
-    A key is the bits of a float32, with the sign moved to the lowest bit, or dropped unless SIGNED.
+    A key is the bits of the element as a float32. The sign is moved to the lowest bit if SIGNED, and dropped otherwise.
     """
     bits = widened(x).to(tl.uint32, bitcast=True)
     keys = bits << 1
@@ -118,7 +120,8 @@ def peak_keys(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
-    """Convert a key made by `peak_keys` back to the float32 element, the group's peak.
+    """Convert `key`, the largest key that `peak_keys` returned for a group, back to the float32 element: the group's
+    peak.
 
     `dtype` is the dtype of the encoded tensor. If `dtype` is float32, the peak is truncated to a bfloat16 number.
     """
@@ -136,9 +139,9 @@ def upper_half(bits):
 
 @triton.jit
 def in_16_bits(peak, dtype: tl.constexpr):
-    """Convert a group's float32 peak to the 16-bit dtype in which it is stored.
+    """Convert a group's peak, a float32 number, to the 16-bit dtype in which it is stored.
 
-    float16 tensors store peaks as float16, all other tensors as bfloat16.
+    Peaks of float16 tensors are stored as float16, peaks of all other tensors as bfloat16.
     """
     return peak.to(tl.float16) if dtype == tl.float16 else upper_half(peak.to(tl.uint32, bitcast=True))
 
@@ -173,9 +176,9 @@ def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
 def codes_up_to(shifted, most):
     """Truncate `shifted`, numbers above -1, to int32 codes of at most `most`. NaN becomes `most`.
 
-    Symmetric 4-bit codes need no lower clip. An element is at most 1 + 2^-7 times its group's stored peak, and so at
-    most 8.07 steps below zero. The code of zero is 8. Clipping would make encoding slower than the memory bandwidth
-    allows.
+    Negative numbers need no clip. The code of zero is 8, and an element is at most 1 + 2^-7 times its group's stored
+    peak, so its code lies at most 8.07 steps below 8. Numbers from -0.07 to 0 are truncated to 0. A clip would make
+    encoding slower than reading and writing the tensor.
     """
     return tl.minimum(shifted, most).to(tl.int32)
 
@@ -188,7 +191,7 @@ def clipped_codes(shifted, least, most):
 
 @triton.jit
 def widened(x):
-    """Convert elements of any of the codecs' dtypes to float32, exactly."""
+    """Convert elements of any dtype that codecs support to float32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -198,7 +201,7 @@ def widened(x):
 
 @triton.jit
 def rounded_to(x, dtype: tl.constexpr):
-    """Convert float32 to the tensor's dtype, rounding to nearest even."""
+    """Convert float32 to the dtype of the tensor, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)

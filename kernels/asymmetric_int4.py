@@ -24,10 +24,12 @@ OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 
 
 def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] of x's dtype, half ranges bfloat16 [A].
+    """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] in the tensor's dtype, half ranges
+    bfloat16 [A].
 
     The N elements are cut into A groups of G = `group_size` elements. A is rounded up to an even number, because a byte
-    holds two 4-bit codes. Copies of the last element fill up the groups. Codes of non-finite elements are unspecified.
+    holds two 4-bit codes. The groups are filled up with copies of the last element. Codes of non-finite elements are
+    unspecified.
     """
     groups = even_groups(flat_N.shape[0], group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)
@@ -38,7 +40,7 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
 
 
 def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode `x_AG` with plain torch operators. Return (codes before packing, offsets, half ranges)."""
+    """Encode `x_AG` with plain torch operators. Return (codes before packing, offsets, half of each group's range)."""
     high_A, low_A = x_AG.amax(1).float(), x_AG.amin(1).float()
     half_ranges = _symmetric.cut_to_bfloat16(high_A * 0.5 - low_A * 0.5)
     offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(x_AG.dtype)
@@ -48,7 +50,7 @@ def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor
 
 
 def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch, to [N] elements, N = `numel`."""
+    """Decode the results of `encode_ref` with plain torch. Return [N] elements, N = `numel`."""
     half_scale_A = half_ranges.float() * SCALE_FACTORS[scale]
     steps = _symmetric.unpack_ref(codes).float() - OFFSET_CODES[scale]
     x_AG = (steps * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0

@@ -172,7 +172,7 @@ def _decode_kernel(
 def encode(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a contiguous tensor on a GPU. Return packed codes, offsets and half ranges.
+    """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and half of the range of each group.
 
     The result equals `asymmetric_int4.encode_ref`, bit for bit. `zero` is the code that decodes to the group's offset.
     """

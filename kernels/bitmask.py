@@ -1,4 +1,5 @@
-"""One bit per element, lossless: boolean masks, and masks of two values 0 and c such as dropout's 0 and 1/(1-p).
+"""Codec with one bit per element, lossless: for boolean masks, and masks of two values 0 and c such as dropout's 0 and
+1/(1-p).
 
 Bit j of byte k is element k + j * (number of bytes) of the flat tensor, so packing joins eight contiguous eighths. An
 element is set if its bit pattern is not 0, so c may be negative, infinite or NaN (an additive attention mask). The bit
@@ -45,9 +46,9 @@ def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
-    """Decode packed bits to [N]:
+    """Decode packed bits to N = `numel` elements: 0 where the bit is 0, `pattern` where the bit is 1.
 
-    0 where a bit is 0, `pattern` where a bit is 1. If no pattern is passed, return uint8 0 and 1.
+    If no pattern is passed, return uint8 zeros and ones.
     """
     bits = torch.cat([(packed >> j) & 1 for j in range(8)])[:numel]
     return bits.to(pattern[0].dtype) * pattern[0] if pattern else bits
@@ -55,7 +56,7 @@ def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
 
 @register
 class Bitmask(Codec):
-    """Codec bitmask: 1 bit per element, and the value that all nonzero elements share.
+    """Codec bitmask: 1 bit per element, and the one value that all nonzero elements share.
 
     The codec is lossless for tensors for which `accepts` returns True.
     """
@@ -71,7 +72,7 @@ class Bitmask(Codec):
 
     @torch.no_grad()
     def accepts(self, tensor: Tensor) -> bool:
-        """Return True if all nonzero elements have the same bit pattern. -0.0 counts as nonzero.
+        """Return True if all nonzero elements of `tensor` have the same bit pattern. -0.0 counts as nonzero.
 
         The test synchronises with the device.
         """
@@ -104,10 +105,11 @@ class Bitmask(Codec):
 
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a mask as [N]. In a compiled graph for a GPU, write the elements to memory before packing.
+    """Return the elements of a mask as [N]. In a compiled graph for a GPU, have the mask written to memory before
+    packing.
 
     A byte is packed from eight distant elements. If the mask were not in memory, Inductor would recompute the mask
-    while packing, and would store the four-byte random numbers that the mask is computed from. A compiled graph for a
+    while packing, and would store the four-byte random numbers from which the mask is computed. A compiled graph for a
     CPU recomputes the mask, because writing bytes is slow there.
     """
     if tensor.device.type == "cpu" or not tensor.is_contiguous():

@@ -44,10 +44,8 @@ def _decode_kernel(
     num_bytes,
     BLOCK: tl.constexpr,
 ):
-    """Unpack BLOCK bytes, and store one element per bit: 0 if the bit is 0, otherwise the pattern.
-
-    If `pattern_ptr` is None, the pattern is 1.
-    """
+    """Unpack BLOCK bytes, and store one element per bit: 0 if the bit is 0, otherwise the pattern, which is 1 if
+    `pattern_ptr` is None."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     local = tl.arange(0, BLOCK)
     packed = tl.load(packed_ptr + first + local, mask=local < num_bytes - first, other=0).to(tl.int32)

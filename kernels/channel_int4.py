@@ -1,9 +1,9 @@
 """Channel-wise symmetric INT4 (paper 3.2), for Q, K and V in the layout in which autograd saves these tensors.
 
 A channel is an index of the last dimension. Each scale covers `group_size` consecutive rows of a channel, not all rows.
-A scale is therefore known within one tile of a kernel, so that encoding reads the tensor once. Scales of few rows also
-follow the data more closely. Rows are in memory order, so transposed attention heads are encoded without a copy. Only a
-view whose last dimension is not the innermost in memory is copied first.
+A scale is therefore known within one tile of a kernel, so that encoding reads the tensor once. A scale for few rows
+also fits the data better than a scale for all rows. Rows are in memory order, so transposed attention heads are encoded
+without a copy. Only a view whose last dimension is not the innermost in memory is copied first.
 """
 
 import torch
@@ -20,8 +20,8 @@ def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
     """Encode `x_RC`, R rows of C channels, with plain torch. Return (codes uint8 [A/2, G, C], 16-bit peaks [A, C]).
 
     The rows are cut into A groups of G = `group_size` rows. A is rounded up to an even number, because a byte holds two
-    4-bit codes. Each group has one peak per channel: the channel's element with the largest absolute value in the
-    group's rows.
+    4-bit codes. Each group has one peak per channel: the element with the largest absolute value among the channel's
+    elements in the group's rows.
     """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
@@ -30,7 +30,7 @@ def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
+    """Decode the results of `encode_ref` with plain torch. Return a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype).view(-1, columns)[:rows]
 

@@ -35,7 +35,8 @@ ENCODED_ELEMENTS = 64
 
 @triton.jit
 def _first_places(columns, COLUMNS: tl.constexpr):
-    """Return (index of the pair of groups, first column) that the running program handles."""
+    """Return (index of a pair of groups, first column) that the running program handles. A pair is one group of each
+    half."""
     blocks = (columns + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks * COLUMNS
 
@@ -45,9 +46,9 @@ def _encode_half(
     x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Encode one group of rows. Store the peak of each column. Return int32 [G, COLUMNS] codes.
+    """Encode one group of rows in COLUMNS columns. Store the peak of each column. Return int32 codes [G, COLUMNS].
 
-    A peak is the element with the largest absolute value of the group's rows in a column.
+    The peak of a column is the element with the largest absolute value among the group's rows.
     """
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)

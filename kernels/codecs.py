@@ -3,7 +3,7 @@
 A codec encodes a tensor to a smaller `Payload`, and decodes the payload again. Each codec is a file of this folder,
 named after the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The
 planner knows only the attributes that the class declares. Files whose stem starts with an underscore or ends in
-`_triton` are helpers, which are not searched. Therefore listing codecs never imports triton.
+`_triton` are helpers, and are not searched for codecs. Therefore listing codecs never imports triton.
 """
 
 import inspect
@@ -23,13 +23,14 @@ from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
 _PACKAGE = "adacc_hf.kernels"
 registry: dict[str, "type[Codec]"] = {}
-"""Registered codecs by name. Complete after `list_codecs()`. Codecs in host memory (_on_host.py) are not registered."""
+"""Registered codecs by name, complete after `list_codecs()` was called. Codecs in host memory (_on_host.py) are not
+registered."""
 
 MASK = "mask"
 ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other")
-"""Roles of tensors that codecs suit (paper, section 3.2): inputs of a block, masks of two values, softmax and scores,
-operands of attention's products, inputs of norms, inputs of other products with parameters, inputs or results of
-activation functions, and all other tensors."""
+"""Roles of tensors. Each codec suits some of them (paper, section 3.2): inputs of a block, masks of two values, softmax
+and scores, operands of attention's products, inputs of norms, inputs of other products with parameters, inputs or
+results of activation functions, and all other tensors."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,36 +55,37 @@ def without_gradients(function: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Encoded tensor: the tensors that `Codec.encode` stores, and the layout that `Codec.decode` restores."""
+    """Encoded tensor: the tensors that `Codec.encode` stores, and the layout that `Codec.decode` gives the result."""
 
     tensors: tuple[Tensor, ...]
-    """Stored tensors. The storages of these tensors are new, and belong to this payload alone."""
+    """Stored tensors. Their storages are new, and belong to this payload alone."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of `tensors`."""
+        """Bytes of the storages of `tensors`, the stored tensors."""
         return sum(t.untyped_storage().nbytes() for t in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Pair of functions with a codec's kernels for one device type. A module with these two functions can be used
-    instead."""
+    """Pair of functions that encode and decode on one device type. A module with these two functions can be used in
+    place of this class."""
 
     encode: Callable[..., tuple[Tensor, ...]]
-    """Function that encodes a contiguous tensor, and returns the tensors to store."""
+    """Function that encodes a contiguous tensor, and returns the tensors to store for it."""
     decode: Callable[..., None]
-    """Function that fills a contiguous tensor from the stored tensors."""
+    """Function that decodes stored tensors into a contiguous tensor."""
 
 
 class Coder(Protocol):
-    """Object that encodes and decodes tensors: a codec, or a wrapper around a codec that measures errors."""
+    """Interface of objects that encode and decode tensors: a codec, or a wrapper around a codec that measures
+    errors."""
 
     def encode(self, tensor: Tensor) -> Payload:
-        """Return a payload from which `decode` restores `tensor`."""
+        """Return a payload (encoded tensor) from which `decode` restores `tensor`."""
 
     def decode(self, payload: Payload) -> Tensor:
         """Return the tensor that `payload` encodes, in new storage."""
@@ -101,42 +103,46 @@ class Codec:
     name: ClassVar[str]
     """Name in the registry, equal to the file's stem."""
     lossless: ClassVar[bool] = False
-    """True if decode(encode(x)) equals x bit for bit, for every x that `accepts` allows."""
+    """True if decode(encode(x)) equals x bit for bit, for every tensor x for which `accepts` returns True."""
     suits: ClassVar[frozenset[str]] = frozenset()
-    """Roles, among ROLES, whose tensors may be stored with this codec unless the settings name other codecs."""
+    """Roles (kinds of tensors, see ROLES) for which this codec may be used unless the settings name codecs."""
     settings: ClassVar[frozenset[str]] = frozenset()
     """Names of the codec's options that take their values from the user's settings of the same name."""
     keeps_outliers: ClassVar[bool] = False
-    """True if the codec stores outlier channels raw. The codec's option `num_outliers` is the number of these channels
-    (`count_outliers`)."""
+    """True if the codec stores outlier channels unencoded. The codec's option `num_outliers` is the number of these
+    channels (`count_outliers`)."""
     stands_in: ClassVar[bool] = False
-    """True for the precise codec (INT8), which is used where the codecs of a role cause too large errors. Only one
-    codec may set this to True."""
+    """True for the precise codec (INT8), which is used where the errors of other codecs are too large. Only one codec
+    may set this to True."""
     instead_of: ClassVar[str | None] = None
-    """Name of the codec that this codec replaces on tensors on which its error is smaller. None for most codecs.
+    """Name of a codec. On tensors on which this codec's error is smaller, it replaces the named one. None for most
+    codecs.
 
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
-    graphs never use it, because they have no data to compare the errors on."""
+    graphs never use it, because they have no data on which errors could be compared.
+    """
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. Only one codec may set this to True."""
 
     triton: ClassVar[str | None] = None
-    """File of this folder with the GPU kernels, imported when a GPU tensor is first encoded or decoded."""
+    """Name of the file of this folder with the GPU kernels. It is imported when a GPU tensor is first encoded or
+    decoded."""
     cpu: ClassVar[Kernels | None] = None
     """C++ kernels for CPU tensors, or None."""
     keeps_rows: ClassVar[bool] = False
     """True if kernels get tensors as matrices [R, C], whose rows run along the last dimension. Otherwise kernels get
-    tensors as [N] in memory order."""
+    tensors as [N], with the elements in memory order."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """JSON-serializable options that rebuild this codec: `get_codec(codec.name, **codec.options)`."""
+        """Options with which `get_codec(codec.name, **codec.options)` builds an equal codec. They can be written as
+        JSON."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     @classmethod
     @cache
     def option_names(cls) -> tuple[str, ...]:
-        """Return the names of the codec's options.
+        """Return the names of the codec's options, which are the parameters of its constructor.
 
         The names are cached, because inspecting a class takes as long as encoding a small tensor.
         """
@@ -154,28 +160,28 @@ class Codec:
         return self.supports(tuple(tensor.shape), tensor.dtype)
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the exact size in bytes of the payload of a tensor of this shape and dtype, with padding and
-        scales."""
+        """Return the exact size in bytes of an encoded tensor of this shape and dtype, including padding and scales."""
         raise NotImplementedError
 
     def fit(self, tensor: Tensor) -> None:
-        """Set the codec's state that depends on data, such as the outlier channels, from `tensor`.
+        """Set the codec's state that depends on data, such as the choice of outlier channels, from `tensor`.
 
-        Call this method in tracking steps only. Most codecs have no state.
+        Call this method in tracking steps only, in which outliers and errors are measured. Most codecs have no state.
         """
 
     def count_outliers(self, tensor: Tensor, threshold: float) -> int:
         """Return the number of channels of `tensor` whose Z-score is above `threshold`.
 
-        Call this method in tracking steps only, because the method synchronises with the device.
+        Call this method only in tracking steps, in which outliers and errors are measured, because it synchronises with
+        the device.
         """
         raise NotImplementedError(f"codec {self!r} stores no outliers")
 
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
-        """Return a payload from which `decode` restores `tensor`.
+        """Return a payload (encoded tensor) from which `decode` restores `tensor`.
 
-        The payload does not refer to the tensor or its storage.
+        The payload does not refer to `tensor` or its storage.
         """
         self._require(tensor)
         x = as_matrix(tensor) if self.keeps_rows else as_flat(tensor)
@@ -197,27 +203,28 @@ class Codec:
         return restore(fill, payload, self.keeps_rows)
 
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
-        """Return the kernels for the device of `tensor`:
+        """Return the codec's kernels for the device of `tensor`, or None if plain torch is used.
 
-        Triton on a GPU, or C++ on a CPU if the C++ code can be built. Return None if the codec has no kernels for the
-        device and plain torch is used.
+        The kernels are Triton's on a GPU, or C++ on a CPU if the C++ code can be built.
         """
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
         return self.cpu if _cpu.is_usable(tensor) else None
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode `x` with `kernels`, and return the tensors to store. `x` is [N], or [R, C] if `keeps_rows`."""
+        """Encode `x` with `kernels`, and return the tensors to store. `x` is [N], or a matrix [R, C] if
+        `keeps_rows`."""
         raise NotImplementedError
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Decode the stored `tensors` into `out` with `kernels`. `out` is [N], or [R, C] if `keeps_rows`."""
+        """Decode the stored `tensors` into `out` with `kernels`. `out` is [N], or a matrix [R, C] if `keeps_rows`."""
         raise NotImplementedError
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode `x` with plain torch, as the reference for all kernels, and return the tensors to store.
+        """Encode `x` with plain torch, and return the tensors to store. The results of all kernels must equal this
+        result.
 
-        `x` is [N], or [R, C] if `keeps_rows`.
+        `x` is [N], or a matrix [R, C] if `keeps_rows`.
         """
         return self.encode_traceable(x)
 
@@ -225,13 +232,14 @@ class Codec:
         """Encode a contiguous tensor with plain torch operators that can be traced into a compiled graph.
 
         Control flow is static, and no operator writes in place. The result equals, bit for bit, the tensors that
-        `encode` stores if `fit(tensor)` is called directly before `encode`. Raise NotImplementedError if the codec has
-        no such form, because the codec's result also depends on other state.
+        `encode` stores if `fit(tensor)` is called directly before `encode`. Raise NotImplementedError if the codec
+        cannot be traced, because its result also depends on other state.
         """
         raise NotImplementedError(f"codec {self!r} cannot be used in a compiled graph")
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the contiguous tensor encoded by `encode_traceable`, equal to `decode` bit for bit."""
+        """Decode `tensors`, the result of `encode_traceable`, to a contiguous tensor that equals the result of `decode`
+        bit for bit."""
         raise NotImplementedError(f"codec {self!r} cannot be used in a compiled graph")
 
     @classmethod
@@ -256,9 +264,9 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register(codec_class: C) -> C:
-    """Decorate a codec class to register the class under its `name`.
+    """Add a codec class to the registry under its `name`. Use this function as a decorator.
 
-    Raise ValueError if its attributes are inconsistent.
+    Raise ValueError if the attributes of the class are inconsistent.
     """
     name, unknown = codec_class.name, sorted(codec_class.suits.difference(ROLES))
     if unknown:
@@ -281,13 +289,13 @@ def register(codec_class: C) -> C:
 
 @cache
 def _triton_kernels(file: str) -> Any:
-    """Import the module with a codec's GPU kernels."""
+    """Import and return `file`, the module with a codec's GPU kernels."""
     return import_module(f"{_PACKAGE}.{file}")
 
 
 @cache
 def _import_codecs() -> None:
-    """Import every codec file of this folder once. `registry` is then complete."""
+    """Import every codec file of this folder once, so that `registry` is complete."""
     for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__):
         if not (module.name.startswith("_") or module.name.endswith("_triton")):
             import_module(f"{_PACKAGE}.{module.name}")
@@ -300,7 +308,7 @@ def list_codecs() -> list[str]:
 
 
 def get_codec(name: str, **options: Any) -> Codec:
-    """Return a codec, built from its name and options.
+    """Return a codec, built from a codec's name and options.
 
     Raise ValueError for an unknown name, an unknown option or a value out of range.
     """
@@ -314,8 +322,8 @@ def get_codec(name: str, **options: Any) -> Codec:
 
 
 def codec_type(name: str) -> type[Codec]:
-    """Return the class of the codec `name`. Codecs that store payloads in host memory are "host", and "<codec>+host"
-    for each other codec.
+    """Return the class of the codec `name`. The name "host", or "<codec>+host", is a codec that stores payloads in host
+    memory.
 
     Raises ValueError for an unknown name.
     """
@@ -339,7 +347,7 @@ def replacements(name: str, role: str) -> list[str]:
 
 @cache
 def precise_codec() -> str:
-    """Return the name of the precise codec (INT8), which is used where other codecs cause too large errors
+    """Return the name of the precise codec (INT8), which is used where the errors of other codecs are too large
     (`Codec.stands_in`)."""
     return next(name for name in list_codecs() if registry[name].stands_in)
 

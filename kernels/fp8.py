@@ -32,11 +32,11 @@ HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 
 
 
 def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
-    """Convert scaled float32 elements, at most 452 in magnitude, to uint8 E4M3 codes.
+    """Convert float32 elements to uint8 E4M3 codes. `scaled` are the elements after scaling, at most 452 in magnitude.
 
     Round to nearest even. If `noise` in [0, 1) is given, round stochastically.
 
-    Elements beyond 448 take the code of 448. Codes of non-finite elements are unspecified.
+    Elements beyond 448 get the code of 448. Codes of non-finite elements are unspecified.
     """
     bits = scaled.view(torch.int32)
     # Exponent of each element minus the exponent of the least normal number. Below that number, steps no longer shrink.
@@ -49,7 +49,7 @@ def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def numbers_ref(codes: Tensor) -> Tensor:
-    """Convert E4M3 codes exactly to float32 numbers. The numbers are divided by `HALF_SCALE`."""
+    """Return the numbers that E4M3 codes stand for, divided by `HALF_SCALE`, exactly in float32."""
     wide = codes.to(torch.int32)
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(torch.int16).view(torch.float16).float()
 
@@ -73,9 +73,9 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch, to [R, C] in `dtype`.
+    """Decode the results of `encode_ref` with plain torch. Return [R, C] in `dtype`.
 
-    Every element of a group with a non-finite absmax is non-finite.
+    Every element of a group whose absmax (largest absolute value) is non-finite is non-finite.
     """
     numbers_AG = numbers_ref(_groups_of_rows(codes, group_size))
     scales_A = peaks.float() * FACTOR * HALF_SCALE
@@ -83,7 +83,7 @@ def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor
 
 
 def _missing_elements(columns: int, group_size: int) -> int:
-    """Return the number of elements by which the codec's last group of a row is too short."""
+    """Return the number of elements that the last group of a row lacks to have `group_size` elements."""
     return -columns % group_size
 
 
@@ -96,15 +96,14 @@ def _groups_of_rows(x_RC: Tensor, group_size: int) -> Tensor:
 
 
 def _rows_of_groups(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the rows [R, C] that `_groups_of_rows` has cut into groups, without the padding, in new memory."""
+    """Return the rows [R, C] from which `_groups_of_rows` has cut the groups, without the padding, in new memory."""
     missing = _missing_elements(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_certainly_zero(missing) else x_RW[:, :columns].clone()
 
 
 def _is_certainly_zero(number: int) -> bool:
-    """Return True if a number in the codec is certainly 0. A number in a compiled graph may be known only when the
-    graph runs."""
+    """Return True if `number` is known to be 0. In a compiled graph, a number may be known only when the graph runs."""
     return isinstance(number, int) and number == 0
 
 

@@ -77,7 +77,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups in FP8, and store their codes and peaks."""
+    """Encode T groups in FP8, and store their codes and peaks. The peak of a group is the largest absolute value."""
     group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
@@ -98,7 +98,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups from their FP8 codes and peaks."""
+    """Decode T groups from their FP8 codes and peaks. The peak of a group is the largest absolute value."""
     group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
@@ -109,7 +109,7 @@ def _decode_kernel(
 
 
 def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Return (columns, groups, True if rows end in a shorter group), as arguments of the kernels.
+    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched.
 
     If all groups are whole, the matrix counts as one long row.
     """
@@ -119,7 +119,7 @@ def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to `fp8.encode_ref`."""
+    """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to the results of `fp8.encode_ref`."""
     columns, groups, is_ragged = _launch_shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))

@@ -17,8 +17,8 @@ def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tup
 
     The code of zero is 128.
 
-    The N elements are cut into A groups of G = `group_size` elements, the last completed with zeros. The absmax of a
-    group is the largest absolute value of the group's elements.
+    The N elements are cut into A groups of G = `group_size` elements. The last group is filled up with zeros. The
+    absmax of a group is the largest absolute value of the group's elements.
     """
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
@@ -26,7 +26,7 @@ def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tup
 
 
 def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch, to [N] elements in `dtype`, N = `numel`."""
+    """Decode the results of `encode_ref` with plain torch. Return [N] elements in `dtype`, N = `numel`."""
     return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 

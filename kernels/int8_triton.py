@@ -72,7 +72,7 @@ def _decode_kernel(
 
 
 def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous tensor in INT8 on a GPU. Return codes and the absmax of each group.
+    """Encode a contiguous tensor in INT8 on a GPU. Return codes and the absmax (largest absolute value) of each group.
 
     The results equal the results of `int8.encode_ref`.
     """

@@ -2,8 +2,8 @@
 
 The channels (indices of the last dimension) with the largest sums of absolute values are stored uncompressed (raw) with
 their indices, and replaced by zeros. The other elements are encoded by symmetric group-wise INT4 over the flat tensor.
-The number of channels is fixed, so payloads have static shapes. The choice of channels is state, set by `fit` at
-tracking iterations.
+The number of channels is fixed, so payloads have static shapes. The choice of channels is a state of the codec, which
+`fit` sets in tracking steps.
 """
 
 from dataclasses import dataclass
@@ -22,21 +22,20 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """Outlier channels, which the codec stores uncompressed (raw), in the forms that the kernels read."""
+    """Outlier channels, which the codec stores uncompressed (raw), in several forms that the kernels read."""
 
     channels: int
     """C, the total number of channels."""
     indices: Tensor
-    """int32 [K], the raw channels in ascending order."""
+    """int32 [K], the indices of the outlier channels in ascending order."""
     keep: Tensor
-    """Bit mask [C + group_size], in integers with as many bits as the elements: 0 for a raw channel, else -1. The mask
-    repeats after C integers, so that a group that begins at any channel reads a contiguous range."""
+    """Bit mask [C + group_size], in integers with as many bits as the elements: 0 for an outlier channel, else -1. The
+    mask repeats after C integers, so that a group that begins at any channel reads a contiguous range."""
 
 
 SUMMED_ELEMENTS = 2**16
-"""Number of elements whose magnitudes a CPU computes at once. This number of elements fits into the processor's cache.
-1024 x 3072 float32 elements therefore take 0.6 ms instead of 11 ms, and no second tensor of the input's size is
-allocated."""
+"""Number of elements whose magnitudes a CPU computes at once. So many elements fit into the processor's cache. 1024 x
+3072 float32 elements therefore take 0.6 ms and not 11 ms, and no second tensor of the input's size is allocated."""
 
 
 @torch.no_grad()
@@ -55,7 +54,7 @@ def channel_sums(tensor: Tensor) -> Tensor:
 
 
 def zscores(sums_C: Tensor) -> Tensor:
-    """Return the Z-score of each channel, float32 [C] (eq. 1).
+    """Return the Z-score of each channel from `sums_C`, the channels' sums of magnitudes, as float32 [C] (eq. 1).
 
     The Z-score is the distance of the channel's sum from the mean sum, in standard deviations.
 
@@ -68,13 +67,14 @@ def zscores(sums_C: Tensor) -> Tensor:
 def count_outliers(tensor: Tensor, threshold: float = 3.0) -> int:
     """Return the number of channels of `tensor` whose Z-score is above `threshold`.
 
-    Call this function in tracking steps only, because the function synchronises with the device.
+    Call this function only in tracking steps, in which outliers and errors are measured, because it synchronises with
+    the device.
     """
     return int((zscores(channel_sums(tensor)) > threshold).sum())
 
 
 def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
-    """Return the `count` channels with the largest sums as outliers, without a synchronisation with the device."""
+    """Return the `count` channels with the largest sums as outliers, without synchronising with the device."""
     channels = sums_C.shape[0]
     indices = sums_C.topk(count).indices.sort().values
     keep = torch.full((channels,), -1, dtype=torch.int16 if element_bytes == 2 else torch.int32, device=sums_C.device)
@@ -92,7 +92,7 @@ def encode_ref(
     because a byte holds two 4-bit codes. The peak of a group is the element with the largest absolute value.
 
     If `indices` [K] of outlier channels are given, the elements of these channels count as zeros in the groups. In this
-    case, also return the raw channels [R, K] and a copy of the indices.
+    case, also return the outlier channels uncompressed (raw), [R, K], and a copy of the indices.
     """
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
@@ -106,7 +106,7 @@ def encode_ref(
 def decode_ref(
     shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor
 ) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
+    """Decode the results of `encode_ref` with plain torch. Return a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
     x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
     x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
@@ -143,10 +143,10 @@ def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *ra
 
 @register
 class OutlierInt4(Codec):
-    """Codec outlier_int4: symmetric INT4 in groups, with `num_outliers` channels stored raw.
+    """Codec outlier_int4: symmetric INT4 in groups, with `num_outliers` channels stored uncompressed (raw).
 
-    `zscore_threshold` is for callers that choose `num_outliers` by `count_outliers`. Encoding does not read
-    `zscore_threshold`.
+    Encoding does not read the option `zscore_threshold`. It is for callers that set `num_outliers` to the number of
+    channels that `count_outliers` finds.
     """
 
     name = "outlier_int4"
@@ -191,7 +191,8 @@ class OutlierInt4(Codec):
 
     @torch.no_grad()
     def fit(self, tensor: Tensor) -> None:
-        """Choose the `num_outliers` channels of `tensor` with the largest absolute sums, without a synchronisation."""
+        """Choose the `num_outliers` channels of `tensor` with the largest absolute sums, without synchronising with the
+        device."""
         self._require(tensor)
         if self.num_outliers:
             sums_C = channel_sums(tensor)

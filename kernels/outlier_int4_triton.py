@@ -35,7 +35,7 @@ LEAST_PADDED = 16  # least number of outliers that kernels are compiled for, bec
 
 @triton.jit
 def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
-    """Return the int64 row and the int32 column of a group's first element.
+    """Return the int64 row and the int32 column of the first element of the group with the index `group`.
 
     If each row consists of whole groups (ROW_OF_GROUPS), no slow 64-bit division is needed.
     """
@@ -50,7 +50,8 @@ def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
-    """Return the position (row, column) that is half of the tensor's elements after `row`, `column`."""
+    """Return the position (row, column) of the element that comes half of the tensor's elements after position `row`,
+    `column`."""
     column += half_columns
     wraps = (column >= channels).to(tl.int32)
     return row + half_rows + wraps, column - wraps * channels
@@ -64,8 +65,8 @@ def _outliers_cleared(
     """Return x [T, G] with the elements of outlier channels set to 0. The first element is in column first_column.
 
     ROW_OF_GROUPS is True if each row consists of whole groups. In this case, no group continues in the next row, and
-    `keep` is read 128 bits at a time. Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64,
-    ...
+    the mask of channels, `keep`, is read 128 bits at a time. Example: channels 128, G 64, first_column 64: groups start
+    at columns 64, 0, 64, ...
     """
     within = tl.arange(0, G)[None, :]
     place = first_column + tl.arange(0, T)[:, None] * G
@@ -86,7 +87,8 @@ def _raw_places(
     indices_ptr, first_group, low_row, low_column, high_row, high_column, rows, numel, channels,
     num_outliers, PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Return, for the outliers in a program's groups, offsets in the tensor, offsets among the raw values, and a mask.
+    """Return, for the outliers in a program's groups, their offsets in the tensor, their offsets among the uncompressed
+    values, and a mask.
 
     All results have shape [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the
     outliers of its own groups, because the elements of these groups are in the program's cache, and no other program
@@ -267,7 +269,7 @@ def encode(
 ) -> tuple[Tensor, ...]:
     """Encode a contiguous matrix on a GPU.
 
-    Return codes and peaks, and with outliers also raw channels and their indices.
+    Return codes and peaks. If there are outliers, also return the uncompressed outlier channels and their indices.
 
     The results equal the results of `outlier_int4.encode_ref`. `indices` and `keep` are fields of
     `outlier_int4.Outliers`, or None without outliers.
@@ -319,10 +321,10 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
-    """Return a dict from the names of the kernels' compile-time constants to their values.
+    """Return a dict from the names of the encode and decode kernels' compile-time constants to their values.
 
-    If there are no outliers, `raw` is empty and all constants are 0 or False. TILE_ROWS is the maximum number of rows
-    that the groups of one program can span, rounded up to a power of two.
+    If there are no outliers, `raw` (the uncompressed outlier channels) is empty and all constants are 0 or False.
+    TILE_ROWS is the maximum number of rows that the groups of one program can span, rounded up to a power of two.
     """
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:

@@ -24,7 +24,7 @@ def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[T
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
+    """Decode the results of `encode_ref` with plain torch. Return a matrix [R, C] of `shape` and `dtype`."""
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
 
 
@@ -38,7 +38,7 @@ def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> 
 
 @register
 class TokenInt4(Codec):
-    """Codec token_int4: symmetric INT4 with one scale per row, by default the paper's scale."""
+    """Codec token_int4: symmetric INT4 with one scale per row, by default with the paper's formula for the scale."""
 
     name = "token_int4"
     is_baseline = True

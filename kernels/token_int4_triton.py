@@ -2,7 +2,7 @@
 
 A byte holds the 4-bit codes of two elements that are half the tensor apart. A program therefore handles whole rows of
 the first half, and the corresponding rows of the second half. Rows of up to MAX_BLOCK elements stay in registers.
-Longer rows are read twice, in chunks, the second time mostly from the cache.
+Longer rows are read twice, in chunks. The second read is mostly from the cache.
 """
 
 import torch
@@ -45,11 +45,10 @@ def _load_rows(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """Compute the peaks of T rows, and store the peaks of rows below `last`.
+    """Compute the peaks of T rows from `keys` [T, BLOCK], and store the peaks of those rows below row `last`.
 
-    The peak of a row is the element with the largest absolute value.
-
-    `keys` [T, BLOCK] are the results of `peak_keys`. Return the reciprocal scales, float32 [T].
+    The peak of a row is the element with the largest absolute value. `keys` are the results of `peak_keys`. Return the
+    reciprocal scales of the rows, float32 [T].
     """
     peak = stored_peak(tl.max(keys, axis=1), dtype)
     row = first + tl.arange(0, T)
@@ -59,14 +58,14 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 
 @triton.jit
 def _int4_codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
-    """Return int32 codes of the elements x [T, BLOCK]. `inverse` has the reciprocal scale of each row."""
+    """Return int32 codes of the elements x [T, BLOCK]. `inverse` has the reciprocal of each row's scale."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
     return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
 
 
 @triton.jit
 def _store_codes(codes_ptr, codes, first, pairs, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Store packed INT4 codes, starting at row `first` and column `start`."""
+    """Store INT4 codes, packed two per byte, starting at row `first` and column `start`."""
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column

@@ -1,4 +1,4 @@
-"""Training and evaluation data of a run: a data set of the hub or a folder, a mixture, or the recipe's own chats."""
+"""Training and evaluation data of a run: a data set of the hub or of a folder, a mixture, or the recipe's own chats."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ DEMO_CHATS = str(Path(__file__).parent / "data" / "chats.jsonl")
 def load_splits(
     chats: str | None, script: ScriptArguments, mixture: DatasetMixtureConfig, training: SFTConfig
 ) -> tuple[Any, Any]:
-    """Load the data of `--chats`, or of `datasets` or `--dataset_name` as `trl sft` does; by default the demo's chats.
+    """Load the training and the evaluation split of a chat dataset.
 
-    Return the training split, and the evaluation split or None if `--eval_strategy` is "no". Raises ValueError or
-    OSError that names the setting.
+    The data come from `--chats`, or from `datasets` or `--dataset_name` as in `trl sft`, or by default from the demo's
+    chats. The evaluation split is None if `--eval_strategy` is "no". Raises ValueError or OSError that names the
+    setting.
     """
     if chats and (script.dataset_name or mixture.datasets):
         raise ValueError(f"--chats={chats} cannot be combined with --dataset_name or datasets; leave out one of them")
@@ -32,7 +33,8 @@ def load_splits(
 
 
 def _dataset_split(splits: Any, setting: str, name: str) -> Any:
-    """Return the split `name` of a chat dataset. Raises ValueError if it does not exist."""
+    """Return the split called `name` of a chat dataset. Raises ValueError, naming `setting`, if there is no such
+    split."""
     if name not in splits:
         raise ValueError(f"{setting}={name} is not a split of the data, which has {', '.join(splits)}")
     return splits[name]

@@ -19,8 +19,10 @@ CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}\
 
 
 def load_chats(path: str, text_field: str) -> Dataset:
-    """Load the rows of a chat dataset from a jsonl file. Raises FileNotFoundError, or ValueError if TRL cannot train on
-    the rows."""
+    """Load the rows of a chat dataset from a jsonl file.
+
+    Raises FileNotFoundError, or ValueError if TRL cannot train on the rows.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--chats={path}: no such file; check the path (relative to {Path.cwd()})")
     try:
@@ -44,7 +46,7 @@ def load_chats(path: str, text_field: str) -> Dataset:
 
 
 def demo_tokenizer(chats: Dataset, cache_dir: Path) -> PreTrainedTokenizerBase:
-    """Return a byte-level BPE tokenizer trained on the chats, with a chat template."""
+    """Return a byte-level BPE tokenizer that is trained on the chats, with a chat template."""
     texts = [text for row in chats for text in strings_in(row)]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     tokenizer = trained_tokenizer(Dataset.from_dict({"text": texts}), key, 512, len(texts), cache_dir)
@@ -60,7 +62,7 @@ def strings_in(part: object) -> list[str]:
 
 
 def demo_model(tokenizer: PreTrainedTokenizerBase, context_length: int, seed: int) -> LlamaForCausalLM:
-    """Return a LLaMA with 0.9 million random weights and a context of `context_length` tokens."""
+    """Return a LLaMA model with 0.9 million random weights and a context of `context_length` tokens."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         num_hidden_layers=4,

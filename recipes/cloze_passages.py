@@ -21,19 +21,20 @@ CLOZE_FILE = "cloze.jsonl"
 """Name of the file of passages in a run folder."""
 
 NUM_PASSAGES = 500
-"""Default number of passages, at which the standard error of the accuracy is at most 2.2 points."""
+"""Default number of passages. The standard error of the accuracy is then at most 2.2 percentage points."""
 
 PASSAGE_CHARACTERS = 400
-"""Default length of a passage, about the length of LAMBADA's passages."""
+"""Default maximum length of a passage in characters, about the length of LAMBADA's passages."""
 
 MIN_LETTERS = 4
-"""Minimum length of an answer. Shorter words are mostly grammatical, and can be guessed from the neighbouring words."""
+"""Minimum number of letters in an answer. Shorter words are mostly grammatical, and can be guessed from the words next
+to them."""
 
 _WORD = re.compile(r"\w+")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Create cloze passages from files of documents."""
+    """Create cloze passages from files of documents, as the command line asks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="file or folder of documents, as for gpt2_pile.py")
     parser.add_argument("--output", type=Path, default=Path(CLOZE_FILE), help=f"default: {CLOZE_FILE}")
@@ -48,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def cloze_passages(
     documents: Iterable[str], num_passages: int, passage_characters: int = PASSAGE_CHARACTERS
 ) -> list[str]:
-    """Return at most `num_passages` passages of at most `passage_characters`, sampled evenly from all passages.
+    """Return at most `num_passages` passages of at most `passage_characters`, sampled evenly.
 
-    The last word of a passage has four letters or more and occurs earlier in the passage. No two passages share text.
-    Raises ValueError if the documents contain no suitable passage.
+    The last word of a passage, which is the answer, has four letters or more and occurs earlier in the passage. No two
+    passages share text. Raises ValueError if the documents contain no suitable passage.
     """
     candidates = [passage for document in documents for passage in _document_passages(document, passage_characters)]
     if not candidates:
@@ -64,13 +65,16 @@ def cloze_passages(
 
 
 def save_passages(passages: Iterable[str], path: Path) -> None:
-    """Write {"text": passage} per line, the schema of LAMBADA."""
+    """Write a JSON object {"text": passage} per line into `path`, as in LAMBADA's files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages), encoding="utf-8")
 
 
 def _document_passages(document: str, characters: int) -> Iterator[str]:
-    """Yield the longest passage of each chunk of `characters`, if the passage fills at least half of the chunk."""
+    """Cut a document into chunks of `characters`, and yield the longest passage of each chunk.
+
+    A passage that fills less than half of its chunk is left out.
+    """
     words = list(_WORD.finditer(document))
     by_chunk = groupby(words, key=lambda word: word.start() // characters)
     for chunk, group in by_chunk:
@@ -80,7 +84,7 @@ def _document_passages(document: str, characters: int) -> Iterator[str]:
 
 
 def _longest_passage(document: str, words: list[re.Match[str]]) -> str | None:
-    """Return the text from the first word up to the last suitable answer, or None without a suitable answer."""
+    """Return the text from the first of `words` to the last suitable answer, or None if no word is suitable."""
     first_index: dict[str, int] = {}
     for index, word in enumerate(words):
         first_index.setdefault(word.group(), index)

@@ -1,4 +1,4 @@
-"""Table of a comparison of methods: as text, as Markdown, and as JSON with the settings and versions."""
+"""Table that compares training methods: as text, as Markdown, and as JSON with the settings and versions."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,30 +11,30 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_table
 
 PEAK = "peak of the step"
-"""Heading of the peak over a whole training step, also in the report's table of predictions."""
+"""Heading of the column with the peak over a whole training step. The report's table of predictions uses it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """Memory, speed and losses of one method in the recipe's comparison."""
+    """Memory, speed and losses of one training method in the recipe's comparison."""
 
     title: str
     folder: str
-    """Name of the run's folder, in the folder of the comparison."""
+    """Name of the folder of the method's run, inside the folder of the comparison."""
     activation_bytes: int
-    """Peak of the activation bytes that forward stores for backward."""
+    """Largest number of bytes of the activations that forward stores for backward."""
     peak_bytes: int
     """Peak of live tensor bytes over forward and backward, including parameters and gradients."""
     step_peak_bytes: int
-    """Peak of live tensor bytes over a whole training step, including the optimizer's state. The predicted peak of a
-    policy has the same definition."""
+    """Peak of live tensor bytes over a whole training step, including the optimizer's state. Predicted peaks of
+    policies are defined in the same way."""
     relative_throughput: Spread
-    """Tokens per second, divided by the tokens per second of plain training in the same round."""
+    """Tokens per second, divided by the tokens per second of plain training in the same round of timing."""
     final_train_loss: float
     validation_loss: float
 
     def cells(self) -> dict[str, str]:
-        """Return the formatted cells of the method's row by column heading."""
+        """Return the formatted cells of this row, by column heading."""
         return {
             "method": self.title,
             "peak activation bytes": format_bytes(self.activation_bytes),
@@ -46,11 +46,11 @@ class ComparisonRow:
         }
 
     def report_cells(self) -> dict[str, str]:
-        """Return the cells for a report, which shows only one peak: the peak of the step."""
+        """Return the formatted cells for a report, which shows only one of the peaks: the peak of the step."""
         return {name: cell for name, cell in self.cells().items() if name == PEAK or not name.startswith("peak of")}
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the method's row by column."""
+        """Return the numbers of this row, by column name."""
         return {
             "activation_bytes": self.activation_bytes,
             "peak_bytes": self.peak_bytes,
@@ -62,12 +62,13 @@ class ComparisonRow:
 
 
 def table_text(rows: list[ComparisonRow]) -> str:
-    """Return the recipe's comparison as a Markdown table with aligned columns, readable in a terminal."""
+    """Return the comparison as a Markdown table with aligned columns, which is readable in a terminal too."""
     return markdown_table([row.cells() for row in rows])
 
 
 def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArguments) -> None:
-    """Write comparison.md and comparison.json into `folder`. The JSON file has the format of `adacc eval` records."""
+    """Write comparison.md and comparison.json into `folder`. The JSON file has the format of records of `adacc
+    eval`."""
     settings = Settings(
         runner="demo_comparison",
         seed=args.training.seed,
@@ -89,7 +90,7 @@ def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArgumen
 
 
 def _conditions(args: RecipeArguments, device: str) -> str:
-    """Describe the conditions of a recipe's comparison in one line: model, dataset, steps, and machine."""
+    """Describe the conditions of the comparison in one line: model, dataset, steps, and machine."""
     training = args.training
     return (
         f"{args.model.model} on {args.data.dataset}, {training.max_steps} steps of "

@@ -1,4 +1,4 @@
-"""Comparison of all methods on the same model, seed and data: one table of memory, speed and losses.
+"""Comparison of all training methods on the same model, seed and data: one table of memory, speed and losses.
 
 The losses come from one training run per method, one after the other. Bytes and speed are measured afterwards on the
 trained models: bytes on one batch, speed on whole training steps. Each round of the timing runs one step of every
@@ -28,7 +28,7 @@ WARMUP_ROUNDS, TIMED_ROUNDS = 2, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Method with its budget, and the folder of its run: one row of the comparison."""
+    """Training method with its budget, and the folder of its run: one row of the comparison."""
 
     title: str
     folder: str
@@ -48,7 +48,7 @@ REPORTED = "adacc-50"  # folder of the row whose policy the report shows
 
 
 def compare_methods(run: PreparedRun) -> dict[str, float]:
-    """Train and measure every contender, print the table and save it in the run folder.
+    """Train and measure every method of CONTENDERS, print the table, and save it in the run folder.
 
     Return the numbers of the table as a dict with the keys "<folder>/<column>".
     """
@@ -67,7 +67,7 @@ def compare_methods(run: PreparedRun) -> dict[str, float]:
 
 
 def example_batch(run: PreparedRun) -> Batch:
-    """Return a training batch in the Trainer's format: [B, T] ids and labels, and the number of labels."""
+    """Return a training batch in the Trainer's format: ids and labels [B, T], and the number of labels."""
     training = run.args.training
     batch = stack_sequences(list(run.data.train.take(training.per_device_train_batch_size)))
     batch["num_items_in_batch"] = torch.tensor(batch["labels"][:, 1:].numel())
@@ -75,7 +75,8 @@ def example_batch(run: PreparedRun) -> Batch:
 
 
 def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[ComparisonRow]:
-    """Return the rows of the recipe's comparison, in the order of CONTENDERS."""
+    """Measure the memory and speed of each finished run. Return the rows of the comparison, in the order of
+    CONTENDERS."""
     memory = {folder: step_memory(result, batch) for folder, result in finished.items()}
     step_peaks = {folder: step_peak_bytes(result, batch) for folder, result in finished.items()}
     throughput = relative_throughput(finished, batch)
@@ -95,7 +96,7 @@ def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[Compar
 
 
 def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
-    """Measure the bytes of one forward and backward of the recipe's trained model, after warm-up steps."""
+    """Measure the bytes of one forward and backward of a trained model, after warm-up steps."""
     with training_method(result) as model:
         for _ in range(WARMUP_ROUNDS):
             model(**batch).loss.backward()
@@ -104,7 +105,7 @@ def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
 
 
 def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
-    """Measure the peak of live bytes over a whole step of the recipe's training with AdamW, after warm-up steps."""
+    """Measure the peak of live bytes over a whole training step with AdamW, after warm-up steps."""
     with training_method(result) as model:
         optimizer = adamw(model)
         step = training_step(model, batch, optimizer)
@@ -119,8 +120,10 @@ def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
 
 @contextmanager
 def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
-    """Put the recipe's trained model into training mode, and apply the method of its training while the context is
-    open."""
+    """Put a trained model into training mode, and train it as in its run, inside the `with` block.
+
+    The model runs under its policy, under gradient checkpointing, or plainly.
+    """
     model = result.model
     model.train()
     model.zero_grad(set_to_none=True)
@@ -150,12 +153,12 @@ def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[
 
 
 def adamw(model: PreTrainedModel) -> torch.optim.Optimizer:
-    """Return the optimizer of the recipe's comparison."""
+    """Return the AdamW optimizer with which the comparison measures training steps."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 def training_step(model: PreTrainedModel, batch: Batch, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that runs one training step of the recipe's comparison: forward, backward, optimizer."""
+    """Return a function that runs one training step: forward, backward, and optimizer step."""
 
     def step() -> None:
         model(**batch).loss.backward()

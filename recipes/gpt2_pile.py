@@ -30,7 +30,7 @@ def parse_settings(argv: list[str]) -> RecipeArguments:
 
 
 def train(run: PreparedRun) -> dict[str, float]:
-    """Train the recipe's model with the method in the settings, write the report, and print one closing line."""
+    """Train the recipe's model with the training method in the settings, write the report, and print a summary line."""
     method, output_dir = run.args.method, run.args.training.output_dir
     if method.method == "compare":
         return compare_methods(run)
@@ -43,7 +43,7 @@ def train(run: PreparedRun) -> dict[str, float]:
 
 
 def closing_line(run: PreparedRun, finished: FinishedRun) -> str:
-    """Return a summary of the recipe's run: model, method, steps, losses, speed, stored bytes, and output folder."""
+    """Return a one-line summary of the run: model, method, steps, losses, speed, stored bytes, and output folder."""
     metrics = finished.metrics
     parts = [
         f"{run.args.model.model}, {run.args.method.method}: {metrics['steps']} steps",
@@ -70,7 +70,7 @@ def command_line() -> int:
 
 
 def _print_recipe_error(error: Exception) -> int:
-    """Print an error of the recipe, and return the exit status."""
+    """Print an error of the recipe as one message, and return the exit status."""
     print(f"gpt2_pile.py: error: {error}", file=sys.stderr)
     return 2
 

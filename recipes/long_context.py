@@ -113,9 +113,9 @@ def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]
 
 
 def long_config(recipe: RecipeArguments) -> PretrainedConfig:
-    """Return the model's configuration with a context of at least `seq_len`.
+    """Return the model's configuration with a context of at least `seq_len` tokens.
 
-    Raises ValueError if the model's positions cannot be extended.
+    Raises ValueError if the model's position encoding cannot be extended.
     """
     config = load_config(recipe.model)
     if getattr(config, "rope_parameters", None) is None or config.is_encoder_decoder:
@@ -128,7 +128,7 @@ def long_config(recipe: RecipeArguments) -> PretrainedConfig:
 
 
 def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig) -> int:
-    """Print the plan, and return the budget in bytes. Raises ValueError if the plan does not fit."""
+    """Print the plan for the run, and return its budget in bytes. Raises ValueError if the plan does not fit."""
     run = Run(
         model=recipe.model,
         config=config,
@@ -153,8 +153,10 @@ def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config:
 def make_trainer(
     recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig, callback: AdaccCallback | None
 ) -> Trainer:
-    """Build the recipe's Trainer with model, tokenizer and dataset. Raises ValueError or OSError that names the invalid
-    setting."""
+    """Build the recipe's Trainer with model, tokenizer and dataset.
+
+    Raises ValueError or OSError that names the invalid setting.
+    """
     cache_dir = Path(recipe.cache_dir)
     with training.main_process_first(desc="preparing the data"):
         documents, digest = load_documents(recipe.dataset, cache_dir)
@@ -196,7 +198,7 @@ def make_trainer(
 
 
 def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
-    """Train the recipe's model, save the model, and print one closing line."""
+    """Train the recipe's model, save it, and print a summary line."""
     metrics = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint).metrics
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -206,7 +208,7 @@ def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
 
 
 def closing_line(trainer: Trainer, callback: AdaccCallback, speed: float) -> str:
-    """Return a summary of the recipe's run: steps, loss, speed, policy, and stored bytes relative to plain training."""
+    """Return a one-line summary of the run: steps, loss, speed, policy, and stored bytes relative to plain training."""
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
     parts = [f"{trainer.state.global_step} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:.0f} tokens/s"]

@@ -1,4 +1,4 @@
-"""Plan of a Trainer run, made by `adacc plan` with the settings from TrainingArguments and the launcher."""
+"""Plan (as of `adacc plan`) of a Trainer run, with the settings from TrainingArguments and the launcher."""
 
 import os
 from dataclasses import dataclass, replace
@@ -23,25 +23,25 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-"""The planner's names of the Trainer's optimizers."""
+"""Names of optimizers for `adacc plan`, by the Trainer's names of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings of the recipe's planned run that are not in TrainingArguments."""
+    """Settings of the run to plan that are not in TrainingArguments."""
 
     model: str
     config: PretrainedConfig
     attention: str
     seq_len: int
     device: str
-    """Name from the planner's table of devices, or auto."""
+    """Name of a device in the table of `adacc plan`, or "auto" for this machine's device."""
     adacc: AdaccConfig
     find_largest: bool
 
 
 def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
-    """Return the plan of `adacc plan` for the recipe's run. Raises ValueError if the run cannot be planned."""
+    """Return the plan, as of `adacc plan`, for the run. Raises ValueError if the run cannot be planned."""
     device = local_device() if run.device == "auto" else find_device(run.device)
     if training.optim not in OPTIMIZERS:
         raise ValueError(
@@ -77,8 +77,10 @@ def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
 
 
 def local_device() -> Device:
-    """Return the entry for the recipe's device in the planner's table: the first GPU, with its actual memory, or the
-    CPU."""
+    """Return this machine's entry in the device table of `adacc plan`.
+
+    The entry is for the first GPU, with its actual memory, or for the CPU if there is no GPU.
+    """
     if not torch.cuda.is_available():
         return find_device("cpu")
     properties = torch.cuda.get_device_properties(0)
@@ -93,7 +95,7 @@ def local_device() -> Device:
 
 
 def sharding_of(training: TrainingArguments) -> Sharding:
-    """Return the sharding method and the number of ranks of the recipe's launch."""
+    """Return the sharding method and the number of ranks with which the run was launched."""
     if training.world_size == 1:
         return Sharding()
     method = "fsdp" if training.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"

@@ -16,7 +16,7 @@ Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "c
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """Settings of the recipe's model."""
+    """Settings of the model that the recipe trains."""
 
     model: str = field(
         default="demo",
@@ -90,7 +90,7 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class MethodArguments:
-    """Settings of the recipe's method to store activations for the backward pass."""
+    """Settings of the method by which the recipe stores activations for the backward pass."""
 
     method: Method = field(
         default="adacc",
@@ -171,7 +171,7 @@ def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArgu
 
 
 def _defaults_for(argv: list[str]) -> dict[str, object]:
-    """Return the recipe's defaults that depend on --model and --method, which are parsed first."""
+    """Return the defaults of settings that depend on --model and --method. Both options are parsed first."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--method", default="adacc")

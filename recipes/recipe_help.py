@@ -1,4 +1,4 @@
-"""Layout of a recipe's `--help`: the recipe's docstring with line breaks, and a short usage line."""
+"""Layout of a recipe's `--help`: the recipe's docstring with its line breaks, and a short usage line."""
 
 import argparse
 from typing import Any
@@ -9,10 +9,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def parser_settings(docstring: str | None) -> dict[str, Any]:
-    """Return keyword arguments of a recipe's parser. `docstring` is the recipe's and becomes the description.
+    """Return the keyword arguments of a recipe's argument parser, with the recipe's `docstring` as description.
 
     A recipe accepts about 150 settings. The usage line does not repeat these settings, because the list below the usage
-    line has all settings.
+    line has all of them.
     """
     return {
         "description": docstring,

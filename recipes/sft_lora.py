@@ -100,14 +100,18 @@ def parse_settings(argv: list[str]) -> Settings:
 
 
 def make_callback(recipe: RecipeArguments) -> AdaccCallback:
-    """Create the recipe's callback, the only addition to a usual script. Raises ValueError for an invalid budget or
-    action."""
+    """Create the recipe's AdaccCallback, the only addition to a usual training script.
+
+    Raises ValueError for an invalid budget or action.
+    """
     return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(",")))
 
 
 def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:
-    """Build TRL's trainer on the chat dataset. Raises ValueError or OSError for invalid settings, before training
-    starts."""
+    """Build TRL's trainer on the chat dataset.
+
+    Raises ValueError or OSError for invalid settings, before training starts.
+    """
     recipe, script, training, model, mixture = settings
     check_quantization(model)
     train_data, test_data = load_splits(recipe.chats, script, mixture, training)
@@ -157,7 +161,7 @@ def check_quantization(model: ModelConfig) -> None:
 
 
 def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
-    """Train the recipe's adapter (or model), save it, and print one closing line."""
+    """Train the recipe's adapter, or the whole model, save it, and print a summary line."""
     checkpoint = trainer.args.resume_from_checkpoint
     seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
     trainer.save_model()
@@ -169,7 +173,7 @@ def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
 
 
 def closing_line(trainer: SFTTrainer, callback: AdaccCallback, seconds: float) -> str:
-    """Return a summary of the recipe's run: steps, loss, speed, policy, and stored bytes relative to plain training."""
+    """Return a one-line summary of the run: steps, loss, speed, policy, and stored bytes relative to plain training."""
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
     tokens = max((entry["num_tokens"] for entry in logs if "num_tokens" in entry), default=0)

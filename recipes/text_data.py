@@ -21,13 +21,13 @@ class TextData:
     train: Dataset | IterableDataset
     validation: Dataset
     held_out: Dataset | IterableDataset
-    """Documents, {"text": str}, of the `validation` sequences, which are not used for training."""
+    """Documents of the validation sequences, as rows {"text": str}. They are not used for training."""
 
 
 def load_text_data(
     args: DataArguments, seq_len: int, main_process_first: Callable[..., AbstractContextManager[None]]
 ) -> TextData:
-    """Load the text dataset in `args`, in sequences of `seq_len` tokens.
+    """Load the text dataset that `args` names, in sequences of `seq_len` tokens.
 
     If there are several processes, the first one fills the caches (`TrainingArguments.main_process_first`). Raises
     ValueError or FileNotFoundError that names the invalid setting.
@@ -55,14 +55,16 @@ def _split_documents(
 
 
 def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
-    """Load the recipe's tokenizer, or train one on the training texts."""
+    """Load the tokenizer that `args` names, or train one on the training texts."""
     if args.tokenizer != "train":
         return load_tokenizer(args.tokenizer)
     return trained_tokenizer(train, text_key, args.vocab_size, args.tokenizer_documents, Path(args.cache_dir))
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """Return the first sequences of a dataset. Load a stream's sequences into memory, because evaluation needs a fixed
-    length."""
+    """Return the first `num_sequences` sequences of a dataset.
+
+    Sequences of a stream are loaded into memory, because evaluation needs a dataset of known length.
+    """
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

@@ -1,7 +1,7 @@
 """Training documents: the Pile, the running Python's standard library, a file, or a folder of files.
 
 Every source gives one `datasets` object with the single column "text", one row per document. Local text is cached as an
-Arrow file with its content as the key, and a changed file is therefore read again. The Pile is streamed.
+Arrow file. The content is the cache's key, so a changed file is read again. The Pile is streamed.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 def stream_pile(pile_id: str) -> IterableDataset:
-    """Return the Pile, or a local copy with the same schema, as a stream. Rows are downloaded when they are read."""
+    """Return the Pile, or a local copy with the same columns, as a stream. Rows are downloaded when they are read."""
     rows = load_dataset(pile_id, split="train", streaming=True)
     return rows.select_columns("text")
 
 
 def load_documents(dataset: str, cache_dir: Path) -> tuple[Dataset, str]:
-    """Return the documents of `stdlib`, a file or a folder of files, and the SHA-256 of their content.
+    """Return the documents of "stdlib", a file or a folder of files, and the SHA-256 of their content.
 
     Raises FileNotFoundError for a missing file and ValueError for unusable text. After an error, no file remains in the
     cache.
@@ -42,14 +42,14 @@ def load_documents(dataset: str, cache_dir: Path) -> tuple[Dataset, str]:
 
 
 def stdlib_files() -> list[Path]:
-    """Return the standard library's Python files in a fixed order, without tests and installed packages."""
+    """Return the Python files of the standard library in a fixed order, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     return [root / file for file in sorted(files) if _SKIPPED_FOLDERS.isdisjoint(file.parts)]
 
 
 def _stdlib_rows(paths: list[str]) -> Iterator[dict[str, str]]:
-    """Yield one document per source file, without empty files (most `__init__.py`)."""
+    """Yield one document per source file. Empty files (most `__init__.py`) are left out."""
     for path in paths:
         # A few files declare an encoding other than UTF-8; replaced characters do no harm here.
         text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -58,13 +58,14 @@ def _stdlib_rows(paths: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _file_rows(paths: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the rows of the dataset: the documents of text files."""
+    """Yield a row of the dataset for each document in the text files."""
     for path in paths:
         yield from ({"text": text} for text in read_file(path))
 
 
 def _content_digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of the text files' suffixes, lengths and bytes. Moving text between files changes the hash."""
+    """Return the SHA-256 of the files' suffixes, lengths and bytes. Moving text from one file to another changes the
+    hash."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())

@@ -10,7 +10,7 @@ _READ_BYTES = 1 << 20
 
 
 def checked_file(dataset: str) -> Path:
-    """Return the path of `--dataset FILE`. Raises FileNotFoundError or ValueError if the path is not a text file."""
+    """Return the path in `--dataset FILE`. Raises FileNotFoundError or ValueError if the path is not a text file."""
     path = Path(dataset)
     if not path.name.endswith(FILE_SUFFIXES):
         raise ValueError(
@@ -25,7 +25,7 @@ def checked_file(dataset: str) -> Path:
 
 
 def checked_files(dataset: str) -> list[Path]:
-    """Return the file of `--dataset`, or all non-empty text files of a folder, in a fixed order."""
+    """Return the file in `--dataset`, or all non-empty text files of a folder, in a fixed order."""
     folder = Path(dataset)
     if not folder.is_dir():
         return [checked_file(dataset)]
@@ -39,7 +39,7 @@ def checked_files(dataset: str) -> list[Path]:
 
 
 def read_file(path: str) -> Iterator[str]:
-    """Yield the non-empty documents of a dataset's file. Raises ValueError if all documents are empty."""
+    """Yield the non-empty documents of a text file. Raises ValueError if all documents are empty."""
     documents = _txt_documents(path) if path.endswith(".txt") else _jsonl_documents(path)
     has_text = False
     for text in documents:
@@ -51,9 +51,9 @@ def read_file(path: str) -> Iterator[str]:
 
 
 def _txt_documents(path: str) -> Iterator[str]:
-    """Yield the documents of a dataset's .txt file.
+    """Yield the documents of a .txt file.
 
-    Separators are the lines with only <|endoftext|>, or blank lines in a file without such lines.
+    Documents are separated by lines with only <|endoftext|>, or by blank lines if the file has no such lines.
     """
     has_marks = any(line.strip() == END_OF_TEXT for _, line in _text_lines(path))
     separator = END_OF_TEXT if has_marks else ""
@@ -68,15 +68,17 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """Yield the "text" of each row of a dataset's .jsonl file. Rows have the Pile's schema, {"text": str, ...}. Blank
-    lines are allowed."""
+    """Yield the "text" of each row of a .jsonl file.
+
+    Rows have the Pile's columns, {"text": str, ...}. Blank lines are allowed.
+    """
     for number, line in _text_lines(path):
         if line.strip():
             yield _text_of_json_line(line, f"--dataset={path}, line {number}")
 
 
 def _text_of_json_line(line: str, where: str) -> str:
-    """Return the document in one line of a jsonl file. Raises ValueError that names the place."""
+    """Return the document in one line of a jsonl file. Raises ValueError with `where`, the file and line number."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -88,7 +90,7 @@ def _text_of_json_line(line: str, where: str) -> str:
 
 
 def _text_lines(path: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line) of a dataset's file, with the newline included and CR LF converted to LF."""
+    """Yield (line number from 1, line) of a text file, with the newline included and CR LF converted to LF."""
     lines = _lines_of_zst_file(path) if path.endswith(".zst") else _lines_of_file(path)
     for number, line in enumerate(lines, start=1):
         try:
@@ -100,13 +102,13 @@ def _text_lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _lines_of_file(path: str) -> Iterator[bytes]:
-    """Yield the lines of a dataset's uncompressed file."""
+    """Yield the lines of an uncompressed file."""
     with open(path, "rb") as file:
         yield from file
 
 
 def _lines_of_zst_file(path: str) -> Iterator[bytes]:
-    """Yield the lines of a dataset's file that is compressed with zstd."""
+    """Yield the lines of a file that is compressed with zstd."""
     rest = b""
     for chunk in _zst_chunks(path):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -117,10 +119,9 @@ def _lines_of_zst_file(path: str) -> Iterator[bytes]:
 
 
 def _zst_chunks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of all frames of a dataset's file.
+    """Yield the decompressed bytes of all frames of a zstd file.
 
-    zstandard.open cannot be used, because zstandard.open stops after the first frame and does not detect a truncated
-    file.
+    zstandard.open cannot be used, because it stops after the first frame and does not detect a truncated file.
     """
     try:
         import zstandard

@@ -1,4 +1,4 @@
-"""Training sequences from documents: hold out documents, encode, concatenate with <|endoftext|>, cut to length."""
+"""Training sequences from documents: hold out validation documents, encode, concatenate, cut to equal lengths."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,10 @@ _ENCODE_BATCH = 256  # documents per tokenizer call: enough for the tokenizer's 
 
 
 def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
-    """Split a dataset into (training, validation) documents. Equal texts are always in the same part.
+    """Split a dataset into (training, validation) documents. Documents with equal texts are always in the same part.
 
-    The documents with the smallest hashes are held out. The split therefore depends only on the texts, not on their
-    order or a seed. Raises ValueError if no training document would be left.
+    The documents with the smallest hashes become validation documents. The split therefore depends only on the texts,
+    not on their order or a seed. Raises ValueError if no training document would be left.
     """
     hashes = [_text_hash(text) for text in documents["text"]]
     num_validation = max(1, round(validation_fraction * len(hashes)))
@@ -34,7 +34,7 @@ def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[D
 
 
 def split_stream(documents: IterableDataset, validation_documents: int) -> tuple[IterableDataset, IterableDataset]:
-    """Split a stream into (training, validation) parts. The first documents are the validation part."""
+    """Split a stream into (training, validation) parts. The first `validation_documents` are the validation part."""
     return documents.skip(validation_documents), documents.take(validation_documents)
 
 
@@ -73,9 +73,10 @@ def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[i
 
 
 def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
-    """Return sequences of `seq_len` tokens, [seq_len] int64 each: cached as Arrow for a Dataset, streamed for a stream.
+    """Concatenate encoded documents, and return sequences of `seq_len` tokens, [seq_len] int64 each.
 
-    Raises ValueError, with the name `part` in the message, if the text does not fill one sequence.
+    A Dataset is cached as Arrow, a stream is streamed. Raises ValueError, with the name `part` in the message, if the
+    text does not fill one sequence.
     """
     features = Features({"input_ids": List(Value("int32"), length=seq_len)})
     kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}
@@ -87,11 +88,10 @@ def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) 
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch of packed rows of the dataset, [B, T]. Labels are equal to the inputs, because the model shifts
-    them.
+    """Return a batch [B, T] of rows without padding.
 
-    Labels are equal to the inputs, because the model shifts the labels. The batch has no attention mask, because packed
-    rows have no padding. Unlike transformers' collator for language modelling, this function keeps the labels of
+    Labels are equal to the inputs, because the model shifts the labels. The batch has no attention mask, because rows
+    have no padding. Unlike Transformers' collator for language modelling, this function keeps the labels of
     <|endoftext|>.
     """
     input_ids = torch.stack([row["input_ids"] for row in rows])
@@ -99,7 +99,7 @@ def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 
 def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows of the training dataset: token sequences of the length `seq_len`."""
+    """Yield the rows of the dataset: token sequences of `seq_len` tokens."""
     batches = (batch["input_ids"] for batch in encoded.iter(batch_size=_ENCODE_BATCH))
     sequences = pack_tokens(chain.from_iterable(batches), seq_len)
     first = next(sequences, None)
@@ -112,12 +112,12 @@ def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) ->
 
 
 def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    """Encode a batch of the dataset's texts, each followed by the end-of-text token."""
+    """Encode a batch of texts, each followed by the end-of-text token."""
     # split_special_tokens: the string <|endoftext|> within a text must not end the document.
     encoded = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
 
 
 def _text_hash(text: str) -> int:
-    """Return a hash of a document's text, which decides whether the document is held out."""
+    """Return a hash of a document's text, which decides if the document is a validation document."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

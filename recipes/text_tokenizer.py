@@ -29,7 +29,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def trained_tokenizer(
     documents: Dataset | IterableDataset, text_key: str, vocab_size: int, num_documents: int, cache_dir: Path
 ) -> PreTrainedTokenizerBase:
-    """Return a byte-level BPE trained on the first `num_documents` documents, from the cache if possible.
+    """Return a byte-level BPE tokenizer, trained on the first `num_documents` documents or loaded from the cache.
 
     `text_key` identifies the text in the cache's key. If the text has too few pairs to merge, the vocabulary is smaller
     than `vocab_size`. An interrupted run leaves no tokenizer in the cache.
@@ -46,7 +46,7 @@ def trained_tokenizer(
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on `texts`."""
+    """Train a byte-level BPE tokenizer on `texts`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -62,8 +62,10 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer into a temporary folder and rename it to `folder`, so that `folder` is either complete or
-    absent."""
+    """Write a tokenizer into a temporary folder and rename it to `folder`.
+
+    So `folder` is always either complete or absent.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
@@ -77,11 +79,11 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _first_dataset_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
-    """Yield the texts of the dataset's first documents, to train a tokenizer."""
+    """Yield the texts of the first `num_documents` documents, to train a tokenizer."""
     for batch in documents.take(num_documents).iter(batch_size=256):
         yield from batch["text"]
 
 
 def _first_error_line(error: Exception) -> str:
-    """Return the first line of an error from loading a tokenizer."""
+    """Return the first line of the message of `error`, raised when a tokenizer was loaded."""
     return str(error).strip().partition("\n")[0]

@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """Checked settings and prepared data of a run. Each call of `fresh_model` builds a model from the same seed."""
+    """Checked settings and prepared data of a run."""
 
     args: RecipeArguments
     data: TextData
     seq_len: int
     cloze: list[str]
-    """Cloze passages from the held-out documents."""
+    """Passages of a cloze test, whose last word is to be guessed, from the documents that are not used for training."""
 
     def fresh_model(self) -> PreTrainedModel:
-        """Build the recipe's untrained model. All calls return equal weights."""
+        """Build an untrained model. All calls return equal weights, from the seed in the settings."""
         set_seed(self.args.training.seed)
         settings, tokenizer = self.args.model, self.data.tokenizer
         return build_model(
@@ -49,15 +49,15 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """Trained model with its metrics and callback, without the optimizer."""
+    """Result of a training run: the trained model with its metrics and callback, without the optimizer."""
 
     model: PreTrainedModel
     metrics: dict[str, float]
     callback: AdaccCallback | None
-    """Callback of the run, which has the policy. None for methods without a policy, and for a run that ended before a
-    policy was set."""
+    """AdaccCallback of the run, which has the policy. None for training methods without a policy, and for a run that
+    ended before a policy was set."""
     checkpointed: bool
-    """True if transformers' own checkpointing was enabled."""
+    """True if Transformers' own gradient checkpointing was enabled."""
 
 
 def prepare_run(args: RecipeArguments) -> PreparedRun:
@@ -74,7 +74,7 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
 
 
 def _check_method(args: RecipeArguments) -> None:
-    """Raise ValueError for invalid settings of the method, before any data is read."""
+    """Raise ValueError for invalid settings of the training method, before any data is read."""
     method, training = args.method, args.training
     if method.method != "compare":
         method_callbacks(method.method, method.memory_budget)
@@ -106,7 +106,7 @@ def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[Com
 
 
 def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
-    """Train a fresh model with `method`, evaluate the model, and save the model, the metrics and the policy."""
+    """Train a new model with `method`, evaluate the model, and save the model, the metrics and the policy."""
     callbacks, overrides = method_callbacks(method, memory_budget)
     training = run.args.training
     compact = compact_optimizer(
@@ -156,14 +156,17 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
 
 
 def final_train_loss(trainer: Trainer) -> float:
-    """Return the last logged training loss (a mean over `logging_steps` steps), or else the mean over all steps."""
+    """Return the last logged training loss (a mean over `logging_steps` steps), or else the mean of all steps."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     summaries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     return float((losses or summaries)[-1])
 
 
 def _with_overrides(training: TrainingArguments, **overrides: Any) -> TrainingArguments:
-    """Return a copy with some settings changed. `dataclasses.replace` would parse the parsed values again."""
+    """Return a copy of `training` with some settings changed.
+
+    `dataclasses.replace` is not used, because it would parse values again that are parsed already.
+    """
     overridden = copy.copy(training)
     for name, value in overrides.items():
         setattr(overridden, name, value)

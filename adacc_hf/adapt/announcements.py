@@ -31,7 +31,7 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
 def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence[Mapping[str, Any]]) -> str:
     """Describe how many block calls have an action for each activation, and how many steps followed `policy`.
 
-    If a profile is given, also describe why block calls run under torch's checkpoint.
+    If a profile is given, also give the reason for block calls that run under torch's checkpoint.
     """
     counts = policy.block_counts()
     parts = [

@@ -1,4 +1,5 @@
-"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget, one warning per size."""
+"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget, logged once per batch
+size."""
 
 from __future__ import annotations
 
@@ -23,22 +24,23 @@ log = logging.getLogger(__name__)
 class BudgetWarnings:
     """Warnings before micro-batches whose predicted peak exceeds the budget, or is only a rough estimate.
 
-    There is one warning for each size: a size class or, if no profile predicts the size, a bucket of sizes.
+    A warning is logged once per size class (batches of similar sizes). For batches whose memory no profile predicts, it
+    is logged once per bucket, another grouping of similar sizes.
     """
 
     def __init__(self, note_memory: Callable[[str], None]) -> None:
         self._note_memory = note_memory
         self._sizes: set[BatchShapes | None] = set()
-        """Sizes for which a warning was logged."""
+        """Batch sizes for which a warning was logged."""
         self._compared: dict[BatchShapes | None, tuple[Profile, Policy]] = {}
-        """Profile and policy that were last compared with the budget, by size."""
+        """Profile and policy that were last compared with the budget, by batch size."""
 
     def add(self, sizes: BatchShapes | None) -> None:
         """Record that another module has logged a warning for batches of `sizes`."""
         self._sizes.add(sizes)
 
     def before(self, shapes: BatchShapes, size_policy: SizePolicy) -> None:
-        """Warn if a micro-batch of `shapes` under `size_policy` is predicted to exceed the budget."""
+        """Warn if a micro-batch of `shapes` under its policy, `size_policy`, is predicted to exceed the budget."""
         replanner, sizes = size_policy.replanner, size_policy.shapes
         profile, policy = self._compared.get(sizes, (None, None))
         if sizes in self._sizes or (replanner.profile is profile and replanner.policy is policy):
@@ -49,7 +51,7 @@ class BudgetWarnings:
     def before_untracked(self, shapes: BatchShapes, sizes: BatchShapes, policy: Policy, reference: SizePolicy) -> None:
         """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`, which never changes.
 
-        `policy` was made for batches of `sizes`. The budget is read from `reference`, another size's policy.
+        `policy` was made for batches of `sizes`. The budget is read from `reference`, the policy of another batch size.
         """
         if sizes not in self._sizes:
             self._compare(shapes, sizes, policy.predicted_peak_bytes, reference.replanner)
@@ -64,8 +66,8 @@ class BudgetWarnings:
     ) -> None:
         """Warn if `peak`, the predicted peak of a micro-batch of `shapes`, exceeds the budget.
 
-        If the solver is running for this size, `due` is the step at the end of which the result is applied. Otherwise
-        `due` is None.
+        If the solver is running for this batch size, `due` is the step after which the solver's new policy is applied.
+        Otherwise `due` is None.
         """
         if not replanner.is_over_budget(peak):
             return
@@ -81,8 +83,8 @@ class BudgetWarnings:
     def before_checkpointing(self, shapes: BatchShapes, reference: SizePolicy) -> None:
         """Warn, if the budget is a limit on peak memory, that a micro-batch of `shapes` runs under torch's checkpoint.
 
-        The peak in the warning is an estimate: the peak of full recomputation for the profile of `reference`, scaled
-        to `shapes`.
+        The peak in the warning is an estimate: the peak of full recomputation by the profile of `reference` (the policy
+        of another batch size), scaled to `shapes`.
         """
         replanner, sizes = reference.replanner, bucket_of(shapes)
         budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
@@ -99,6 +101,6 @@ class BudgetWarnings:
         )
 
     def _warn(self, text: str) -> None:
-        """Log a warning that the budget may be exceeded, and add it to the history."""
+        """Log a warning that the budget may be exceeded, and add the warning to the run's history."""
         log.warning("Adacc: %s", text)
         self._note_memory(text)

@@ -34,38 +34,42 @@ log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 REQUIRED_FIELDS = {"policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms"}
-"""Fields of `Saved` that every checkpoint has. Older checkpoints lack other fields, which get their defaults."""
+"""Fields of `Saved` that are in every checkpoint. Other fields may be missing in older checkpoints, and then get their
+defaults."""
 SIZE_POLICIES = "shape_policies"
 """Key of the size policies (policies of one batch size each) in a checkpoint. The first release used this name."""
 
 
 FILES = {"profile": PROFILE_FILE, "prices": PRICES_FILE, "searched": SEARCHED_FILE}
-"""Files of a size policy's profiles, keyed by the field of `SavedSizePolicy`."""
+"""Names of the files with the profiles of a `SavedSizePolicy`, keyed by field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSizePolicy:
-    """Policy of a run for one batch size, and its state, in a checkpoint."""
+    """Record in a checkpoint of a run's policy for one batch size, with the policy's state."""
 
     policy: Policy
     profile: Profile | None
     shapes: BatchShapes | None = None
     due: int | None = None
-    """Step at the end of which a newly solved policy replaces this policy, or None if the solver does not run."""
+    """Step after which a policy that the solver is computing replaces this policy, or None if the solver does not
+    run."""
     num_tracked: int = 0
     memory_budget: str | float | int | None = None
-    """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
+    """Memory budget for later policies at this batch size. None (in older checkpoints) stands for the budget of the
+    run."""
     prices: Profile | None = None
-    """Profile with the current bytes, times and errors of codecs. None if these have not changed since the policy was
-    made from `profile`."""
+    """Profile with the current bytes, times and errors of codecs. None if these numbers are still the numbers in
+    `profile`, from which the policy was made."""
     searched: Profile | None = None
     """Profile for which the solver ran last. None if the solver ran last for `profile`."""
     is_provisional: bool = False
-    """True if the policy has little memory, and is to be replaced once the memory of a step has been measured."""
+    """True if the policy was chosen to need little memory, and is to be replaced once the memory of a step has been
+    measured."""
     is_told: bool = False
-    """True if the profile was predicted from the profile of another size."""
+    """True if the profile was not measured, but predicted from the profile of another batch size."""
     is_borrowed: bool = False
-    """True if the policy was made for another size, and a solver run may find a faster one."""
+    """True if the policy was made for another batch size, and a solver run may find a faster policy for this size."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of the fields that are not saved in separate files."""
@@ -74,7 +78,7 @@ class SavedSizePolicy:
 
     @classmethod
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
-        """Load the size policy with this `number` from the checkpoint in `folder`.
+        """Load the policy of one batch size from the checkpoint in `folder`. `number` is part of its file names.
 
         `record` is the result of `to_json`. Fields that older checkpoints lack get their defaults.
         """
@@ -90,7 +94,7 @@ class SavedSizePolicy:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Write the profiles into `folder`, and the policy last. `number` is part of the file names."""
+        """Write the profiles into `folder`, and then the policy. `number` is part of the file names."""
         for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
             if prices is not None:
                 prices.save(folder / _numbered_file(name, number))
@@ -102,11 +106,11 @@ class Saved:
     """State of a run in a checkpoint, for resuming."""
 
     size_policies: list[SavedSizePolicy]
-    """Size policies, the current one first."""
+    """Policies of one batch size each. The first one is the policy in use."""
     policy_step: int | None = None
-    """Step from which tracking steps are counted. None means the step at which the run resumes."""
+    """Number of the step from which tracking steps are counted. None means the step at which the run resumes."""
     memory_budget: str | float | int | None = None
-    """Budget in the run's config. None if there is only a policy."""
+    """Budget in the run's config. None if the checkpoint has a policy file, but no file with the run's state."""
     host_memory: str | float | int | None = None
     """The setting `host_memory` in the run's config."""
     tightened: float | int | None = None
@@ -114,20 +118,22 @@ class Saved:
     history: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     suspicion: str | None = None
-    """Reason to check gradients in the next step (see `LossGuard.suspicion`)."""
+    """Reason to check gradients in the next step (see `LossGuard.suspicion`). None if no check is due."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
     """Codecs that new policies must not use, because these codecs degraded gradients."""
     is_unproven: bool = False
-    """True if codecs were switched off, and the next policy, which avoids these codecs, was not followed yet."""
+    """True if codecs were switched off, and no step has run yet under the next policy, which avoids these codecs."""
     tracking_ms: float = 0.0
     step: int | None = None
-    """Number of finished steps. None in older checkpoints. Not used in a Trainer, which counts steps itself."""
+    """Number of finished steps. None in older checkpoints. Adapters for the Trainer ignore this number, because the
+    Trainer counts steps itself."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by which a measured step exceeded its profile, by moment of the step."""
+    """Bytes by which the measured memory of a step exceeded the profile's prediction, by moment of the step."""
     counted_elements: int = 0
-    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`."""
+    """Number of elements in the largest micro-batch of the step whose memory gave `missing_bytes`."""
     num_ranks: int = field(default_factory=num_ranks)
-    """Number of ranks of the run, which determines each rank's part of a sharded model."""
+    """Number of ranks of the run. A sharded model has another part on each rank, so another number of ranks needs new
+    profiles."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of all fields except the policies and profiles, which are saved in separate files."""
@@ -158,7 +164,7 @@ class Saved:
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
     """Log an OSError inside the `with` block, which writes into `folder`, as a warning instead of raising the error.
 
-    The warning contains `consequence`.
+    The warning ends with `consequence`, such as "training continues, and reports may be incomplete".
     """
     try:
         yield
@@ -169,7 +175,7 @@ def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
 def drop_files(folder: str | Path) -> None:
     """Remove the files of an earlier run from the checkpoint `folder`.
 
-    Policies are removed first, because without a policy the other files are not read.
+    Policies are removed first, because a checkpoint without a policy is ignored.
     """
     names = (POLICY_FILE, COMPILED_FILE, STATE_FILE, PROFILE_FILE, PRICES_FILE, SEARCHED_FILE, HISTORY_FILE)
     for pattern in (*names, *(name.replace(".json", "_[0-9]*.json") for name in names)):
@@ -180,7 +186,7 @@ def drop_files(folder: str | Path) -> None:
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
     """Write the policy and the profile into `folder`, each atomically.
 
-    If `number` is above 1, the file names contain it: adacc_policy.json becomes adacc_policy_2.json.
+    A `number` above 1 is added to the file names: adacc_policy.json becomes adacc_policy_2.json.
     """
     if profile is not None:
         profile.save(Path(folder) / _numbered_file(PROFILE_FILE, number))
@@ -198,7 +204,8 @@ def save_first_steps(folder: str | Path, records: list[dict[str, Any]]) -> None:
 
 
 def save_in_checkpoint(folder: Path, saved: Saved) -> None:
-    """Write the state into `folder`, a checkpoint without files of an earlier run (see `drop_files`).
+    """Write the run's state into the checkpoint `folder`, from which `drop_files` has removed the files of earlier
+    runs.
 
     The file of the first policy is written last. If this file is missing, a resumed run reads no other file, so an
     incomplete state is never read.
@@ -220,8 +227,8 @@ def load_from_checkpoint(
     """Return the state of the run that wrote the checkpoint `folder`.
 
     Return None if the checkpoint has no policy, or if its policies are for another `memory_budget`, `host_memory` or
-    number of ranks, or store more than `host_limit_bytes` in host memory. A message then says why.
-    Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
+    number of ranks, or store more than `host_limit_bytes` in host memory. In these cases a message with the reason is
+    logged. Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
     """
     folder = Path(folder)
     if not (folder / POLICY_FILE).is_file():
@@ -258,12 +265,13 @@ def load_from_checkpoint(
 
 
 def _record_fields(record: Any, *excluded: str) -> list[str]:
-    """Return the names of the fields of a checkpoint's record that are not `excluded`."""
+    """Return the names of the fields of a checkpoint's `record`, a dataclass, without the `excluded` names."""
     return [field.name for field in fields(record) if field.name not in excluded]
 
 
 def _load_run_state(folder: Path) -> Saved:
-    """Load the state of a run from a checkpoint, or only the policy if the folder has no file for resuming."""
+    """Load the state of a run from a checkpoint. If the folder has only a policy file, the state has only this
+    policy."""
     if not (folder / STATE_FILE).is_file():
         return Saved(size_policies=[SavedSizePolicy.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
@@ -276,7 +284,7 @@ def _load_run_state(folder: Path) -> Saved:
 
 
 def _switched_off_codecs(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
-    """Return the codecs that the run of a checkpoint has switched off."""
+    """Return the codecs that a run had switched off when it wrote a checkpoint with this `record`."""
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints list blocks instead. All lossy codecs were switched off for the kinds of these blocks.
@@ -286,5 +294,5 @@ def _switched_off_codecs(record: dict[str, Any], size_policies: list[SavedSizePo
 
 
 def _numbered_file(name: str, number: int) -> str:
-    """Return the file name for `number`: ("adacc_policy.json", 2) -> "adacc_policy_2.json"."""
+    """Return the file name with `number` added: ("adacc_policy.json", 2) -> "adacc_policy_2.json"."""
     return name if number == 1 else name.replace(".json", f"_{number}.json")

@@ -25,23 +25,25 @@ from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 log = logging.getLogger(__name__)
 
 PROOF = "codecs that degraded gradients were switched off"
-"""Value of `LossGuard.suspicion` if the check was requested for a new policy, and not by a suspicious loss. Checkpoints
-contain this string."""
+"""Value of `LossGuard.suspicion` if gradients are to be checked because the policy is new, not because a loss was
+suspicious. Checkpoints contain this string."""
 
 
 WINDOW = 16
 """Number of earlier logged losses with which a new loss is compared."""
 MIN_LOSSES = 4
-"""Minimum number of earlier losses for a comparison, because the median of fewer losses is close to a single loss."""
+"""Minimum number of earlier losses with which a loss is compared. A median of fewer losses would be close to a single
+loss."""
 
 NOISE = 4.0
-"""Largest distance of a normal loss from the median, in median absolute deviations. Losses around zero, as in
-reinforcement learning, are often many times their median. Of normally distributed losses, one in 300 lies above this
-distance."""
+"""Largest distance of a normal loss from the median of the latest losses, in units of their median absolute deviation.
+Losses around zero, as in reinforcement learning, are often many times their median. Of normally distributed losses, one
+in 300 lies above this distance."""
 
 
 class LossGuard:
-    """A guard of the accuracy during the run, which requests checks of gradients and judges their results."""
+    """A guard of the accuracy during the run. Requests comparisons of compressed with exact gradients, and judges the
+    results."""
 
     def __init__(
         self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
@@ -51,7 +53,8 @@ class LossGuard:
         self.switched_off = frozenset(switched_off)
         """Codecs that have degraded gradients, which new policies of all batch sizes must not use."""
         self.is_unproven = False
-        """True if codecs were switched off, and the next policy, which avoids these codecs, is not followed yet."""
+        """True if codecs were switched off, and no step has run yet under the next policy, which avoids these
+        codecs."""
         self._is_on = config.guard
         self._detector = LossSpikeDetector(config.loss_spike, losses)
 
@@ -63,8 +66,9 @@ class LossGuard:
     def logged(self, logs: Mapping[str, float], is_lossy: bool) -> None:
         """Check the loss and the gradient norm in `logs`.
 
-        If the loss or the norm is suspicious, request a check of gradients. `is_lossy` is True if any policy compresses
-        with loss. Without lossy compression, no check is requested. All ranks have to log at the same steps.
+        If the loss or the norm is suspicious, request a check of gradients. `is_lossy` is True if any policy uses a
+        lossy codec. Without lossy compression, no check is requested. All ranks must call this method at the same
+        steps.
         """
         if not self._is_on or self.suspicion is not None:
             return
@@ -74,8 +78,8 @@ class LossGuard:
             self.suspicion = reason
 
     def check_new_policy(self) -> bool:
-        """Request a check of gradients in the first step of a new policy, if codecs were switched off before this
-        policy.
+        """If the previous policy lost codecs that degraded gradients, request a check of gradients in the new policy's
+        first step.
 
         Return True if a check was requested.
         """
@@ -96,7 +100,7 @@ class LossGuard:
     def doubt(self, tracking: Tracking) -> str | None:
         """Return a message if a gradient measured in the tracking step is degraded, else None.
 
-        If no loss was suspicious, this message is the reason that is passed to `judge`.
+        If the check was not requested because of a loss, pass this message to `judge` as the reason for the check.
         """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
@@ -104,8 +108,8 @@ class LossGuard:
     def judge(self, suspicion: str, profile: Profile, tracking: Tracking) -> tuple[bool, str]:
         """Judge the gradients measured in a tracking step. Return (is_degraded, verdict), and log the verdict.
 
-        `suspicion` is the reason for the check. `is_degraded` is True if compression degrades the gradient of any kind
-        of block.
+        `suspicion` is the reason for the check. `is_degraded` is True if compression degrades the gradient of at least
+        one of the sampled blocks.
         """
         errors = {kind: gradient.error for kind, gradient in tracking.gradients.items()}
         degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
@@ -123,7 +127,7 @@ class LossGuard:
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
         """Log which codecs are switched off because of the degraded gradients, and return the logged message.
 
-        `degraded` has the errors of the degraded gradients by kind of block.
+        `degraded` has the relative errors of the degraded gradients, keyed by kind of block.
         """
         self.is_unproven = True
         culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)
@@ -140,10 +144,10 @@ class LossGuard:
 class LossSpikeDetector:
     """A detector of spikes, NaN and infinity among logged losses and gradient norms.
 
-    Only logged values are read, because logging has synchronized with the device already.
+    Only logged values are read, because reading any other value would make the host wait for the device.
 
-    A loss is a spike if it is above the median of the last WINDOW losses by more than two limits: the noise of these
-    losses (NOISE), and `spike` - 1 times the median's absolute value.
+    A loss is a spike if it exceeds the median of the last WINDOW losses by more than each of two limits: NOISE times
+    the median absolute deviation of these losses, and `spike` - 1 times the median's absolute value.
     """
 
     def __init__(self, spike: float, losses: Iterable[float] = ()) -> None:
@@ -158,7 +162,7 @@ class LossSpikeDetector:
     def check(self, loss: float | None, gradient_norm: float | None) -> str | None:
         """Add `loss` to the earlier losses. Return a message if `loss` or `gradient_norm` is suspicious, else None.
 
-        An argument is None if it was not logged.
+        An argument is None if the training loop did not log this number.
         """
         for name, value in (("loss", loss), ("grad_norm", gradient_norm)):
             if value is not None and not math.isfinite(value):

@@ -1,8 +1,8 @@
 """Checks that every block trains under a policy, for `AdaccConfig(on_uncovered="error")`.
 
 A block is uncovered if no policy selects actions for its activations, so that the block runs plainly or under torch's
-checkpoint. Reasons are: the operators of the block cannot be replayed, the run has no policy, or a call cannot follow
-the policy. Steps before the first policy are allowed up to `profile_steps`.
+checkpoint. Possible reasons are that the operators of the block cannot be replayed, that the run has no policy, or that
+a call cannot follow the policy. Up to `profile_steps` steps before the first policy are allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNREC
 from adacc_hf.tape.fallbacks import Fallbacks
 
 MOST_NAMES = 4
-"""Maximum number of names of blocks in a message."""
+"""Maximum number of block names in an error message."""
 ALL_BLOCKS = "all blocks"
 CHANGE_BLOCKS = "change what the reason names (docs/LIMITS.md, Whole blocks instead of activations)"
 SAME_OPERATORS = "let all batches run the operators of the first one (pad all of them, or none; train in one mode)"
@@ -28,7 +28,8 @@ REMEDIES = {
     UNTRAINED: "begin with a batch that trains every block",
     OUT_OF_PLACE: "switch or merge adapters between steps only, and begin a new run after that",
 }
-"""Remedies by the reason of a fallback. The remedy for all other reasons is CHANGE_BLOCKS."""
+"""Instructions in the error message, keyed by the reason why a call did not follow its plan. The instruction for all
+other reasons is CHANGE_BLOCKS."""
 
 
 def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str) -> None:
@@ -61,7 +62,7 @@ def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
     """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
     plan.
 
-    Calls with a `TRANSIENT` reason are allowed, because the block's next call is recorded and planned.
+    Calls with a reason in `TRANSIENT` are allowed, because such a reason does not apply to the block's next call.
     """
     for reason, names in fallbacks.blocks.items():
         if reason not in TRANSIENT:
@@ -69,7 +70,7 @@ def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
 
 
 def describe_blocks(names: Iterable[str]) -> str:
-    """Return the first of `names`, and the number of all."""
+    """Return text with the first few of the block `names` and, if there are more, the total number."""
     listed = list(names)
     shown = ", ".join(listed[:MOST_NAMES]) + (", ..." if len(listed) > MOST_NAMES else "")
     return f"{len(listed)} block{'' if len(listed) == 1 else 's'} ({shown})"

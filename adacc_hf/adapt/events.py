@@ -1,5 +1,5 @@
-"""Typed events of a run. `AdaccSession.history`, and the file that `adacc report` reads, contain the events as
-records."""
+"""Typed events of a run. `AdaccSession.history`, and the file that `adacc report` reads, contain these events as
+dicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Event:
 
     name: ClassVar[str]
     step: int
-    """Number of finished steps at the time of the event. For an event within a step, the number of this step."""
+    """Number of finished steps at the time of the event. If the event occurs within a step, this step is counted
+    too."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the event as a dict of `step`, `event` (its name) and all other fields that are not None."""
@@ -25,7 +26,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySet(Event):
-    """Event of the history: a first policy is set, for the run or for a size class."""
+    """Event of the history: the first policy of the run, or of a size class (batches of similar sizes), is set."""
 
     name = "policy"
     stored_bytes: int
@@ -40,7 +41,7 @@ class PolicySet(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyChanged(Event):
-    """Event of the history: a newly solved policy replaces a policy."""
+    """Event of the history: a newly solved policy replaces the policy of the run or of a size class."""
 
     name = "change"
     reason: str
@@ -48,7 +49,7 @@ class PolicyChanged(Event):
     peak_bytes: int
     overhead_ms: float
     moved: str
-    """Number of changed actions and of changed sets of outlier channels, as text."""
+    """Text with the number of activations whose action changed, and the number whose outlier channels changed."""
     waited_ms: float
     """Time in ms for which training waited for the solver."""
     host_bytes: int | None = None
@@ -59,7 +60,7 @@ class PolicyChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OutliersTracked(Event):
-    """Event of the history: measurements of a tracking step, for the policy of one size class."""
+    """Event of the history: outliers and errors measured in a tracking step, under the policy of one size class."""
 
     name = "tracking"
     reason: str
@@ -68,7 +69,7 @@ class OutliersTracked(Event):
     errors: dict[str, float]
     """Relative L2 round-trip error by compressed activation."""
     compression_rate: float
-    """Stored bytes divided by the stored bytes of plain training."""
+    """Bytes that the policy stores for backward, divided by the bytes that plain training stores."""
     gradient_error: float | None = None
     gradient_cosine: float | None = None
     step_ms: float | None = None
@@ -77,7 +78,7 @@ class OutliersTracked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNoted(Event):
-    """Event of the history: the measured peak memory of a step, or a remark about memory, in `reason`."""
+    """Event of the history about memory: the measured peak of a step, or another remark. The text is in `reason`."""
 
     name = "memory"
     reason: str | None = None
@@ -85,7 +86,7 @@ class MemoryNoted(Event):
     peak_bytes: int | None = None
     """Predicted peak of the step, in bytes."""
     corrected: bool | None = None
-    """True if the predicted memory was corrected because of the measured peak."""
+    """True if the profile's predicted memory was increased because the measured peak was higher."""
     stored_bytes: int | None = None
     overhead_ms: float | None = None
     host_bytes: int | None = None
@@ -93,7 +94,7 @@ class MemoryNoted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardVerdict(Event):
-    """Event of the history: the accuracy guard's verdict after a suspicious loss or a degraded gradient."""
+    """Event of the history: result of a gradient check after a suspicious loss or a degraded gradient."""
 
     name = "guard"
     reason: str

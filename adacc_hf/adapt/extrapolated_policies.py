@@ -25,17 +25,18 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Fraction of the budget. A policy of another size class that fits at a new size and needs at least this fraction is
-used permanently. A policy that needs less is used until a solver run is worth its time (`PolicyChoice`)."""
+"""Fraction of the budget above which a policy of another size class counts as using up the budget at a new size. Such a
+policy is used permanently. A policy that fits but needs less is used until a solver run is worth its time
+(`PolicyChoice`)."""
 
 FAR_ABOVE = 0.05
-"""Fraction of the budget. If the least-memory policy of another size exceeds the budget by more than this fraction, the
-solver is not called. The fraction is a margin, because a policy with the least memory at one size may not have the
-least memory at another size."""
+"""Fraction of the budget. If the policy that needs the least memory at another size exceeds the budget of this size by
+more than this fraction, the solver is not called. The fraction is a margin, because at this size another policy may
+need slightly less memory."""
 
 
 class ExtrapolatedPolicies:
-    """Maker of policies for size classes that were not profiled."""
+    """Builder of policies for size classes (batches of similar sizes) that were not profiled."""
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
@@ -45,7 +46,7 @@ class ExtrapolatedPolicies:
     def solver_ms(self) -> float:
         """Time in ms of the last solver run for a size class.
 
-        If the solver has not run for a size class yet, the time of the solver run for the run's first policy.
+        Until the solver has run for a size class, this is the time of the solver run for the run's first policy.
         """
         if self._solver_ms is None:
             facts = dict(self._cache.size_model()[0].replanner.policy.facts)
@@ -55,9 +56,9 @@ class ExtrapolatedPolicies:
     def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
         """Return (profile, policy) for the size class `sizes`, without a solver run.
 
-        The policy is the fastest policy that fits, among the policies of other classes and full recomputation. Return
-        None if no policy fits the budget, if the fastest policy is plain training, or if the fastest policy uses up the
-        budget. If None is returned, call `solve`.
+        The policy is the fastest that fits the budget, among the policies of other classes and full recomputation.
+        Return None if no policy fits, if the fastest policy is plain training, or if the fastest policy uses up the
+        budget (USED_UP). In these cases, call `solve` instead.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
@@ -71,7 +72,8 @@ class ExtrapolatedPolicies:
         return profile, fastest
 
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Solve for a size class that so far used another class's policy. Return None if no policy fits the budget."""
+        """Run the solver for a size class that so far used another class's policy. Return the new policy, or None if no
+        policy fits."""
         try:
             return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:
@@ -95,9 +97,9 @@ class ExtrapolatedPolicies:
         return sizes, profile, self.solve_or_least(sizes, profile)
 
     def provisional(self, profile: Profile) -> Policy:
-        """Return a policy with little memory, for use until the memory of a step has been measured.
+        """Return a policy that needs little memory, for use until the memory of a step has been measured.
 
-        `profile` is the profile for the size of the batches.
+        `profile` is the profile at the size of the batches.
         """
         budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         limit = int(budget.nbytes / (1 + UNCERTAINTY))
@@ -106,8 +108,9 @@ class ExtrapolatedPolicies:
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
 
-        The forward has room to compare the first call at a size with its tape. If a measured step took more bytes than
-        profiled (for metrics of the outputs, for example), this excess is scaled to the batch.
+        The predicted memory of the forward includes the check of the first call at this size, in which operators run
+        twice. If a measured step took more bytes than its profile predicted (for metrics of the outputs, for example),
+        the excess, scaled to the batch, is included too.
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
         profile = profile.with_comparison()
@@ -120,8 +123,8 @@ class ExtrapolatedPolicies:
     def solve_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
         """Return a policy that fits the budget, with room for the uncertainty of predicted peaks if possible.
 
-        If the room is too small, warn. If no policy fits the budget at all, warn and return the policy with the least
-        memory, or raise InfeasibleBudgetError if `on_over_budget` is "error".
+        If a policy fits only without this room, warn. If no policy fits the budget at all, warn and return the policy
+        that needs the least memory, or raise InfeasibleBudgetError if `on_over_budget` is "error".
         """
         with_room = self._with_room(profile)
         least, floor, bound, why = None, 0, 0, ""
@@ -148,7 +151,7 @@ class ExtrapolatedPolicies:
         return least
 
     def _allowed(self, profile: Profile) -> Profile:
-        """Return `profile` without codecs that are switched off, and without codecs for values that are too small."""
+        """Return `profile` without switched-off codecs, and without codecs for values below `min_compress_bytes`."""
         return without_codecs(profile, self._context.switched_off).without_codecs_below(self._config.min_compress_bytes)
 
     def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
@@ -174,7 +177,8 @@ class ExtrapolatedPolicies:
             raise
 
     def _solve(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Run the solver, and note the time of the run. Raises InfeasibleBudgetError."""
+        """Run the solver, and record how long the run took. Raises InfeasibleBudgetError if no policy fits the
+        budget."""
         start = time.perf_counter()
         try:
             return solve_policy(profile, memory_budget, with_margin(self._config))
@@ -182,17 +186,18 @@ class ExtrapolatedPolicies:
             self._solver_ms = 1e3 * (time.perf_counter() - start)
 
     def _others(self, profile: Profile) -> list[Policy]:
-        """Return the policies of other size classes that are allowed at this size, with the predictions of
+        """Return the policies of other batch sizes that may be used for `profile`, with memory and time predicted by
         `profile`."""
         allowed = self._allowed(profile)
         policies = [s.replanner.policy for s in self._cache.all if _is_policy_for(s.replanner.policy, profile)]
         return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
-        """Raise InfeasibleBudgetError if the least-memory policy of another size far exceeds `budget` with `profile`.
+        """Raise InfeasibleBudgetError if `budget` is so small that the solver need not be run for `profile`.
 
-        The solver could need several seconds to find the least-memory policy of this size, and that policy would differ
-        little.
+        The estimate uses the policy that needs the least memory at another batch size. By `profile`, this policy must
+        exceed the budget by FAR_ABOVE. The solver could take several seconds to find the policy with the least memory
+        at this size, and would save only little more memory.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides
@@ -207,7 +212,7 @@ class ExtrapolatedPolicies:
             raise InfeasibleBudgetError(message, needed, bound_bytes=0, least=least)
 
     def _with_room(self, profile: Profile) -> str | float | int:
-        """Return the budget for `profile`, reduced by the uncertainty of predicted peaks."""
+        """Return a memory budget for `profile`: the run's budget, reduced by the uncertainty of predicted peaks."""
         budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         uncertainty = self._uncertainty
         if budget.limits_peak and uncertainty:
@@ -228,9 +233,10 @@ class ExtrapolatedPolicies:
         self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """Return the largest size class with shorter sequences than `sizes` in which policy `least` fits the budget.
+        """Return the largest size class with shorter sequences than `sizes` for which the policy `least` fits the
+        budget.
 
-        Return None if `least` fits in no such class.
+        Return None if `least` fits the budget in none of these classes.
         """
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
@@ -253,7 +259,7 @@ class ExtrapolatedPolicies:
 def _is_policy_for(policy: Policy, profile: Profile) -> bool:
     """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`.
 
-    Blocks may run different operators on a batch of one sample.
+    The answer may be False for a policy of the same model: on a batch of one sample, blocks may run other operators.
     """
     pairs = [(block, policy.plan_of(block.name)) for block in profile.blocks]
     return all(plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs)

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which has no budget"
 BEFORE = "full recomputation, before there was a policy"
-"""Descriptions of the reasons for fallback steps."""
+"""Reason of the fallback steps before the run's first policy. The constants above are the reasons of later fallback
+steps."""
 
 FALLBACK = "fallback"
 """Value of "event" in the history's records that count fallback steps."""
@@ -37,32 +38,35 @@ STEPS = "fallback_steps"
 class FallbackStats:
     """Counts of fallback steps by reason, and the mean predicted overhead of the micro-batches since the last log.
 
-    Each fallback step is counted once, under the most frequent reason of its fallback calls.
+    A fallback step has at least one fallback call: a call of a block that did not follow its plan. The step is counted
+    once, under the most frequent reason of these calls.
     """
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
-        """Fallback calls of the current step, by reason."""
+        """Number of fallback calls (calls of blocks that did not follow their plans) in the current step, by reason."""
         self._overheads_ms: list[float] = []
         """Predicted overhead of each micro-batch since the last log."""
         self._early_shapes: list[BatchShapes | None] = []
-        """Shapes of the micro-batches since the last log that ran before there was a policy."""
+        """Shapes of the micro-batches that ran since the last log and before the first policy was set."""
         self._last_ms: float | None = None
-        """`overhead_ms` at the last log."""
+        """Value that `overhead_ms` had when it was last logged."""
 
     def add_early(self, shapes: BatchShapes | None) -> None:
         """Record a micro-batch that ran under full recomputation, before there was a policy."""
         self._early_shapes.append(shapes)
 
     def add(self, overhead_ms: float, reasons: Mapping[str, int]) -> None:
-        """Record a micro-batch by its predicted overhead, and by the number of its fallback calls for each reason."""
+        """Record a micro-batch: its predicted overhead, and the number of block calls that did not follow their plans,
+        by reason."""
         self._overheads_ms.append(overhead_ms)
         self.reasons.update(reasons)
 
     def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
         """Estimate the overhead of the early micro-batches, which ran before the first policy.
 
-        `profile` was made for a batch of `shapes`. If `profile` is None, these micro-batches are dropped.
+        `profile` was made for a batch of `shapes`. If `profile` is None, the early micro-batches are left out of the
+        mean.
         """
         if self._early_shapes and profile is not None:
             profiled_ms = full_recomputation(profile).predicted_overhead_ms
@@ -70,7 +74,7 @@ class FallbackStats:
         self._early_shapes.clear()
 
     def end_step(self, step: int, history: list[dict[str, Any]]) -> bool:
-        """Count the finished step in `history` if it was a fallback step.
+        """If the finished step was a fallback step, add it to the counts in `history`.
 
         Return True if the step was a fallback step.
         """
@@ -86,7 +90,7 @@ class FallbackStats:
         return True
 
     def logged(self) -> None:
-        """Reset the mean of `overhead_ms`, after the mean was logged."""
+        """Start a new mean of `overhead_ms`, because the previous mean was just logged."""
         self._last_ms = self.overhead_ms
         self._overheads_ms.clear()
         self._early_shapes.clear()
@@ -95,7 +99,7 @@ class FallbackStats:
     def overhead_ms(self) -> float | None:
         """Mean predicted overhead of the micro-batches since the last log.
 
-        If no micro-batch has run since the last log, the mean at the last log. None before the first log.
+        If no micro-batch has run since the last log, this is the mean at the last log, or None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
 
@@ -103,9 +107,10 @@ class FallbackStats:
 class DivergedBatches:
     """Counts and cost estimates of micro-batches whose block calls diverged from their plans during the run.
 
-    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. The
-    time of a diverged call is estimated as the time of full recomputation. In the methods, `reference` is the size
-    policy with the best profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
+    A call diverges if it runs under torch's checkpoint instead of its plan, or if it runs operators that were not
+    profiled. The time of a diverged call is estimated as the time of full recomputation. In the methods, `reference` is
+    the policy (SizePolicy) whose profile is closest to a micro-batch of `shapes`, and `say` is a function that adds a
+    sentence to the run's history.
     """
 
     def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:
@@ -113,27 +118,29 @@ class DivergedBatches:
         """True if most calls of the most recent micro-batch diverged."""
         self._config, self._say = config, say
         self._num_batches = self._num_diverged = 0
-        """Number of micro-batches since the last call of `most_diverged`, and number in which most calls diverged."""
+        """Two numbers of micro-batches since the last call of `most_diverged`: all, and those in which most calls
+        diverged."""
         self._full: tuple[Profile, Policy] | None = None
-        """Cache of `_full_recomputation`: the last profile and its policy."""
+        """Cache of `_full_recomputation`: the profile of its last call and the resulting policy."""
         self._reported: set[bool] = set()
-        """Kinds of reports that `_report_excess` has made: contains False after any report, and True after a report
-        with a predicted excess."""
+        """Reports that `_report_excess` has made in this run: False after any report, and also True after a report of a
+        predicted excess over the budget."""
 
     def add(self, share: float) -> None:
-        """Record a micro-batch in which a fraction `share` of the block calls diverged."""
+        """Record a micro-batch in which the fraction `share` of the block calls diverged from their plans."""
         self.has_diverged = share > 0.5
         self._num_batches += 1
         self._num_diverged += self.has_diverged
 
     def most_diverged(self) -> bool:
-        """Return True if most micro-batches since the last call of this method diverged."""
+        """Return True if, in most micro-batches since the last call of this method, most block calls diverged from
+        their plans."""
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
         return is_majority
 
     def overhead_ms(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> float:
-        """Return the predicted overhead in ms of a micro-batch in which all block calls diverged.
+        """Return the predicted overhead in ms of a micro-batch in which no block call followed its plan.
 
         Once per run, report that such batches may exceed the budget. If this batch is predicted to exceed the budget,
         report the excess, also once per run.
@@ -148,8 +155,9 @@ class DivergedBatches:
     def may_record(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded.
 
-        Recording keeps every intermediate tensor of the block alive. The estimate assumes that the other blocks are
-        recomputed or, if the micro-batch is smaller than the batch of `reference`, follow the policy of `reference`.
+        Recording keeps every intermediate tensor of the block alive. The estimate assumes that the other blocks follow
+        the policy `reference` if the micro-batch is smaller than the batch of `reference`, and otherwise run under full
+        recomputation.
         """
         profile, policy = reference.replanner.profile, reference.replanner.policy
         budget = Budget.resolve(memory_budget, profile, self._config)
@@ -223,9 +231,9 @@ def fallback_reasons(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def describe_fallbacks(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the fallback steps: a line with the number of steps, and a line for each reason.
+    """Return lines of text on the fallback steps: a line with the number of steps, and a line for each reason.
 
-    The list is empty if `history` is empty.
+    The result is empty if `history` is empty.
     """
     if not history:
         return []

@@ -1,4 +1,5 @@
-"""FirstSteps: times of a run's first steps, and of the work that training waited for, for reports."""
+"""FirstSteps: times of a run's first steps, for reports, with the time that training waited for profiling and
+solving."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 from adacc_hf.torch_glue.progress import PROFILING, SOLVING, interruptions_since
 
 NUM_FIRST_STEPS = 12
-"""Number of recorded steps. With the default settings, the first steps include the profile, the first policy, the step
-whose memory is measured, and the first three tracking steps."""
+"""Number of steps whose times are recorded. With the default settings, the first steps include the profile, the first
+policy, the step whose memory is measured, and the first three tracking steps."""
 
 CHECKPOINT = "torch's checkpoint"
 FOLLOWING = "policy"
@@ -19,10 +20,11 @@ MEASURING = "policy, memory measured"
 TRACKING = "policy, outliers and gradients measured"
 COMPILING = "graphs are compiled"
 COMPILED = "compiled graphs"
-"""Values of a step's activity: the policy or checkpointing of the blocks, and the step's tasks besides training."""
+"""Activity of a step that ran compiled graphs. This constant and the constants above are the values of a step's
+activity: how the blocks ran, and the step's work besides training."""
 
 EVENTS = {"policy": "policy set", "change": "policy changed", "guard": "guard"}
-"""Names of the history's events that a recorded step shows, with the text in the report."""
+"""Events of the run's history that the report shows next to a step's times, with the text in the report."""
 
 RECORD_KEYS = frozenset({"step", "activity", "seconds", "profiling_s", "solving_s", "events"})
 """Keys of each record in `FirstSteps.records`."""
@@ -31,15 +33,15 @@ RECORD_KEYS = frozenset({"step", "activity", "seconds", "profiling_s", "solving_
 class FirstSteps:
     """Times of a run's first steps.
 
-    A step's time includes its interruptions: profiling, and solving or waiting for the solver. A step's *activity* is
-    one of the constants above: what the blocks ran under, and what the step did besides training.
+    A step's time includes its interruptions: profiling, and solving or waiting for the solver. A step's *activity* is a
+    text such as COMPILED: how the blocks ran (under a policy, for example), and the step's work besides training.
     """
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
-        """One record per finished step, at most NUM_FIRST_STEPS: `step` (its number, from 1 on), `activity` (what the
-        step ran under), `seconds` (its whole time), `profiling_s` and `solving_s` (parts of this time), and `events`
-        (events of the history in this step)."""
+        """One record per finished step, at most NUM_FIRST_STEPS: `step` (its number, from 1 on), `activity` (how the
+        blocks ran), `seconds` (its whole time), `profiling_s` and `solving_s` (seconds of profiling and solving in this
+        time), and `events` (events of the history in this step)."""
         self._started: float | None = None
         self._num_events = 0
         """Length of the run's history when the step began."""
@@ -49,12 +51,12 @@ class FirstSteps:
         return len(self.records) >= NUM_FIRST_STEPS
 
     def begin_step(self, history: Sequence[dict[str, Any]]) -> None:
-        """Begin to time a step, unless all first steps are recorded."""
+        """Begin to time a step, unless the times of all first steps are recorded already."""
         if not self.is_complete:
             self._started, self._num_events = time.perf_counter(), len(history)
 
     def end_step(self, step: int, activity: str, history: Sequence[dict[str, Any]]) -> bool:
-        """Record the time and the activity of step number `step`, and return True.
+        """Record the time of step number `step` and its activity (how the blocks ran), and return True.
 
         Return False if the step was not timed.
         """

@@ -1,6 +1,6 @@
 """BlockSample: measures the error of a block's gradient under compression, during the run.
 
-In a tracking step, the inputs of a call of the block, the state of the random generators and the gradients of the
+In a tracking step, the inputs of one call of a block, the state of the random generators and the gradients of the
 outputs are recorded. After the step, the block's forward and backward run twice, without and with compression, and the
 gradients are compared.
 """
@@ -46,14 +46,14 @@ class GradientError:
     """
 
     error: float
-    """L2 norm of the difference divided by the norm of the exact gradient, or inf if only the compressed gradient is
-    not finite."""
+    """L2 norm of the difference divided by the norm of the exact gradient. Infinity if the gradient under compression
+    is not finite."""
     cosine: float
     """Cosine of the angle between the exact gradient and the gradient under compression."""
 
     @classmethod
     def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
-        """Return the error of the gradient `other`, or None if the gradient `exact` is zero or not finite."""
+        """Return the error of the gradient `other` relative to `exact`, or None if `exact` is zero or not finite."""
         pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
         exact, other = zip(*pairs, strict=True) if pairs else ((), ())
         norms = l2_norm(exact), difference_norm(exact, other), l2_norm(other)
@@ -72,7 +72,8 @@ class GradientError:
 
 
 class IdentityCodec:
-    """A codec that stores an uncompressed copy of the tensor, for values that a comparison leaves uncompressed."""
+    """A codec that stores an uncompressed copy of the tensor. Replaces the codecs of values whose effect on the error
+    is left out."""
 
     name = "uncompressed"
     lossless = True
@@ -95,15 +96,16 @@ class _RecordedCall:
         is_autocast = torch.is_autocast_enabled(self.device.type)
         self.autocast_dtype = torch.get_autocast_dtype(self.device.type) if is_autocast else None
         self.gradients: dict[int, Tensor] = {}
-        """Gradients by the output's index among the leaves of the block's result."""
+        """Gradients of the outputs, by the output's index in the flattened (pytree) result of the block."""
         self.state: ModelState | None = None
-        """State, before the call, of the objects that the call has changed."""
+        """State that the objects changed by the call had before the call."""
         self.obstacle: str | None = None
         """Reason why the call cannot be run again, or None if the call can be run again."""
 
 
 class BlockSample:
-    """A recorder of the next call of one block, which compares the call's gradient with the exact gradient."""
+    """A recorder of the next call of one block. Compares the call's gradient under compression with the exact
+    gradient."""
 
     def __init__(self, plan: BlockExecutor) -> None:
         self.plan = plan
@@ -139,7 +141,8 @@ class BlockSample:
         self.plan.observer = self._call = self._exact = None
 
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
-        """Return the gradient's error if all activations are compressed as planned, except the activations `bypassed`.
+        """Return the error of the block's gradient if the plan's activations are compressed, except the activations
+        `bypassed`.
 
         Return None if the block was not called, got no gradient, or has a forward that needs all ranks. Warn and return
         None if memory runs out while the block runs again, or if running the block again would change the model's
@@ -180,7 +183,7 @@ class BlockSample:
 
 
 _reported_obstacles: set[str] = set()
-"""Obstacles to a comparison of gradients about which a warning was logged."""
+"""Reasons for a missing comparison of gradients about which a warning was logged."""
 
 
 class _FreedGraphError(Exception):
@@ -201,9 +204,9 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
     """Run the recorded call's forward and backward again. Return the gradients of inputs and of the block's parameters.
 
     The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call(fn, args,
-    kwargs)` runs the forward. `fn` is the block's function, to which the keyword arguments are bound already.
-    `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a nested backward (tiled
-    layers, reentrant checkpoints) accumulate into the parameters' `grad`.
+    kwargs)` runs the forward. `fn` is the block's forward, with `kwargs` already bound. `backward` is used rather than
+    `torch.autograd.grad`, because autograd functions that run a nested backward (tiled layers, reentrant checkpoints)
+    accumulate into the parameters' `grad`.
     """
     args, kwargs = _detached_arguments(call.args), _detached_arguments(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
@@ -235,7 +238,7 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
 
 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
-    """Return the peak of live bytes while a block's gradient is compared after a step, by the name of the block.
+    """Return, for each block by name, the peak of live bytes while the block's gradient is compared after a step.
 
     The exact backward runs first, and the exact gradients are kept during the backward under the policy. The run under
     the policy stores no more activations than the exact run.
@@ -260,7 +263,7 @@ def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
     plans = [policy.plan_of(block.name) for block in profile.blocks]
     profile = profile.with_head(policy.head).under(plans)
     peaks: dict[str, int] = {}
-    """Peak by the label of the timeline's event, in the order of the step."""
+    """Peak in bytes of each labelled part of the step, in the order of the step."""
     for label, live in simulate(profile, plans).timeline:
         peaks[label] = max(live, peaks.get(label, 0))
     return {
@@ -279,7 +282,7 @@ def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
 
 
 def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, extra_bytes: int) -> int:
-    """Return the peak of a step in which the block `name` is sampled, in bytes.
+    """Return the peak in bytes of a step that samples the block `name` (records a call to compare its gradient).
 
     `peaks` are the peaks of the step without a sample. The sample keeps the block's inputs (`input_bytes`) from the
     forward on. Until the block's backward, the sample adds only `extra_bytes`, because the plan retains the other

@@ -1,4 +1,5 @@
-"""LoopHooks: hooks on model and optimizer that send events to a session, because a user's own loop sends none."""
+"""LoopHooks: hooks on model and optimizer that notify a session of forwards and optimizer steps in a user's own
+loop."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class LoopHooks:
         self._run, self._compute_loss = run, compute_loss
         self._batch: Any = None
         self._is_busy = False
-        """True while the phase handles an event. The profiler may then call the model, and these calls send no
-        events."""
+        """True while the run's phase handles an event. The profiler may then call the model, and such calls must not
+        count as training."""
         self._num_calls = 0
         """Number of forwards in the current micro-batch that run in train mode with gradients enabled."""
         self._hooks: list[Any] = []
@@ -77,10 +78,8 @@ class LoopHooks:
             self._is_busy = False
 
     def _refuse_second_call(self) -> None:
-        """Handle a second call of the model in a micro-batch. In the first step, raise RuntimeError.
-
-        In later steps, warn once.
-        """
+        """Handle a second call of the model in a micro-batch: raise RuntimeError in the first step, and warn once in
+        later steps."""
         if self._run.num_steps == 0:
             raise RuntimeError(self._run.loop.several_calls)
         text = "Adacc: %s; until then a step may take more than memory_budget"

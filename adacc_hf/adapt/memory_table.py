@@ -22,9 +22,9 @@ from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import parts_with_memory
 
 NUM_LARGEST = 10
-"""Number of rows for the largest live tensors, and for the largest activations in the plan."""
+"""Number of rows for the largest live tensors, and of rows for the largest activations that the policy stores."""
 MAX_GROWTH = 16
-"""Largest batch for which the peak is predicted, as a multiple of the profiled batch."""
+"""Size of the largest batch for which a peak is predicted, as a multiple of the profiled batch's size."""
 OTHER = "activation, temporary or input"
 
 
@@ -127,7 +127,7 @@ def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | Non
 
 
 def _policy_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int]]:
-    """Return the rows of the out-of-memory table with the memory that the current policy predicts."""
+    """Return the rows of the out-of-memory table with the memory that the current policy was predicted to need."""
     rows = [
         ("planned: peak", policy.predicted_peak_bytes),
         ("planned: stored activations of blocks", policy.predicted_stored_bytes),
@@ -140,7 +140,8 @@ def _policy_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int
 
 
 def _python_tensors() -> Iterator[torch.Tensor]:
-    """Yield the tensors that Python code refers to. `type` is used, because `isinstance` would run code of proxies."""
+    """Yield the tensors that Python code refers to. Types are compared without `isinstance`, which would run the code
+    of proxy objects."""
     return (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
 
 
@@ -158,7 +159,8 @@ def _new_storages(
 
 
 def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of `tensor`, for the out-of-memory table. Empty without a storage."""
+    """Return the tensors that hold the memory of `tensor`, for the out-of-memory table. The list is empty if no part
+    has memory."""
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]
@@ -167,7 +169,8 @@ def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
-    """Return a line for each of the largest activations that `policy` stores, summed over blocks with one plan."""
+    """Return a line for each of the largest activations that `policy` stores, summed over the blocks that share a
+    plan."""
     blocks: dict[tuple[int, int], list[str]] = {}
     plans = dict(policy.blocks)
     for block in profile.blocks:
@@ -194,7 +197,7 @@ def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
 
 
 def _what_would_fit(limit: int, profile: Profile) -> str | None:
-    """Return a line on the largest batches that fit into `limit` bytes, or None if `profile` predicts no other
+    """Return a line of text on the largest batches that fit into `limit` bytes, or None if `profile` predicts no other
     sizes."""
     sizes = profile.sizes
     if sizes is None:
@@ -223,9 +226,9 @@ def _what_would_fit(limit: int, profile: Profile) -> str | None:
 
 
 def _resized_batch(shapes: Shapes, dim: int, before: int, after: int) -> Shapes:
-    """Return the `shapes` of a batch with the size `after` in place of `before`, for the out-of-memory table.
+    """Return `shapes`, the shapes of a batch, with each size `before` replaced by `after`, for the out-of-memory table.
 
-    If `dim` is 0, the number of samples (dimension 0) is replaced, else the sequence length (all later dimensions).
+    If `dim` is 0, only the first dimension (samples) is changed, else only the later dimensions (sequence length).
     """
 
     def change(place: int, n: int) -> int:

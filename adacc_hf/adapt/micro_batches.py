@@ -1,4 +1,4 @@
-"""MicroBatches: the sizes of the current micro-batch of a run. LastBatch: the most recent batch, kept for a profile."""
+"""Records of a run's micro-batches: the sizes of the current one, and the most recent batch, kept for a profile."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 
 class MicroBatches:
-    """The sizes of the current micro-batch and, while a profile is due, the most recent training batch itself.
+    """Record of a run's micro-batches: the current sizes and, while a profile is due, the most recent training batch
+    itself.
 
-    The sizes are read at the micro-batch's start, or at the model's call if the tensors do not exist earlier.
+    The sizes are read when a micro-batch begins or, if its tensors do not exist yet, when the model is called.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class MicroBatches:
 
     @property
     def is_keeping(self) -> bool:
-        """True if the most recent training batch is kept, because a profile is due."""
+        """True if the most recent training batch is kept in memory, because a profile will need a batch."""
         return self._last is not None
 
     @property
@@ -47,7 +48,8 @@ class MicroBatches:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Reset the records of the current micro-batch's model calls, at its start and before a retry."""
+        """Forget the model calls of the current micro-batch. Used when the micro-batch begins and before it is
+        retried."""
         if self._last is not None:
             self._last.begin()
 
@@ -66,7 +68,7 @@ class MicroBatches:
         return True
 
     def keep_last(self, model: nn.Module) -> None:
-        """Keep the most recent training batch from now on. Further calls have no effect."""
+        """Begin to keep the most recent training batch in memory. Further calls have no effect."""
         if self._last is None:
             self._last = LastBatch(model)
 
@@ -81,9 +83,10 @@ class MicroBatches:
             self._last.note_loss(result)
 
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """Return (batch, compute_loss) of the most recent batch, and stop keeping batches.
+        """Return the most recent batch and the function that computes its loss. Stop keeping batches.
 
-        `batch` is None if no batch is suitable for a profile. See `LastBatch`.
+        The batch is None if no batch is suitable for a profile, and the function is None if the model computes the
+        loss. See `LastBatch`.
         """
         assert self._last is not None
         result = self._last.batch, self._last.compute_loss
@@ -110,7 +113,7 @@ class LastBatch:
         self.batch: dict[str, Any] | None = None
         self.compute_loss: ComputeLoss | None = None
         self._loss_call: tuple[dict[str, Any], ComputeLoss] | None = None
-        """Argument and function of the loop's last call of a `compute_loss`."""
+        """The batch and the function of the last `compute_loss` call that the training loop made."""
         self._own_node: Node | None = None
         """`grad_fn` of the model's own loss, until the loop's loss is known and compared with the model's own loss."""
         self._num_calls = 0
@@ -132,8 +135,9 @@ class LastBatch:
     def note_loss_call(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Record that `compute_loss` is about to be called with `inputs`.
 
-        If `compute_loss` is None, the model computes the loss. If `is_certain` is True, a profile needs `compute_loss`.
-        Otherwise `note_loss` decides, because the result may be the model's own loss, scaled.
+        If `compute_loss` is None, the model computes the loss. If `is_certain` is True, a profile must use
+        `compute_loss`. Otherwise the decision is left to `note_loss`, because the result of `compute_loss` may only be
+        the model's own loss, scaled.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return
@@ -174,7 +178,10 @@ class LastBatch:
 
 
 def _loss_leads_to(node: Node | None, target: Node) -> bool:
-    """Return True if the loss's `node` reaches `target` along nodes with one input each, as a scaled loss does."""
+    """Return True if the autograd graph leads from the loss's `node` to `target` through nodes with one input each.
+
+    This is the case if the loss is another loss, scaled.
+    """
     while node is not None and node is not target:
         following = [child for child, _ in node.next_functions if child is not None]
         node = following[0] if len(following) == 1 else None

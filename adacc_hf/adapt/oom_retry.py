@@ -23,11 +23,11 @@ from adacc_hf.torch_glue.tensors import has_gradient_hooks
 log = logging.getLogger(__name__)
 
 TIGHTER = 0.9
-"""Budget after running out of memory, as a fraction of the bytes that the policy was predicted to need."""
+"""Budget after a step ran out of memory, as a fraction of the bytes that its policy was predicted to need."""
 
 
 def tighter_budget(replanner: Replanner) -> int | float:
-    """Return a budget 10 % below the bytes that the current policy needs, or below the current budget if that is
+    """Return a budget that is 10 % below the current budget or the predicted need of the current policy, whichever is
     smaller.
 
     If the budget is a limit on peak memory, the result is a number of bytes (int). Otherwise the result is a fraction
@@ -41,7 +41,7 @@ def tighter_budget(replanner: Replanner) -> int | float:
 
 
 def advice(replanner: Replanner) -> str:
-    """Return advice on settings with which a step fits in memory, for the error message after memory ran out."""
+    """Return a sentence for the error message after memory ran out: which settings would make a step fit in memory."""
     needed = replanner.policy.predicted_peak_bytes
     return (
         f"Adacc planned a peak of {needed} bytes for memory_budget={replanner.memory_budget!r}: set "
@@ -83,11 +83,11 @@ def run_with_retry(
 ) -> Any:
     """Call `run` and return its result. If memory runs out, call `run` once more with the same random numbers.
 
-    Before the second attempt, `tighten` is called to apply a policy with less memory. `tighten` returns None, or the
-    reason why no policy with less memory can be applied. Raises torch.OutOfMemoryError, whose message includes the
-    result of `advice`, if the first attempt cannot be repeated, or if the second attempt runs out of memory too. In
-    both cases the result of `report` is logged, which describes the memory of the failed attempt. `report` is called
-    while the tensors of this attempt are alive.
+    Before the second attempt, `tighten` is called to apply a policy that needs less memory. `tighten` returns None, or
+    the reason why there is no such policy. Raises torch.OutOfMemoryError, whose message includes the result of
+    `advice`, if the first attempt cannot be repeated, or if the second attempt runs out of memory too. In both cases
+    the text returned by `report`, which describes the memory of the failed attempt, is logged. `report` is called while
+    the tensors of this attempt are alive.
     """
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
@@ -119,7 +119,7 @@ def run_with_retry(
 
 @contextmanager
 def memory_reported(report: Callable[[], str]) -> Iterator[None]:
-    """Log the result of `report` if memory runs out inside the `with` block. Raise the error again."""
+    """If memory runs out inside the `with` block, log the text returned by `report`, and raise the error again."""
     try:
         yield
     except RuntimeError as error:

@@ -61,8 +61,9 @@ class OptimizerProbe:
     def begin(self, clips: bool, model: nn.Module) -> None:
         """Begin to measure the optimizer's step.
 
-        If the loop clips gradients (`clips`), the gradients were clipped before this call. The memory of clipping is
-        therefore measured by computing the norm for clipping once more, which does not change the gradients.
+        If the loop clips gradients (`clips` is True), the gradients were clipped before this call. The memory of
+        clipping is therefore measured by computing the norm for clipping once more, which does not change the
+        gradients.
         """
         self.has_seen = True
         device = next(model.parameters()).device

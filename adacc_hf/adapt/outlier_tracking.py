@@ -1,6 +1,6 @@
 """MeasuringCodec: counts outlier channels and measures round-trip errors in a tracking step of a run.
 
-Only tensors that the policy compresses anyway are measured (paper, section 3.4). Observation: the measurements of one
+Only tensors that the policy compresses anyway are measured (paper, section 3.4). Observation: the results of one
 tracking step.
 """
 
@@ -41,20 +41,22 @@ class Observation:
 
     The keys of the dicts have either the indices of one profile, or names: (block call, activation, codec), such as
     ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices may
-    differ between profiles. For example, the profile of a step that calls a block twice has more kinds.
+    differ between profiles, because a profile may have more kinds, for example if a step calls a block twice.
     """
 
     num_outliers: dict[Any, int]
     """Number of outlier channels of each tracked activation (TrackedKey)."""
     errors: dict[Any, float]
-    """Relative L2 round-trip error of each compressed activation (TrackedKey), with the codec that the policy uses."""
+    """Relative L2 round-trip error of each compressed activation (TrackedKey) under the codec that the policy uses."""
     option_errors: dict[Any, float]
-    """Relative L2 round-trip error of codecs that a policy may use (OptionKey). If `max_error` is set, codecs with
-    outliers are measured with as many raw channels as were counted."""
+    """Relative L2 round-trip errors of all codecs that a policy may use (OptionKey), measured if `max_error` is set.
+    Codecs that store outlier channels uncompressed are measured with the number of outlier channels counted in this
+    step."""
     gradients: dict[Any, GradientError]
-    """Largest error of a sampled block's gradient, by index of the kind or by name of the block."""
+    """Largest error measured in the gradients of sampled blocks, keyed by index of the block's kind or by name of the
+    block."""
     degrading_codecs: frozenset[Any]
-    """Codecs to switch off, because they increase a gradient's error above the bound."""
+    """Codecs to switch off, because with them the error of a block's gradient exceeds the allowed bound."""
 
     @classmethod
     def merged(cls, observations: Sequence[Observation]) -> Observation:
@@ -131,7 +133,7 @@ def _tracked_maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
 
 @dataclass(slots=True)
 class Measurements:
-    """Measurements that the codecs make in the current tracking step.
+    """Collected measurements of the codecs in the current tracking step.
 
     Errors are tensors on the device until the method `read` converts them to floats.
     """
@@ -141,19 +143,21 @@ class Measurements:
     option_errors: dict[OptionKey, Tensor] = field(default_factory=dict)
 
     def add_count(self, key: TrackedKey, count: int) -> None:
-        """Add a number of outlier channels. Only the largest number of each activation is kept."""
+        """Add a number of outlier channels of an activation. Only the largest number of each activation is kept."""
         self.num_outliers[key] = max(count, self.num_outliers.get(key, 0))
 
     def add_error(self, key: TrackedKey, error: Tensor) -> None:
-        """Add a round-trip error of an activation's current codec. Only the largest is kept."""
+        """Add a round-trip error of the codec that an activation uses. Only the largest error of each activation is
+        kept."""
         _add_tracked_maximum(self.errors, key, error)
 
     def add_option_error(self, key: OptionKey, error: Tensor) -> None:
-        """Add a round-trip error of one of an activation's codecs. Only the largest is kept."""
+        """Add a round-trip error of a codec that an activation may use. Only the largest error of each codec is
+        kept."""
         _add_tracked_maximum(self.option_errors, key, error)
 
     def read(self, gradients: dict[int, GradientError], degrading_codecs: frozenset[OptionKey]) -> Observation:
-        """Return the observation of this rank. Synchronizes with the device."""
+        """Return the measurements of this rank as an `Observation`. Synchronizes with the device."""
         return Observation(
             num_outliers=dict(self.num_outliers),
             errors={key: float(error) for key, error in self.errors.items()},
@@ -164,7 +168,7 @@ class Measurements:
 
 
 def _add_tracked_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
-    """Add an error that a tracking step has measured. Only the largest error of each key is kept."""
+    """Add an error measured in a tracking step under its key. Only the largest error of each key is kept."""
     errors[key] = torch.maximum(errors[key], error) if key in errors else error
 
 
@@ -220,7 +224,8 @@ class MeasuringCodec:
 
 
 def _refitted_codec(option: CodecOption, count: int | None) -> Codec:
-    """Return a new codec for `option`. If `count` is not None, the codec stores this number of raw channels."""
+    """Return a new codec for `option`. If `count` is not None, the codec stores this number of channels
+    uncompressed."""
     options = dict(option.options)
     if count is not None and codec_type(option.codec).keeps_outliers:
         options["num_outliers"] = count
@@ -228,7 +233,8 @@ def _refitted_codec(option: CodecOption, count: int | None) -> Codec:
 
 
 def is_tracked(value: Value, config: AdaccConfig) -> bool:
-    """Return True if the config's `tracked_modules` selects `value`, so that its outlier channels are counted."""
+    """Return True if tracking steps count the outlier channels of `value`, as selected by the setting
+    `tracked_modules`."""
     patterns = config.tracked_modules
     return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 

@@ -23,8 +23,9 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements, to_profi
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 
 PEAK_TOLERANCE = 0.01
-"""Fraction by which a measured peak may exceed the predicted peak without a correction, while the budget is kept.
-Allocators round by less, and a few small tensors of the Trainer are not profiled."""
+"""Fraction by which a measured peak may exceed the predicted peak without a correction of the profile, as long as the
+budget is not exceeded. Rounding by allocators, and a few small tensors of the Trainer that are not profiled, stay below
+this fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class _MeasuredStep:
     """Measured peak memory of one rank's step."""
 
     size_policy: int
-    """Index in `PolicyCache.all` of the step's size policy with the largest predicted peak."""
+    """Index in `PolicyCache.all` of a policy used in the step: the policy with the largest predicted peak."""
     peak_bytes: int
     moments: Mapping[str, int]
-    """Peak in bytes by moment of the step."""
+    """Measured peak in bytes for each moment of the step, such as a block's backward."""
     largest: BatchShapes
     """Sizes of the largest micro-batch."""
 
@@ -64,8 +65,7 @@ class PeakCheck:
         self._meter.count_memory(model, optimizer, installation.functions if is_provisional else None)
 
     def end_backward(self) -> None:
-        """End the measurement. Policies have no effect on the memory of the optimizer's step, so this step is left
-        out."""
+        """End the measurement. The optimizer's step is not measured, because policies have no effect on its memory."""
         self._meter.end_backward()
 
     def close(self) -> None:
@@ -76,7 +76,8 @@ class PeakCheck:
     def compare(self, step: int) -> bool:
         """Compare the measured peak of `step` with the predicted peak. Return True if a policy changed.
 
-        If the measured peak is higher, correct the predicted memory. After the first measured step, solve again.
+        If the measured peak is higher, increase the predicted memory of the profile. After the first measured step of a
+        run, run the solver again.
 
         Ranks may have measured batches of different sizes.
         """
@@ -99,7 +100,7 @@ class PeakCheck:
         return has_changed
 
     def _measured_step(self) -> _MeasuredStep | None:
-        """Return the measurement of this rank's step, or None if nothing predicts the step's peak."""
+        """Return the measurement of this rank's step, or None if no profile predicts the step's peak."""
         used, peak = self._choice.used(), self._meter.peak_bytes
         comparable = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(comparable) != len(used) or peak is None:
@@ -119,7 +120,7 @@ class PeakCheck:
     ) -> bool:
         """Replace the provisional policies (`is_provisional`) after the first measurement of a step.
 
-        Return True if one changed. `peak` is the measured peak under `size_policy`, and `moments` has the peaks by
+        Return True if a policy changed. `peak` is the measured peak under `size_policy`, and `moments` has the peaks by
         moment of the step. `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
@@ -141,7 +142,7 @@ class PeakCheck:
         return has_changed
 
     def _profile_at(self, profile: Profile, largest: BatchShapes) -> Profile:
-        """Return the predicted profile of a batch of sizes `largest`, or `profile` itself if no prediction is
+        """Return `profile` as predicted for a batch of the sizes `largest`, or `profile` itself if no prediction is
         possible."""
         if self._choice.cache.class_of(largest) is None:
             return profile

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 
 MOST_STEPS = 64
-"""Maximum number of steps to wait for a batch that calls every block. After these steps, an error is raised.
+"""Maximum number of steps to wait for a batch on which the model runs every block. After these steps, an error is
+raised.
 
 If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
 
@@ -68,7 +69,8 @@ class WarmUpPhase(Phase):
 
     @property
     def activity(self) -> str:
-        """Activity of the current step (`FirstSteps`), in this phase always torch's checkpoint."""
+        """Text for reports on how the blocks run in the current step: in this phase, always under torch's
+        checkpoint."""
         return CHECKPOINT
 
     def begin_step(self, step: int) -> None:
@@ -87,7 +89,7 @@ class WarmUpPhase(Phase):
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result.
 
-        `run` may set the first policy. If memory then runs out, call `run` again under a policy with less memory.
+        `run` may set the first policy. If memory then runs out, call `run` again under a policy that needs less memory.
         """
         report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
@@ -115,9 +117,9 @@ class WarmUpPhase(Phase):
         self._batches.note_loss_call(inputs, compute_loss, is_certain)
 
     def _set_policy_before_forward(self, inputs: Any, compute_loss: ComputeLoss | None) -> None:
-        """Profile the first batch before its forward, solve, and follow the policy.
+        """Profile the first batch before its forward, run the solver, and follow the resulting policy.
 
-        If the batch cannot be profiled, log why. The first steps then run under torch's checkpoint.
+        If the batch cannot be profiled, log the reason. The first steps then run under torch's checkpoint.
         """
         run, model = self._run, self._run.model
         if not isinstance(inputs, Mapping):
@@ -181,7 +183,7 @@ class WarmUpPhase(Phase):
         refuse_uncovered(run.config, ALL_BLOCKS, f"{reason}, so it cannot be profiled", remedy)
 
     def _set_policy_after_step(self, step: int) -> None:
-        """Profile the most recent batch, solve, and follow the policy from the next step on."""
+        """Profile the most recent batch, run the solver, and follow the resulting policy from the next step on."""
         run = self._run
         announce(
             "Adacc: memory_budget=%r: profiling after step %d; the next step begins when a policy is set",
@@ -233,7 +235,7 @@ class FullRecompute(Installation):
         for function in self.blocks.values():
             function.strategy = CheckpointStrategy()
         self.sizes: set[BatchShapes] = set()
-        """Distinct shapes of the micro-batches so far."""
+        """Distinct shapes of the micro-batches that have run so far."""
         self._executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:
@@ -241,9 +243,9 @@ class FullRecompute(Installation):
         self._executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
-        """Return the blocks that the most recent batch did not call.
+        """Return the names of the blocks that the model did not run on the most recent batch.
 
-        If other blocks were trained, a block that ran without gradients counts as called, because such a block has
+        If other blocks were trained, a block that ran without gradients is not returned, because such a block has
         nothing to store.
         """
         untrained = super().skipped_blocks()
@@ -262,10 +264,10 @@ class FullRecompute(Installation):
 
 
 def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[str]:
-    """Return the blocks that the most recent batch of some rank did not call. A profile requires that there are none.
+    """Return the names of the blocks that, on some rank, the model did not run on the most recent batch.
 
-    If there are any and `num_waited`, the number of steps waited so far, is at least MOST_STEPS, raise
-    UncalledBlocksError.
+    A batch is profiled only if the result is empty. If it is not empty and `num_waited`, the number of steps waited so
+    far, is at least MOST_STEPS, raise UncalledBlocksError.
     """
     skipped = set().union(*gather_from_all_ranks(installation.skipped_blocks()))
     skipped_blocks = [name for name in installation.blocks if name in skipped]

@@ -1,4 +1,4 @@
-"""PolicyBuilder: profiles batches during the run and makes policies for them, by the solver or a user's function."""
+"""PolicyBuilder: profiles batches during the run, and gets their policies from the solver or a user's function."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
 class RefusedSizeError(Exception):
-    """Error raised if no policy can be made for batches of another size, or for batches that train more blocks."""
+    """Error raised during the run if no policy can be made for a new batch size, or for batches on which more blocks
+    are trained."""
 
 
 class PolicyBuilder:
-    """Profiles batches of a run and solves for their policies. A user's `policy` function replaces the solver."""
+    """Builder of a run's policies: profiles batches and runs the solver. A user's `policy` function replaces the
+    solver."""
 
     def __init__(self, run: RunState) -> None:
         self._run, self._config, self._source, self._profiler = run, run.config, run.source, run.profiler
@@ -59,10 +61,11 @@ class PolicyBuilder:
     ) -> tuple[Profile, Policy] | None:
         """Return (profile, policy) for the first batch, before the first step. The result is the same on all ranks.
 
-        If the budget is a limit on peak memory, the policy is plain training if plain training fits, else a policy with
-        little memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch
-        leaves blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may
-        run different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget is a limit on peak memory, the policy is plain training if plain training fits, else a policy that
+        needs little memory (`provisional_policy`) and is replaced after the first measured step. Return None if, on
+        some rank, the model skips blocks on this batch or returns no loss. Also return None if the forward has
+        collectives, because the batch is profiled in parts, and ranks may run different numbers of parts. Raises
+        InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         if forward_needs_all_ranks(model):
@@ -106,8 +109,8 @@ class PolicyBuilder:
         """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
         If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
-        peak. In this case, `is_provisional` is True: the policy has the least memory, and is replaced after the first
-        measured step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        peak. In this case, `is_provisional` is True: the policy needs the least memory of all, and is replaced after
+        the first measured step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         try:
             profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
@@ -134,8 +137,9 @@ class PolicyBuilder:
     ) -> tuple[BatchShapes, Profile, Policy] | None:
         """Return (sizes, profile, policy) for batches of `sizes`. Profile the step's `batch`, resized to `sizes`.
 
-        If the model refuses the resized batch, the original sizes are returned. Return None if this batch cannot be
-        used for the profile. Raises RefusedSizeError if no batch of these sizes can be used.
+        If the model raises an error on the resized batch, the batch is profiled at its own sizes, which are returned.
+        Return None if the step's batch cannot be used for the profile. Raises RefusedSizeError if no batch of these
+        sizes can be used.
         """
         shapes, run = choice.shapes, self._run
         if not all(gather_from_all_ranks(batch is not None and has_same_tensors(shapes, sizes))) or batch is None:
@@ -156,8 +160,8 @@ class PolicyBuilder:
     def for_all_blocks(
         self, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy]:
-        """Return (profile, policy) for the step's batch, which trains more blocks, or runs operators that earlier
-        batches did not run.
+        """Return (profile, policy) for the step's batch, on which the model trains more blocks or runs other operators
+        than before.
 
         Raises RefusedSizeError if the batch cannot be profiled, or if no policy fits the budget.
         """
@@ -168,9 +172,10 @@ class PolicyBuilder:
 
     @contextmanager
     def _refusing_size(self) -> Iterator[None]:
-        """Convert errors of profiling in the `with` block to RefusedSizeError.
+        """Convert two errors of profiling in the `with` block to RefusedSizeError.
 
-        The converted errors are running out of memory, and a batch that leaves blocks out.
+        The two errors are torch.OutOfMemoryError, and UncalledBlocksError, which is raised if the model skips blocks on
+        the batch.
         """
         try:
             yield
@@ -183,7 +188,7 @@ class PolicyBuilder:
             raise RefusedSizeError("there is not enough memory to profile them") from error
 
     def _corrected(self, profile: Profile, context: RunContext) -> Profile:
-        """Return `profile` with the corrections that earlier steps have shown to be necessary.
+        """Return `profile` with corrections from the measurements of earlier steps.
 
         The bytes by which a measured step exceeded its profile are added. For values whose codec was switched off, the
         precise codec (INT8) is a further option.
@@ -227,7 +232,7 @@ class PolicyBuilder:
             raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes) from None
 
     def _warn_fragments(self, profile: Profile) -> None:
-        """Log before the first step how fragments of the GPU's memory reduce the budget."""
+        """Log, before the first step, by how much fragmentation of the GPU's memory reduces the budget."""
         if not profile.device.startswith("cuda") or has_expandable_segments():
             return
         budget = Budget.resolve(self._config.memory_budget, profile, self._config)
@@ -246,7 +251,7 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
     """Raise ValueError if the user passed a policy together with a budget that the policy exceeds.
 
     A budget of type float is a fraction of `plain_bytes`, the bytes that plain training stores. If `plain_bytes` is
-    None, this number is computed from the facts in the policy. The default budget, "auto", is not checked.
+    None, this number is read from `Policy.facts`. The default budget, "auto", is not checked.
     """
     if memory_budget == "auto":
         return
@@ -271,7 +276,7 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
 def refuse_above_host_memory(policy: Policy, config: AdaccConfig, limit_bytes: int) -> None:
     """Raise ValueError if the user passed a policy that stores more than `limit_bytes` in host memory.
 
-    `limit_bytes` is the limit by `config.host_memory` and by the free memory of the hosts.
+    `limit_bytes` follows from the setting `host_memory` and the free memory of the hosts.
     """
     if policy.predicted_host_bytes <= limit_bytes:
         return

@@ -30,18 +30,19 @@ from adacc_hf.torch_glue.batch_shapes import (
 )
 
 ENOUGH_SEEN = 8
-"""Number of batches of a bucket without a policy after which a batch of the bucket is profiled.
+"""Number of batches after which a bucket (group of similar batch sizes) without a policy gets a profile of its own.
 
 A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
-"""Maximum number of size policies of a run. Size policies are adapted to the data. Later size classes get fixed
-plans."""
+"""Maximum number of policies of a run that are adapted to the data, one per batch size. Size classes that occur later
+get plans that do not change."""
 MAX_UNTRACKED = 64
-"""Maximum number of size classes with fixed plans. If there are more, the least recently used class is dropped."""
+"""Maximum number of size classes with plans that do not change. If there are more, the least recently used class is
+dropped."""
 MAX_UNPLANNED = 256
-"""Maximum number of buckets whose batches are counted. The bucket that occurred least recently is dropped, because the
-number of different buckets is unlimited, and ranks exchange these counts."""
+"""Maximum number of buckets (groups of similar batch sizes) whose batches are counted. The bucket that occurred least
+recently is dropped, because the number of different buckets is unlimited, and ranks exchange these counts."""
 
 
 class PolicyCache:
@@ -50,15 +51,16 @@ class PolicyCache:
     def __init__(self) -> None:
         self.all: list[SizePolicy] = []
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
-        """Fixed plans by size class, for classes without a size policy."""
+        """Plans that do not change, by size class, for the classes without a policy that is adapted to the data."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
-        """For each bucket without a policy: (smallest sizes that all batches of the bucket fit in, number of
-        batches)."""
+        """Counts for each bucket (group of similar batch sizes) without a policy: (smallest sizes that all batches of
+        the bucket fit in, number of batches)."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
         self.least: Policy | None = None
-        """Most recent policy with the least memory, solved for a size at which no policy fits the budget."""
+        """Policy that needs the least memory, from the most recent solver run at a size at which no policy fits the
+        budget."""
         self.can_run_on_parts = True
         """True unless a profile has shown that the model cannot run on slices of a batch."""
 
@@ -76,7 +78,7 @@ class PolicyCache:
         self.unplanned.pop(bucket_of(shapes), None)
 
     def add_untracked(self, sizes: BatchShapes, plans: BlockPlans) -> None:
-        """Store `plans` for the size class `sizes`, which gets no size policy."""
+        """Store `plans` for the size class `sizes`. These plans are not adapted to the data."""
         put_latest(self.untracked, sizes, plans, MAX_UNTRACKED)
 
     @property
@@ -91,7 +93,7 @@ class PolicyCache:
 
     @property
     def measured(self) -> SizePolicy | None:
-        """Latest size policy whose profile can predict the profiles of other sizes, or None if there is none."""
+        """Latest size policy whose profile can predict the profiles of other batch sizes, or None."""
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return candidates[-1] if candidates else None
 
@@ -114,21 +116,23 @@ class PolicyCache:
         return None if size_class is None else from_profile_shapes(size_class)
 
     def at(self, sizes: BatchShapes) -> SizePolicy | None:
-        """Return the policy that was made for exactly `sizes`, or None if there is none."""
+        """Return the policy that was made for exactly `sizes`, or None if that size has no policy."""
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
-        """Return the plans for steps without tracking: those of the size class `sizes`, else of the exact `shapes` of a
-        batch, else None."""
+        """Return the unchanging plans for the size class `sizes` or, if the class has none, for the exact `shapes` of a
+        batch.
+
+        Return None if neither has such plans.
+        """
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the policy made for the smallest size in which a batch of `shapes` fits, or None.
+        """Return the policy for the smallest profiled size in which a batch of `shapes` fits, or None if the batch is
+        larger.
 
-        None means that the batch fits in no size.
-
-        Call this for a batch that belongs to no size class. If no policy was made for the batch's bucket, add the batch
-        to the counts in `unplanned`, which `most_wanted` reads.
+        Call this for a batch that belongs to no size class. If the batch's bucket (group of similar sizes) has no
+        policy, also count the batch in `unplanned`, from which `most_wanted` chooses the next size to profile.
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
@@ -138,9 +142,9 @@ class PolicyCache:
         return best
 
     def refuse(self, shapes: BatchShapes) -> None:
-        """Never request a profile for the bucket of `shapes` again.
+        """Exclude batches of about the size `shapes` (the same bucket) from further requests for a profile.
 
-        Batches of this bucket keep running under torch's checkpoint, or under the policy of a larger size.
+        These batches keep running under torch's checkpoint, or under the policy of a larger size.
         """
         self._refused.add(bucket_of(shapes))
         self.unplanned.pop(bucket_of(shapes), None)
@@ -154,7 +158,10 @@ class PolicyCache:
 
 
 def _replaces_size_policy(new: SizePolicy, old: SizePolicy) -> bool:
-    """Return True if the policy `new` replaces `old`: same sizes, or same bucket and profiled without a size model."""
+    """Return True if the policy `new` replaces `old`.
+
+    Both must be for the same sizes or, if profiled without a size model, for the same bucket (group of similar sizes).
+    """
     if old.shapes is None or new.shapes is None:
         return False
     if old.shapes == new.shapes:
@@ -166,7 +173,8 @@ def _replaces_size_policy(new: SizePolicy, old: SizePolicy) -> bool:
 def most_wanted(counts: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
     """Return the sizes to profile next: the sizes of the bucket with the most batches, summed over all ranks.
 
-    Return None if no bucket has ENOUGH_SEEN batches. `counts` has the dict `PolicyCache.unplanned` of each rank.
+    A bucket is a group of similar batch sizes. Return None if no bucket has ENOUGH_SEEN batches. `counts` has the dict
+    `PolicyCache.unplanned` of each rank.
     """
     total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
     for rank in counts:

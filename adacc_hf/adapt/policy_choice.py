@@ -4,7 +4,7 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | sizes of the micro-batch | policy |
 |---|---|
 | in a size class with a policy | that policy |
-| in a new class, before the first measured step | the run's first policy if it fits, else one with little memory |
+| in a new class, before the first measured step | the run's first policy if it fits, else one with a low peak |
 | in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
 | in a new class, if no policy fits or from then on | a policy solved for the class's extrapolated profile |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
@@ -40,9 +40,9 @@ class PolicyChoice:
         self.cache = PolicyCache()
         self.extrapolated = ExtrapolatedPolicies(context, self.cache)
         self.current: SizePolicy | None = None
-        """Policy of one batch size that the blocks follow now, with its state.
+        """Size policy (policy of one batch size, with its state) that the blocks follow now.
 
-        None under torch's checkpoint, and under plans without such a state (`PolicyCache.untracked`).
+        None if the blocks run under torch's checkpoint, or under plans without a size policy (`PolicyCache.untracked`).
         """
         self.plans: BlockPlans | None = None
         """Plans that the blocks follow now, or None under torch's checkpoint."""
@@ -56,11 +56,13 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches by `id` of their plans, or None for plans without a size policy."""
+        """Size policies of the step's micro-batches, keyed by the `id` of the plans. The value None stands for plans
+        without a size policy."""
         self._lasts = False
-        """True if a next micro-batch of the same shapes can use the same policy without a new choice."""
+        """True if the chosen policy also applies to the next micro-batch, provided that its shapes are the same."""
         self.has_replaced_borrowed = False
-        """True if a borrowed policy was replaced since the last step's end."""
+        """True if, since the last step's end, a policy made for another batch size was replaced by one for the batch's
+        own size."""
         self._is_alone = num_ranks() == 1
         handle.tape_cache.may_record = self._may_record
 
@@ -68,7 +70,7 @@ class PolicyChoice:
     def shown(self) -> SizePolicy:
         """Size policy of the most recent micro-batch.
 
-        If the micro-batch has no size policy, the run's first size policy.
+        If this micro-batch ran without a size policy, the result is the run's first size policy.
         """
         return self.current or self.cache.all[0]
 
@@ -110,8 +112,8 @@ class PolicyChoice:
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """Return the size policy for a batch of `shapes`, whose size class is `sizes`.
 
-        If the class is new, make a policy for the class. Return None if the class has only plans, without a size
-        policy.
+        If the class is new, make a policy for the class. Return None if the class has only plans that do not change,
+        and thus no size policy.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None and size_policy.is_borrowed:
@@ -140,9 +142,9 @@ class PolicyChoice:
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
         """Count a batch that runs under a policy that was not solved for its size class (`is_borrowed`).
 
-        If the overhead of these batches has taken as long as a solver run, solve for the batch's own class, and follow
-        the new policy if it is faster. The batches and the solver run together take at most twice the time of the
-        better choice.
+        Once the overhead of these batches has taken as long as a solver run, solve for the batch's own class, and
+        follow the new policy if it is faster. Together, these batches and the solver run take at most twice the time of
+        the better choice: never to solve, or to solve immediately.
         """
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
@@ -170,7 +172,7 @@ class PolicyChoice:
         """Return the size policy for a new class `sizes` before the memory of a step has been measured.
 
         The result is `measured`, the run's first size policy, if it fits the budget at this size. Otherwise add a
-        policy with little memory. With several ranks, store only the plans of this policy and return None.
+        policy that needs little memory. With several ranks, store only the plans of this policy and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
         policy = current_policy(profile, measured.replanner.policy)
@@ -198,8 +200,8 @@ class PolicyChoice:
 
         `shapes` is None if the sizes are unknown. If `is_provisional` is True, the policy is replaced once the memory
         of a step has been measured. `expects_size_model` is True if the profiler has tried to measure other sizes too.
-        If `profile` then has no size model, the model cannot run on slices of a batch. `is_extrapolated` is True if
-        `profile` was predicted from the profile of another size.
+        If `profile` has no size model in this case, the model cannot run on slices of a batch. `is_extrapolated` is
+        True if `profile` was predicted from the profile of another size.
         """
         size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
         size_policy.is_provisional = is_provisional
@@ -239,7 +241,7 @@ class PolicyChoice:
         return SizePolicy(shapes, replanner, plans, is_extrapolated=is_extrapolated)
 
     def follow(self, size_policy: SizePolicy, policy: Policy) -> None:
-        """Replace the policy for the batches of `size_policy` by `policy`, from the next micro-batch on.
+        """Replace the policy of `size_policy` (the record of one batch size) by `policy`, from the next micro-batch on.
 
         The times of normal steps under the old policy are dropped.
         """
@@ -251,7 +253,7 @@ class PolicyChoice:
             self._put(size_policy, size_policy.plans)
 
     def _put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
-        """Apply `plans` to the next calls of the blocks."""
+        """Run the next calls of the blocks under `plans`."""
         self._handle.follow(plans)
         self.current, self.plans, self._lasts = size_policy, plans, False
 
@@ -261,7 +263,8 @@ class PolicyChoice:
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
-        """Return the size policies of the step's micro-batches, and None for each plan without a size policy."""
+        """Return the size policies of the step's micro-batches. None in the result stands for plans without a size
+        policy."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:
@@ -269,7 +272,7 @@ class PolicyChoice:
         return self.current is not None and all(plans == id(self.current.plans) for plans in self._used)
 
     def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
-        """Return (predicted overhead in ms, number of fallbacks by reason) of the most recent micro-batch.
+        """Return the predicted overhead in ms of the finished micro-batch, and its number of fallbacks by reason.
 
         `fallbacks` has the number of calls of blocks that did not follow their plans, by reason.
         """
@@ -296,5 +299,5 @@ class PolicyChoice:
 
     @property
     def _reference(self) -> SizePolicy:
-        """Size policy whose profile is closest to the most recent micro-batch."""
+        """Size policy that was profiled at the size closest to the most recent micro-batch."""
         return self.current or self.cache.measured or self.shown

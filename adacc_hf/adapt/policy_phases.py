@@ -46,7 +46,7 @@ from adacc_hf.torch_glue.progress import SlowReport, announce
 log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
-"""Number of steps between decisions of all ranks whether to profile a batch. A decision takes collectives."""
+"""Number of steps after which all ranks decide together, by collectives, if a batch is to be profiled."""
 
 
 TASKS = {
@@ -54,7 +54,7 @@ TASKS = {
     MEASURING: "whose memory is measured",
     CHECKING: "the first under a new policy, which checks the records of the blocks",
 }
-"""Tasks of a step besides training, for the report of a slow step."""
+"""Names of a step's tasks besides training, which the log line about a slow step lists."""
 
 
 class FixedPolicyPhase(Phase):
@@ -73,7 +73,7 @@ class FixedPolicyPhase(Phase):
             return run()
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
-        """Begin to follow `policy`, made for `profile`, at the end of a step.
+        """Begin to follow `policy`, made for `profile`, after the end of a step.
 
         If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
         """
@@ -163,7 +163,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
         self._report: SlowReport | None = None
-        """Report of the current step if it is slow, or None."""
+        """Object that logs the current step if the step is slow. None in steps that only train."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -201,7 +201,8 @@ class AdaptivePhase(FixedPolicyPhase):
 
     @property
     def activity(self) -> str:
-        """Activity of the current step (`FirstSteps`)."""
+        """Text for reports on the current step: how the blocks run, and the step's work besides training (see
+        `FirstSteps`)."""
         current = self.choice.current
         if self._tracking.is_on:
             return TRACKING
@@ -212,7 +213,8 @@ class AdaptivePhase(FixedPolicyPhase):
         return FOLLOWING
 
     def _report_slow_step(self) -> None:
-        """Report the step if it does other work than training, and takes more than twice as long as a normal step."""
+        """Begin to watch a step that has other work besides training. If it takes more than twice as long as a normal
+        step, log it."""
         self._end_report()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:
@@ -224,7 +226,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
 
     def _end_report(self, has_failed: bool = False) -> None:
-        """End the report of the current step, if any."""
+        """End the watch that `_report_slow_step` began, if there is one."""
         if self._report is not None:
             self._report.end(has_failed)
             self._report = None
@@ -235,12 +237,14 @@ class AdaptivePhase(FixedPolicyPhase):
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
-        """Apply the policy for the micro-batch if `inputs` are its first tensors, whose shapes determine the policy."""
+        """Choose and apply the policy for the micro-batch by the shapes of `inputs`, if these are the micro-batch's
+        first tensors."""
         if self._batches.read_shapes(inputs):
             self.choice.choose(self._batches.shapes, self._batches.nbytes)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run` and return its result. If memory runs out, call `run` again under a policy with less memory."""
+        """Call `run` and return its result. If memory runs out, call `run` again under a policy that needs less
+        memory."""
         report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
             with memory_reported(report):
@@ -280,13 +284,14 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler.remove()
 
     def _cancel(self) -> None:
-        """Stop the measurements and the report of a step that has failed. Has no effect if none is running."""
+        """Stop the measurements of a step that has failed, and log how long the step took if it was slow."""
         self._end_report(has_failed=True)
         self._tracking.cancel()
         self._peaks.close()
 
     def end_backward(self) -> None:
-        """End the measurement of the step's memory. Policies have no effect on the memory of the optimizer's step."""
+        """End the measurement of the step's memory. The optimizer's step is left out, because policies do not affect
+        its memory."""
         if self._peaks.is_on:
             self._peaks.end_backward()
 
@@ -333,8 +338,8 @@ class AdaptivePhase(FixedPolicyPhase):
     def _add_time(self, step_ms: float) -> None:
         """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
 
-        The time of a normal step is added to the times of normal steps. If the step also tracked, measured or prepared
-        a policy, the time that exceeds a normal step's is added to the run's `extra_ms`.
+        The time of a step that only trained counts as a normal time. For a step that also tracked outliers, measured
+        memory or prepared a policy, the time above a normal step's time is added to the run's `extra_ms`.
         """
         current = self.choice.current
         for size_policy in self.choice.used():
@@ -361,7 +366,7 @@ class AdaptivePhase(FixedPolicyPhase):
     def _add_size(self, sizes: BatchShapes, step: int) -> bool:
         """Profile the step's batch, resized to `sizes`, and add a policy for this size.
 
-        Return False after a failure.
+        Return False if the batch cannot be profiled or no policy fits.
         """
         self._profiler.all_sizes = True
         try:
@@ -382,9 +387,10 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch, and replace all policies by one for this batch. Return False after a failure.
+        """Profile the step's batch, and replace all policies of the run by a policy for this batch. Return False if
+        this fails.
 
-        The replaced policies were made for the operators and the trained blocks of earlier batches.
+        The replaced policies do not fit any more, because the model now runs other operators or trains more blocks.
         """
         requests = self._requests
         if not requests.can_restart():
@@ -410,7 +416,8 @@ class AdaptivePhase(FixedPolicyPhase):
         announce("Adacc: policy set, %s: %s", reason, describe_costs(policy, profile))
 
     def _report_failed_restart(self, step: int, obstacle: str) -> None:
-        """Warn that the run keeps its policies because of `obstacle`, and free the batch kept for the restart."""
+        """Warn that the run keeps its policies because of `obstacle`, and free the batch that was to be profiled for
+        new ones."""
         why = self._requests.why
         reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
@@ -494,10 +501,11 @@ class AdaptivePhase(FixedPolicyPhase):
 
 
 def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Return True if the step that comes `steps_since` steps after the policy was set is a tracking step.
+    """Return True if outliers and errors are measured in the step that comes `steps_since` steps after the policy was
+    set.
 
-    `tracking` is the setting of AdaccConfig. "exponential" tracks 1, 2, 4, ... steps after. A number N tracks every N
-    steps.
+    `tracking` is the setting of AdaccConfig. "exponential" selects the steps 1, 2, 4, ... after the policy was set. A
+    number N selects every N-th step.
     """
     if tracking == "off" or steps_since < 1:
         return False

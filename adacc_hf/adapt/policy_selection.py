@@ -24,29 +24,31 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 MIN_GAIN = 0.02
-"""Minimum gain of a new policy, as a fraction of the current overhead. If the old policy fits the budget, a new policy
-with a smaller gain is not followed. Predicted times vary by a few percent from one profile to the next, so a smaller
-gain is noise."""
+"""Minimum reduction of the overhead by a new policy, as a fraction of the current overhead. If the old policy fits the
+budget, a new policy with a smaller gain is not followed. Predicted times vary by a few percent from one profile to the
+next, so a smaller gain is noise."""
 
 UNCERTAINTY = 0.25
-"""Relative amount by which a step may exceed its predicted peak before the memory of a step was measured. The loop may
-allocate memory that a profile does not see. A policy for these steps leaves as much of the budget free, if possible."""
+"""Relative amount by which a step may exceed its predicted peak as long as no step's memory has been measured, because
+the training loop may allocate memory that the profile does not include. Policies for these first steps leave this part
+of the budget free, if possible."""
 
 MIN_FREED = 0.01
-"""Minimum memory that codecs save in addition to the savings at the last solver run, for the solver to run again. The
-minimum is a fraction of the bytes that the policy stores. If memory grows by a fraction, the overhead falls by one to
-three times this fraction, so a smaller saving cannot reach MIN_GAIN. A solver run takes as long as some steps of a
-small model."""
+"""Minimum reduction of the codecs' payload bytes since the last solver run for which the solver runs again, as a
+fraction of the bytes that the policy stores. If the available memory grows by a fraction, the overhead falls by one to
+three times this fraction, so a smaller reduction cannot reach MIN_GAIN. A solver run takes as long as several steps of
+a small model."""
 
 HEADROOM = 0.005
-"""Fraction of the budget that policies solved during a run leave free if possible. The number of outlier channels
-varies by one or two. Without headroom, each new channel would exceed the budget and start the solver."""
+"""Fraction of the budget that policies solved during a run leave free if possible. The number of outlier channels,
+which codecs store uncompressed, varies by one or two. Without headroom, each new channel would exceed the budget and
+start the solver."""
 
 ERROR_MARGIN = 0.05
 """Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
 
 NOTHING_FITS = "no policy fits the budget any more"
-"""Part of the reason if no policy fits the budget with the current predictions."""
+"""Text in log messages and in the history if no policy fits the budget with the current predictions."""
 
 SAME_ACTIONS = "the same actions, with the current outlier channels"
 
@@ -56,7 +58,7 @@ class ReplanResult:
     """Result of `replan`: the policy to follow after predictions have changed, and the reason."""
 
     policy: Policy | None
-    """A better policy, or None to keep the current one."""
+    """A better policy, or None if the current policy is to be kept."""
     reason: str
     has_solved: bool
     """True if the solver ran."""
@@ -67,8 +69,9 @@ def replan(
 ) -> ReplanResult:
     """Choose between `policy` and a newly solved policy, with the current predictions of `profile`.
 
-    The result is the new policy, or the actions of `policy` with the current outlier channels. `last_solved` is the
-    profile for which the solver ran last. If little has changed since then, the solver does not run.
+    The result has the new policy, or a policy with the actions of `policy` and the current outlier channels.
+    `last_solved` is the profile for which the solver ran last. If little has changed since then, the solver does not
+    run.
     """
     disallowed = over_bound(profile, policy, config)
     current = None if disallowed else current_policy(profile, policy)
@@ -118,7 +121,8 @@ def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, con
 
 
 def _replan_result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
-    """Return the result of replanning: the policy to change to, or None if `choice` equals the current policy."""
+    """Return the `ReplanResult` for the chosen policy `choice`. Its policy is None if `choice` equals the current
+    policy."""
     is_same = (choice.plans, choice.blocks, choice.head) == (policy.plans, policy.blocks, policy.head)
     return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
@@ -138,26 +142,27 @@ def with_margin(config: AdaccConfig) -> AdaccConfig:
 
 
 def error_bound(config: AdaccConfig) -> float | None:
-    """Return the largest round-trip error that a new policy may have, or None if `max_error` is None."""
+    """Return the largest round-trip error of a codec that a new policy may use, or None if `max_error` is None."""
     return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
 
 
 def gradient_bound(config: AdaccConfig) -> float:
-    """Return the largest relative error that the gradient of a checked block may have."""
+    """Return the largest allowed relative error of a block's gradient under compression."""
     bound = error_bound(config)
     return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
-    """Return an upper bound on the bytes that a policy saves because codecs store fewer bytes by the profile `after`
-    than by the profile `before`."""
+    """Return an upper bound on the memory that is freed because codecs store fewer bytes in profile `after` than in
+    `before`."""
     bound = error_bound(config)
     kinds = [_freed_by_new_codecs(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(max(kinds[kind] for kind in after.kinds_of(block)) for block in after.blocks)
 
 
 def _freed_by_new_codecs(before: KindProfile, after: KindProfile, bound: float | None) -> int:
-    """Return the bytes that one block may free after measurements during the run have changed its codecs."""
+    """Return an upper bound on the memory that one block frees because its codecs were measured to store fewer
+    bytes."""
     freed = 0
     for old, new in zip(before.values, after.values, strict=True):
         old_bytes = {option.codec: option.nbytes for option in old.codecs if _is_within_error_bound(option, bound)}
@@ -215,7 +220,8 @@ def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | 
 def find_culprits(
     lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
 ) -> frozenset[int] | None:
-    """Return the activations of `lossy` that must not be compressed to keep the gradient's error within `bound`.
+    """Return the activations in `lossy` that must stay uncompressed to keep the error of a block's gradient within
+    `bound`.
 
     The set is minimal: if any of its activations is compressed again, the error exceeds the bound.
     `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
@@ -225,8 +231,8 @@ def find_culprits(
     First, each activation is compressed alone. After that, the activations that are harmless alone are compressed
     together: they are added one after the other, in the order of the errors that each activation causes alone. If the
     error exceeds the bound, the latest activation is left uncompressed. The result therefore contains every activation
-    that degrades the gradient alone. Of activations that degrade the gradient only together, the result contains as few
-    as possible.
+    that degrades the gradient alone. If activations degrade the gradient only in combination, the result contains as
+    few of them as possible.
     """
     everything = bypassed = frozenset(lossy)
     errors_alone: dict[int, float] = {}

@@ -15,40 +15,44 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_fr
 
 MORE_BLOCKS = "more blocks are trained than before"
 OTHER_OPERATORS = "most batches run other operators than the profiled one"
-"""Reasons to restart: to profile a batch again, and to replace all policies of the run by a policy for that batch."""
+"""Reason for a restart: the model mostly runs operators that were not profiled. In a restart, a batch is profiled
+again, and all policies of the run are replaced."""
 FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
-"""Execution of block calls without a plan until the restart, keyed by the reason to restart."""
+"""Texts on how block calls without a plan run until the restart, keyed by the reason for the restart."""
 MOST_TRIES = 64
-"""Number of steps in which a batch suitable for a restart is searched. Each step takes a collective."""
+"""Number of steps in which the run waits for a batch from which all policies can be made anew. Each of these steps
+takes a collective."""
 
 
 class ProfileRequests:
-    """Requests for profiles during a run: of a batch size without a policy, or of a batch for a restart of all
+    """Requests for profiles during a run: for a batch size without a policy, or for a restart, which replaces all
     policies."""
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
-        """Sizes to profile, with the next step's batch resized to these sizes, or None if there is no request."""
+        """Sizes to which the next step's batch is to be resized and profiled, or None if there is no request."""
         self.why = ""
-        """Reason to restart."""
+        """Reason for the restart (replacement of all policies) for which a batch is awaited."""
         self.num_tries = 0
-        """Number of further steps in which a batch for a restart is searched. 0 if no batch is searched."""
+        """Number of further steps in which the run waits for a batch for a restart. 0 if no restart is planned."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
-        """Reasons for which a search was begun."""
+        """Reasons for a restart that were acted on already, and that do not lead to another restart (but see
+        `restarted`)."""
         self._is_alone = num_ranks() == 1
 
     def end_step(self, is_turn: bool) -> None:
-        """Decide at a step's end what to profile next. If `is_turn` is True, all ranks decide together."""
+        """Decide at a step's end what to profile next. `is_turn` is True in steps at whose end all ranks decide
+        together."""
         if is_turn or self._is_alone:
             self._look_for_sizes()
         if is_turn:
             self._look_for_reasons()
 
     def _look_for_sizes(self) -> None:
-        """Request a profile of sizes that cannot be extrapolated.
+        """Request a profile of a frequent batch size whose profile cannot be extrapolated from another size.
 
-        With several ranks, also replace fixed plans of size classes by policies that are adapted to the data.
+        With several ranks, also replace unchanging plans of size classes by policies that are adapted to the data.
         """
         cache = self._choice.cache
         if cache.is_full:
@@ -64,7 +68,7 @@ class ProfileRequests:
             self._choice.add_extrapolated(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
-        """If there is a reason to restart, begin the search for a suitable batch, once for each reason."""
+        """If there is a new reason to replace all policies (a restart), begin to wait for a suitable batch."""
         idle, blocks = self._choice.cache.idle_blocks, self._installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
         reasons[OTHER_OPERATORS] = self._choice.diverged.most_diverged()
@@ -76,8 +80,8 @@ class ProfileRequests:
     def can_restart(self) -> bool:
         """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable for a restart.
 
-        A suitable batch has trained every block that any batch has trained so far. If the reason to restart is
-        OTHER_OPERATORS, the batch must also have run operators that differ from the profiled batch's.
+        On a suitable batch, the model has trained every block that was trained so far. If the reason to restart is
+        OTHER_OPERATORS, the model must also have run operators that were not profiled.
         """
         self.num_tries -= 1
         is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())
@@ -85,5 +89,5 @@ class ProfileRequests:
         return all(gather_from_all_ranks(is_whole and has_operators))
 
     def restarted(self) -> None:
-        """Record that all policies were replaced. If further blocks are trained later, another restart is allowed."""
+        """Record that all policies were replaced. If even more blocks are trained later, they may be replaced again."""
         self._tried.discard(MORE_BLOCKS)

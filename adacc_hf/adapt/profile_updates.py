@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 FINER_STEPS = 16
-"""Error of INT4 divided by the error of the precise codec (INT8): the number of INT8 quantization steps per INT4
-step."""
+"""Error of INT4 divided by the error of INT8, the more precise codec: the number of INT8 steps in one INT4 step."""
 
 
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
     """Return `profile` with new payload sizes for the codecs that store outliers.
 
-    `counts` has the number of outlier channels that were counted for each activation.
+    `counts` has, for each activation, the number of outlier channels counted during the run.
     """
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
@@ -66,7 +65,7 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
 
 
 def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
-    """Return a profile in which values with a switched-off codec may also use the precise codec (INT8).
+    """Return a profile in which values that lost a codec may use INT8, the more precise codec.
 
     If `config.codecs` is set, return `profile` unchanged. INT8 gets the predicted times of the switched-off codec,
     because both codecs read the same number of bytes, and INT8 writes only twice as many.
@@ -86,7 +85,7 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
 
 
 def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """Yield the option of the precise codec (INT8), with the times of `option`, if this codec supports `value`."""
+    """Yield the codec option INT8, with the times of `option`, if INT8 supports `value`."""
     import torch
 
     codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
@@ -109,7 +108,7 @@ def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
-    """Return `choice` (an action of a policy) with the current codec options of `value` in `kind`.
+    """Return `choice` (the action for `value`) with its codec's options as they are now in `kind`.
 
     Return `choice` unchanged if the choice's codec is no longer an option.
     """
@@ -147,7 +146,7 @@ SwitchedOff = tuple[str, str, str]
 
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """Return the (block, activation, codec) names of `options`, for every block of an option's kind.
+    """Convert codec options from indices to names (block, activation, codec), for every block of an option's kind.
 
     Each option is (index of the kind, index of the value, codec), with the indices of `profile`.
     """
@@ -160,7 +159,7 @@ def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset
 
 
 def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
-    """Return the codec options of `profile` that are switched off in any block of their kind."""
+    """Return the codec options of `profile` that are switched off in at least one block of the option's kind."""
     options = set()
     pairs = [(block, index) for block in profile.blocks for index in profile.kinds_of(block)]
     for block, index in pairs if switched_off else ():
@@ -175,7 +174,8 @@ def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """Return all lossy codec options of the kinds of `blocks`, and the INT8 option, which `with_finer` may add."""
+    """Return all lossy codec options of the kinds that `blocks` belong to, and the INT8 option, which `with_finer` may
+    add."""
     return frozenset(
         (index, value.index, codec)
         for index in {kind for block in profile.blocks if block.name in blocks for kind in profile.kinds_of(block)}

@@ -69,15 +69,15 @@ class Tracking:
     gradients: dict[int, GradientError]
     """Error of the gradients of sampled blocks under compression, by index of the kind of blocks."""
     degrading_codecs: frozenset[OptionKey]
-    """Codecs to switch off, because they increase a gradient's error above the bound."""
+    """Codecs to switch off, because with them the error of a block's gradient exceeds the allowed bound."""
     reason: str
-    """Reason why the policy has to be solved again, or why this is not necessary."""
+    """Text that explains the value of `needs_solving`."""
     needs_solving: bool
-    """True if the policy has to be solved again."""
+    """True if the solver has to be run again for the changed predictions."""
 
 
 class Replanner:
-    """A policy of a run and its profile, which are adapted to the data while training.
+    """A run's policy and its profile, with methods that adapt both to the data while training.
 
     Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after the tracking step. If the
     result's `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and
@@ -108,7 +108,8 @@ class Replanner:
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
-        """True if the budget had room for fewer comparisons than `guard_blocks` at the most recent tracking step."""
+        """True if, at the latest tracking step, the budget had room to compare the gradients of fewer blocks than
+        `guard_blocks`."""
         self.solver_ms = 0.0
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
@@ -120,7 +121,7 @@ class Replanner:
         return self._plans is not None
 
     def has_work(self) -> bool:
-        """Return True if the policy compresses any activation with loss. Otherwise nothing needs to be tracked."""
+        """Return True if the policy uses lossy codecs. Without lossy codecs, nothing needs to be tracked."""
         return bool(self.lossy_blocks())
 
     def lossy_blocks(self) -> list[str]:
@@ -131,7 +132,7 @@ class Replanner:
     def start_tracking(self, plans: BlockPlans, every_kind: bool = False) -> None:
         """Begin the measurements of a tracking step, in which the blocks follow `plans`.
 
-        If `every_kind` is True, gradients are compared in one block of each kind that compresses with loss.
+        If `every_kind` is True, gradients are compared in one block of each kind that uses lossy codecs.
         """
         self._plans, self._measurements = plans, Measurements()
         for name, kind in self._kinds.items():
@@ -145,7 +146,8 @@ class Replanner:
         return self.reprice(self.observed())
 
     def observed(self) -> Observation:
-        """End the tracking step, and compare the gradients. Return the merged measurements of all ranks."""
+        """End the tracking step, and compare the gradients of the sampled blocks. Return the merged measurements of all
+        ranks."""
         self._stop_measuring()
         gradients, degrading_codecs = self._compare_gradients()
         own_observation = self._measurements.read(gradients, degrading_codecs)
@@ -173,8 +175,8 @@ class Replanner:
         return budget.limits_peak and peak_bytes > budget.nbytes
 
     def add_memory(self, extra_bytes: int) -> None:
-        """Add `extra_bytes` to the predicted memory, because a measured step needed `extra_bytes` more than
-        predicted."""
+        """Add `extra_bytes` to the predicted memory of a step, because a measured step exceeded the prediction by this
+        number."""
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
@@ -188,7 +190,7 @@ class Replanner:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
-        """Replace the current profile by `profile`, and solve. Set and return the new policy.
+        """Replace the current profile by `profile`, run the solver, and set and return the new policy.
 
         The first rank solves for all ranks. If no policy fits the budget, the old policy remains, and
         InfeasibleBudgetError is raised.
@@ -200,12 +202,12 @@ class Replanner:
         return self.policy
 
     def adopt(self, policy: Policy) -> None:
-        """Set the policy to `policy`, which was solved for the current profile."""
+        """Make `policy`, which was solved for the current profile, the current policy."""
         self.policy = policy
         self.priced = self.searched = self.profile
 
     def start_solving(self) -> None:
-        """Begin to solve for the current profile, on a thread of the first rank."""
+        """Start the solver for the current profile, on a thread of the first rank."""
         profile, policy, budget = self._allowed_profile(), self.policy, self.memory_budget
         last_solved = self.searched.without_codecs_below(self.config.min_compress_bytes)
         self._solver_profile = self.profile
@@ -214,7 +216,7 @@ class Replanner:
     def take_over(self) -> ReplanResult:
         """Wait for the solver that `start_solving` started, and return its result. Errors of the solver are raised.
 
-        If the result has a policy, this policy becomes the current one.
+        If the result has a policy, this policy becomes the current policy.
         """
         assert self._solver is not None, "call start_solving first"
         result = self._solver.result()
@@ -226,7 +228,7 @@ class Replanner:
         return result
 
     def solve_within(self, memory_budget: str | float | int) -> Policy:
-        """Set the budget to `memory_budget`, solve, and set and return the new policy.
+        """Set the budget to `memory_budget`, run the solver, and set and return the new policy.
 
         The result of a solver that is running for the old budget is ignored. If no policy fits the new budget, the old
         policy and budget remain, and InfeasibleBudgetError is raised.
@@ -286,10 +288,10 @@ class Replanner:
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return (errors of the sampled blocks' gradients by kind, codecs to switch off).
+        """Return (errors of the sampled blocks' gradients by kind of block, codecs to switch off).
 
-        Without these codecs, the errors are within the bound (`gradient_bound`). If an error exceeds the bound on one
-        rank, all ranks search for the codecs, because a block with collectives has to run on all ranks.
+        Without the codecs to switch off, the errors are within the bound (`gradient_bound`). If an error exceeds the
+        bound on one rank, all ranks search for the codecs, because a block with collectives has to run on all ranks.
         """
         bound = gradient_bound(self.config)
         kinds = self._kinds
@@ -308,9 +310,9 @@ class Replanner:
     def _find_degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
         """Return the codecs of the block `name` without which the error of the block's gradient is within the bound.
 
-        The result includes codecs that are switched off already but still used, until the policy is replaced. If the
-        search fails, log a warning and return all lossy codecs of the block's kind. `was_compared` is True if this rank
-        could compare the gradient.
+        Codecs that are switched off already are included as long as the current policy uses them. If the search fails,
+        log a warning and return all lossy codecs of the block's kind. `was_compared` is True if this rank could compare
+        the gradient.
         """
         bound = gradient_bound(self.config)
         lossy = {

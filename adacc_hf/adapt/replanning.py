@@ -1,4 +1,4 @@
-"""Replanning: runs the solver again during the run for a batch size whose predictions have changed.
+"""Replanning: runs the solver again during training if the predictions for a batch size have changed.
 
 The predictions of a profile are bytes, times and errors. All ranks start the solver, and apply the result, at the same
 steps.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Replanning:
-    """Solver runs during the run, for the policies of all batch sizes.
+    """Control of the solver during training, for the policies of all batch sizes.
 
     If predictions have changed, the solver runs on a thread while training continues. Training waits for the solver
     after the first step whose memory was measured, and after a step that ran out of memory.
@@ -35,12 +35,12 @@ class Replanning:
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
         self._choice, self._context = choice, context
         self._num_micro = num_micro
-        """Micro-batches per step."""
+        """Number of micro-batches per step."""
 
     def start(self, step: int, size_policy: SizePolicy) -> None:
         """Start the solver for `size_policy` on a thread.
 
-        If the solver is already running, the solver runs again after `take_over`.
+        If the solver is already running for this size, it is started again after `take_over` has applied its result.
 
         Do nothing if the policy is provisional: such a policy is replaced after the first measured step anyway.
         """
@@ -52,7 +52,7 @@ class Replanning:
             size_policy.due = step + self._context.config.takeover_steps
 
     def take_over(self, step: int) -> bool:
-        """Apply the solver's results that are due. Return True if a policy changed."""
+        """Apply the results of solver runs that are due at this step. Return True if a policy changed."""
         has_changed = False
         for size_policy in self._choice.cache.all:
             if size_policy.due is None or step < size_policy.due:
@@ -79,7 +79,7 @@ class Replanning:
         return has_changed
 
     def solve_now(self, step: int, size_policy: SizePolicy, profile: Profile, reason: str) -> bool:
-        """Run the solver on `profile`, and follow the new policy. If no policy fits, warn and return False.
+        """Run the solver on `profile`, and follow the new policy. If no policy fits the budget, warn and return False.
 
         `reason` is written to the history.
         """
@@ -100,7 +100,7 @@ class Replanning:
     def tighten(self, step: int) -> str | None:
         """Solve for a smaller budget and follow the new policy, after a micro-batch of `step` ran out of memory.
 
-        Return None, or the reason why no policy with less memory can be followed.
+        Return None, or the reason why there is no policy that needs less memory.
         """
         size_policy = self._choice.current
         if num_ranks() > 1:
@@ -124,7 +124,9 @@ class Replanning:
     def _change(
         self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        """Replace the policy `before` of `size_policy` with `policy`, and append the change to the history.
+        """Replace `before`, the policy for one batch size, with `policy`, and append the change to the history.
+
+        `size_policy` is the state of this batch size.
 
         `waited_ms` is the time that training has waited for the solver.
         """
@@ -159,10 +161,10 @@ class Replanning:
 
 
 def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
-    """Return (num_actions, num_channels), two numbers of activations over all blocks.
+    """Count the activations of all blocks that a change of policy affects. Return (num_actions, num_channels).
 
-    `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts the
-    activations with the same action and codec but different options, such as the number of outlier channels.
+    `num_actions` counts the activations whose action or codec changed. `num_channels` counts the activations with the
+    same codec but other codec options, which in practice are other outlier channels.
     """
     num_actions = num_channels = 0
     for block, _ in before.blocks:

@@ -1,4 +1,4 @@
-"""RunContext: state shared by the parts of a run's controller, such as the budget and measurements of steps."""
+"""RunContext: state shared by the parts of a run's controller, such as the budget and the measured memory of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adacc_hf.adapt.profile_updates import SwitchedOff
 from adacc_hf.artifacts.config import AdaccConfig
 
 RECORDED_STEPS = 2
-"""Number of first steps under a policy in which calls of blocks may be recorded. A step with recordings takes longer
+"""Number of steps after a policy is set in which calls of blocks may be recorded. A step with recordings takes longer
 than later steps, and more memory if no profile has recorded the model before."""
 
 
@@ -29,9 +29,11 @@ class RunContext:
     tightened: float | int | None = None
     """Smaller budget for new policies, after a step ran out of memory. None if no step has run out of memory."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by which a measured step exceeded its profile, by moment of the step (see `StepMarker`)."""
+    """Bytes by which the measured memory of a step exceeded the profile's prediction, by moment of the step (see
+    `StepMarker`)."""
     counted_elements: int = 0
-    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`, or 0 before this step."""
+    """Number of elements in the largest micro-batch of the step whose memory gave `missing_bytes`, or 0 before such a
+    step."""
     step: int = 0
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0
@@ -39,7 +41,7 @@ class RunContext:
     must_measure: bool = False
     """True if the memory of a step is to be measured as soon as possible, once after each change of the policy."""
     measure_after: int = 0
-    """Step after which memory may be measured."""
+    """Number of the step after which the memory of a step may be measured again."""
     _pause: int = 0
     warnings: BudgetWarnings = field(init=False)
     """Warnings before micro-batches that may exceed the budget."""
@@ -68,9 +70,9 @@ class RunContext:
     def end_measurement(self, in_vain: bool) -> None:
         """Record that the measurement of the current step's memory has ended.
 
-        If the measurement gave no usable result (`in_vain`), schedule another one. The result is not usable if no
-        profile predicts the step's memory, or if another profiler was active. The pause before the next attempt grows:
-        0, 1, 3, 7, ... steps.
+        If the measurement gave no usable result (`in_vain` is True), schedule another one. The result is not usable if
+        no profile predicts the step's memory, or if another profiler was active. The pause before the next attempt
+        grows: 0, 1, 3, 7, ... steps.
         """
         self.must_measure = in_vain
         self._pause = 2 * self._pause + 1 if in_vain else 0

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class RunProfiler:
     """Profiler of one run's batches.
 
-    `optimizer` and `inner_steps` observe the run's training steps, for the memory that a profile cannot measure.
+    `optimizer` and `inner_steps` observe the optimizer's steps during training, whose memory a profile cannot measure.
     """
 
     def __init__(self, config: AdaccConfig, loop: TrainingLoop) -> None:
@@ -60,7 +60,7 @@ class RunProfiler:
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if profiling must wait because a torch profiler is active on some rank, and warn once.
 
-        Only on a CPU must profiling wait, because a memory profile would end the torch profiler.
+        Profiling must wait only on a CPU, where measuring memory uses torch's profiler and would end the active one.
         """
         if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
@@ -80,8 +80,8 @@ class RunProfiler:
         """Return this rank's profile of the first batch, estimated from small parts of the batch.
 
         If the model cannot run on parts, log a message and measure the whole batch. If the whole batch cannot be
-        measured outside training either, or leaves blocks out, log the reason and return None. If one rank runs out of
-        memory, torch.OutOfMemoryError is raised on all ranks.
+        measured outside training either, or the model skips blocks on this batch, log the reason and return None. If
+        one rank runs out of memory, torch.OutOfMemoryError is raised on all ranks.
         """
         with self._training_mode(model), interruption(PROFILING, "profiling the first batch"):
             try:
@@ -156,7 +156,7 @@ class RunProfiler:
         )
 
     def note_unpredicted(self, why: str, level: int = logging.INFO) -> None:
-        """Log, before the first step, that the first steps run without a policy, with the reason `why`.
+        """Log, before the first step, that the first steps run without a policy. `why` is the reason.
 
         If the budget is given in bytes, this is a warning, because nothing predicts the peak of these steps.
         """
@@ -175,9 +175,9 @@ class RunProfiler:
         return not isinstance(self._config.memory_budget, float) and self._config.memory_budget != "auto"
 
     def _warn_whole_batch(self, batch: dict[str, Any], why: str) -> None:
-        """Log that a whole batch is about to be profiled, with the reason `why`.
+        """Log that a whole batch is about to be profiled instead of small parts. `why` is the reason.
 
-        If the budget is in bytes, this is a warning.
+        If the budget is in bytes, the message is a warning.
         """
         budget = self._config.memory_budget
         log.log(
@@ -191,7 +191,8 @@ class RunProfiler:
 
     @contextmanager
     def _training_mode(self, model: nn.Module) -> Iterator[None]:
-        """Set train mode and the loop's autocast inside the `with` block, for profiling. Raise errors on all ranks."""
+        """Set train mode and the loop's autocast inside the `with` block. An error on one rank is raised on all
+        ranks."""
         was_training = model.training
         model.train()
         try:
@@ -202,7 +203,7 @@ class RunProfiler:
             model.train(was_training)
 
     def _training_step(self, model: nn.Module, optimizer: Any, compute_loss: ComputeLoss | None) -> TrainingStep:
-        """Return a description of the run's training step, for the memory that a profiled micro-batch does not show."""
+        """Return a description of the run's training step, from which memory outside a micro-batch is predicted."""
         return TrainingStep(
             optimizer=optimizer,
             gradient_accumulation_steps=self._loop.num_micro,
@@ -214,11 +215,11 @@ class RunProfiler:
         )
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return 0 to leave the optimizer's future state out of the profile, or None to predict this state.
+        """Return 0 to leave optimizer state that is not allocated yet out of the profile, or None to predict its bytes.
 
         The result is the value of `TrainingStep.optimizer_state_bytes`. The result is 0 if there is no optimizer, if
         steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted.
-        The plan then includes the state only after the memory of a step has been measured.
+        With 0, policies take the state into account only after the memory of a step has been measured.
 
         After `profile_steps` steps the optimizer usually has all of its state. In fp16 the optimizer may have no state
         yet, because the Trainer skips the updates of steps whose gradients overflow.
@@ -235,8 +236,8 @@ class RunProfiler:
     def _no_sync(self, model: nn.Module) -> NoSync | None:
         """Return a function that creates a context in which gradients are not synchronized between ranks.
 
-        The training loop uses this context for all micro-batches of a step except the last. Return None if the model is
-        not sharded.
+        The training loop uses this context for all micro-batches of a step except the last. Return None if no such
+        context is needed, because the model is not sharded.
         """
         return self._loop.no_sync(model) if is_sharded(model) else None
 
@@ -250,8 +251,9 @@ def profile_resized(
 ) -> tuple[BatchShapes, Profile] | None:
     """Resize `batch` from `shapes` to `sizes`, call `profile` on the result, and return (sizes, profile).
 
-    The model may refuse the resized batch, because numbers of image patches and of tokens depend on each other. In this
-    case, profile `batch` at its own `shapes` if `shapes` and `sizes` are in the same bucket. Otherwise return None.
+    The model may raise an error on the resized batch, for example because the numbers of image patches and of tokens
+    depend on each other. In this case, profile `batch` at its own `shapes` if these are close to `sizes` (in the same
+    bucket). Otherwise return None.
     """
     try:
         return sizes, profile(resize_batch(batch, shapes, sizes))

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training continues, and reports may be incomplete"
 HISTORY_PARTS = 64
-"""The history is saved again when at least 1 / HISTORY_PARTS of the events are unsaved, because each save writes all
-events."""
+"""Divisor that limits how often a long history is saved: only when at least 1 / HISTORY_PARTS of its events are
+unsaved, because each save writes all events."""
 
 
 class Phase:
@@ -40,7 +40,8 @@ class Phase:
 
     @property
     def activity(self) -> str:
-        """Activity of the current step (`FirstSteps`)."""
+        """Text for reports on the current step: how the blocks run, and the step's work besides training (see
+        `FirstSteps`)."""
         return FOLLOWING
 
     def begin_step(self, step: int) -> None:
@@ -49,7 +50,8 @@ class Phase:
     def begin_micro_batch(self, inputs: Any) -> None:
         """Begin a micro-batch.
 
-        If `inputs` is not a mapping of the micro-batch's tensors, `begin_forward` gets the tensors later.
+        `inputs` is a mapping with the micro-batch's tensors. If it is not a mapping, `begin_forward` gets the tensors
+        later.
         """
 
     def attempt(self, run: Callable[[], Any]) -> Any:
@@ -57,21 +59,22 @@ class Phase:
         return run()
 
     def tighten(self) -> str | None:
-        """Follow a policy with less memory after the step ran out of memory.
+        """Follow a policy that needs less memory, after the step ran out of memory.
 
-        Return None, or the reason why no policy with less memory can be followed.
+        Return None, or the reason why there is no such policy.
         """
         return "no policy that can change was active"
 
     def advice(self) -> str:
-        """Return advice on settings with which a step fits in memory, for the error message after memory ran out."""
+        """Return a sentence for the error message after memory ran out: which settings would make a step fit in
+        memory."""
         return "Use a smaller batch or shorter sequences"
 
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Handle the start of a forward on `inputs`. If `compute_loss` is None, the model computes the loss itself.
 
-        If `is_certain` is False, the result of `compute_loss` may turn out to be the model's own loss, scaled. In this
-        case, a profile does not need `compute_loss` (see `LastBatch`).
+        If `is_certain` is False, `compute_loss` may only scale the model's own loss, and a profile then does not need
+        `compute_loss` (see `LastBatch`).
         """
 
     def note_loss(self, result: Any, inputs: Any) -> None:
@@ -87,7 +90,10 @@ class Phase:
         """Stop the measurements of a step that an error has ended."""
 
     def end_backward(self) -> None:
-        """End the measurement of the step's memory, in a step in which no optimizer step was observed."""
+        """End the measurement of memory in a training step whose optimizer step was not observed.
+
+        If the optimizer's step is observed, the measurement ends before it.
+        """
 
     def begin_optimizer_step(self) -> None:
         """Handle the start of the optimizer's step."""
@@ -106,7 +112,7 @@ class Phase:
         return {}
 
     def show(self) -> None:
-        """Set the run's policy and profile to the policy and profile of the current batch size."""
+        """Set the policy and profile that the session shows to the policy and profile of the current batch size."""
 
     def save(self, folder: Path) -> None:
         """Write the files from which a run can resume into the checkpoint `folder`."""
@@ -147,13 +153,13 @@ class RunState:
         self._is_unsaved = False
         """True if the current policy is not saved yet."""
         self._is_uncounted = False
-        """True if fallback steps were added to the history's events since the history was last saved."""
+        """True if counts of fallback steps in the history have changed since the history was last saved."""
 
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. If building the table fails, the result names the
-        error. Raising the error would hide the out-of-memory error.
+        Call this while the tensors of the failed step are alive. If the table cannot be built, the result is a text
+        that names the error. The error is not raised, because it would hide the out-of-memory error.
         """
         self.phase.show()
         try:
@@ -183,13 +189,13 @@ class RunState:
         self.history.append(event.to_record())
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
-        """Set the policy in use, and its profile, which the session and the run's files show."""
+        """Set the policy in use and its profile, which the session shows and the run's files contain."""
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self) -> None:
-        """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured already.
+        """Begin to measure the memory of clipping and of the optimizer's step, unless this memory was measured already.
 
-        Steps before step number `profile_steps` are not measured, because the first step allocates the optimizer's
+        Training steps before number `profile_steps` are not measured, because the first one allocates the optimizer's
         state.
         """
         if not self.profiler.optimizer.has_seen and self.num_steps >= self.config.profile_steps - 1:
@@ -200,9 +206,9 @@ class RunState:
         self._is_uncounted |= self.stats.end_step(step, self.history)
 
     def end_first_step(self, step: int, activity: str) -> None:
-        """Record the time and the activity of the finished `step`, if it is one of the run's first steps.
+        """Record how long the finished `step` took and how its blocks ran, if it is one of the run's first steps.
 
-        The times so far are written to the run's folder.
+        All times recorded so far are written to the run's folder.
         """
         is_recorded, folder = self.first_steps.end_step(step, activity, self.history), self.loop.folder
         if is_recorded and folder is not None and self.loop.is_first_rank:
@@ -210,11 +216,11 @@ class RunState:
                 save_first_steps(folder, self.first_steps.records)
 
     def fallback_figures(self) -> dict[str, float]:
-        """Return a dict with the number of fallback steps so far, under its name in the log."""
+        """Return a dict with one metric for the log: the number of fallback steps so far."""
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the history into the run's folder, and also the policy if the policy has `changed`.
+        """Write the history into the run's folder. If `changed` is True, also write the policy.
 
         A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
         """
@@ -236,7 +242,7 @@ class RunState:
             self.save(self._is_unsaved, is_last=True)
 
     def save_by(self, write: Callable[[str | Path, list[dict[str, Any]]], None]) -> None:
-        """Call `write(folder, history)`, which writes the files of a compiled run into the run's folder."""
+        """Save the files of a run with compiled graphs by calling `write(folder, history)`."""
         folder = self.loop.folder
         if folder is not None and self.loop.is_first_rank:
             with warn_on_write_error(folder, REPORTS_LACK):

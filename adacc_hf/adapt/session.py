@@ -35,8 +35,8 @@ from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
 log = logging.getLogger(__name__)
 
 UNSEEN_STEPS = 4
-"""Number of consecutive steps without an optimizer step after which a warning is logged. GradScaler skips a few
-optimizer steps at the start of training."""
+"""Number of consecutive training steps without an observed optimizer step after which a warning is logged. GradScaler
+skips a few optimizer steps at the start of training."""
 MOST_MICRO = 256
 """Number of micro-batches without an optimizer step after which a warning is logged."""
 NOT_SEEN = (
@@ -50,8 +50,8 @@ NO_FORWARD = (
 )
 TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 MANY = 2
-"""Number of micro-batches assumed in the first step if the step may have several. With 2 or more, gradients
-accumulate."""
+"""Assumed number of micro-batches in the first step if the step may have several. With any number above 1, the
+predicted memory includes accumulated gradients."""
 RETRY = (
     "Adacc: out of memory within session.step(batch), which cannot repeat a step. Write forward, backward and the "
     "optimizer's step as a function step(batch), and call session.run(step, batch): if memory runs out, the function "
@@ -63,10 +63,10 @@ class AdaccSession:
     """Memory budget for a model in any training loop.
 
     Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
-    run on parts) and solves a policy. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3), the
-    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each batch size gets its own
-    policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer. A model compiled as a whole
-    (torch.compile) is supported only by the callback. For example:
+    run on parts) and solves for a policy. If the model skips blocks on the first batch, or is sharded (FSDP, ZeRO-3),
+    the first `profile_steps` steps run under torch's checkpoint, and the policy is made afterwards. Each batch size
+    gets its own policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer.
+    A model compiled as a whole (torch.compile) is supported only by the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:
@@ -101,11 +101,12 @@ class AdaccSession:
                 first step, and the temporary memory of the optimizer's step. None only if the adapter (`loop`) passes
                 the optimizer later.
             config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
-                is used instead of the solver, and never changes during the run.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy from a Profile. The
+                policy is used instead of the solver, and never changes during the run.
             compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
                 output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
-                about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a mapping.
+                about 8 times, with the batch that was passed to `step` or `micro_batch`, or with parts of this batch.
+                The batch must be a mapping.
             folder: the folder for the files that `adacc report` and `adacc explain` read. None writes no files.
             loop: for adapters of other trainers, which send the events themselves. If None, the session registers hooks
                 on model and optimizer instead.
@@ -116,7 +117,7 @@ class AdaccSession:
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._is_own = loop is None
-        """True for a user's own loop, which sends no events."""
+        """True if the session belongs to a user's own loop and must detect forwards and optimizer steps by hooks."""
         if self._is_own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         refuse_unmeasurable(model)
@@ -131,11 +132,11 @@ class AdaccSession:
         """True after `close` or `detach`, which restore the model."""
         self._is_in_step = self._has_begun = False
         self._is_explicit = False
-        """True inside the context of `step`."""
+        """True inside the `with` block of `step`."""
         self._num_unseen = 0
         """Number of the latest consecutive steps in which no optimizer step was observed."""
         self._untrained_step: str | None = None
-        """If the last step had no forward for training, the probable cause. Else None."""
+        """Probable cause if the last step had no forward for training, else None."""
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
 
@@ -178,8 +179,8 @@ class AdaccSession:
         """Return a dict with metrics of the policy and of the steps since the last call.
 
         The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
-        loop's own metrics: in `loss` and `grad_norm`, the accuracy guard looks for spikes, which codecs may have
-        caused. All ranks must call this method at the same steps.
+        loop's own metrics. A spike in their `loss` or `grad_norm` starts a check if codecs have caused it. All ranks
+        must call this method at the same steps.
         """
         return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
@@ -228,9 +229,9 @@ class AdaccSession:
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run `fn(batch)` and return its result. `fn` trains for one step or, within `step()`, on one micro-batch.
 
-        If memory runs out, `fn` is called once more under a tighter policy, from the same gradients and random state
-        as the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or if the
-        optimizer's step had begun.
+        If memory runs out, `fn` is called once more under a policy that needs less memory, with the same gradients and
+        random state as in the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or
+        if the optimizer's step had begun.
         """
         self._is_one = not self._is_explicit
         with self._breaking_off(may_try=False):
@@ -410,7 +411,7 @@ class AdaccSession:
     def _refuse_untrained_step(self) -> None:
         """If `on_uncovered` is "error", raise UncoveredBlockError if the last step had no forward for training.
 
-        Call this when the optimizer has stepped: without that, the loop may only have skipped a batch.
+        Call this only if the optimizer has stepped. Otherwise the loop may just have skipped a batch.
         """
         why, self._untrained_step = self._untrained_step, None
         if why is not None:
@@ -451,7 +452,8 @@ class AdaccSession:
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
         """Abandon the current step if an error is raised inside the `with` block. Raise the error again.
 
-        If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
+        If memory runs out and `may_try` is True, log a recommendation to use `AdaccSession.run`, which can repeat a
+        step.
         """
         try:
             with self._detaching():
@@ -467,7 +469,8 @@ class AdaccSession:
 
 
 def _loaded_session_state(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
+    """Return the state that `AdaccSession.save` wrote into `folder`, or None if the state belongs to a run with other
+    settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """

@@ -3,7 +3,7 @@
 NOTE [States of a size policy]
 | state | meaning | ends with |
 |---|---|---|
-| `is_provisional` | the policy has little memory, because no step was measured yet | the first measured step |
+| `is_provisional` | the policy needs little memory, because no step was measured yet | the first measured step |
 | `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
 | `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
 | `must_solve` | predictions changed while the solver ran | the next start of the solver |
@@ -35,23 +35,24 @@ class SizePolicy:
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
-    """Step at the end of which the solver's result is applied, or None if the solver does not run."""
+    """Number of the step after which the running solver's result is applied, or None if the solver does not run."""
     must_solve: bool = False
     """True if the profile's predictions changed while the solver ran."""
     is_provisional: bool = False
-    """True if the policy has little memory, and is to be replaced once the memory of a whole step is measured."""
+    """True if the policy was chosen to need little memory, and is to be replaced once the memory of a whole step is
+    measured."""
     must_measure: bool = True
-    """True if no step's memory was measured under the present actions."""
+    """True if the memory of a step has not been measured yet under the current actions."""
     is_extrapolated: bool = False
-    """True if the profile was predicted from the profile of another size."""
+    """True if the profile was not measured, but predicted from the profile of another batch size."""
     is_borrowed: bool = False
-    """True if the policy was not solved for this size, and a solver run may find a faster one."""
+    """True if the policy was made for another batch size, and a solver run may find a faster policy for this size."""
     num_borrowed: int = 1
-    """Number of batches so far under the policy that was not solved for this size (`is_borrowed`)."""
+    """Number of batches that have run so far under a policy made for another batch size (`is_borrowed`)."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
-    """True before the first step under the present plans, which prepares the plans."""
+    """True until a first step has run under the current plans. This step is slower, because it prepares the plans."""
     predicted_step_ms: float | None = None
     error: float | None = None
     """Largest round-trip error in the last tracking step."""
@@ -92,7 +93,8 @@ class SizePolicy:
             self.replanner.start_solving()
 
     def tracked(self, step: int, tracking: Tracking) -> OutliersTracked:
-        """Return the event of a tracking step for the history, with the median time of the previous normal steps."""
+        """Return the history's event for a tracking step. The event includes the median time of the normal steps
+        before."""
         gradients = tracking.gradients.values()
         return OutliersTracked(
             step=step,

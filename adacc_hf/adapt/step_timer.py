@@ -27,8 +27,8 @@ class StepMeter:
         self.counting_ms = 0.0
         """Overhead of the last measurement in ms: the time to begin and to end the measurement."""
         self.moments: dict[str, int] = {}
-        """Peak memory of each moment of the step (see `StepMarker`). The dict is empty if `count_memory` got no
-        `functions`."""
+        """Peak memory of each part of the step (see `StepMarker`), such as a block's forward. Empty if `count_memory`
+        was called without `functions`."""
         self._marks: StepMarker | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
@@ -60,7 +60,8 @@ class StepMeter:
         self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def end_backward(self) -> None:
-        """End the measurement, and set the results. The optimizer's step is left out, because no policy changes it."""
+        """End the measurement, and set the attributes with its results. The optimizer's step is left out, because
+        policies do not affect its memory."""
         if self._memory is not None:
             started, memory, marks = time.perf_counter(), self._memory, self._marks
             self.close()
@@ -81,15 +82,15 @@ class StepMeter:
 
 
 MAX_STEPS = 64
-"""Number of latest step times that are kept for a policy. The median of more times is no better."""
+"""Number of latest step times that are kept for a policy. More times would not make their median more accurate."""
 
 COMPARED = 16
-"""Number of latest normal steps from which the normal time is computed. More would not help, because a machine's speed
-drifts."""
+"""Number of latest normal steps (steps that only train) from which the normal time of a step is computed. Older steps
+are ignored, because a machine's speed drifts."""
 
 ENOUGH = 4
-"""Minimum number of normal steps for the normal time, because the median of fewer steps is close to a single step's
-time."""
+"""Minimum number of normal steps (steps that only train) from which the normal time is computed, because the median of
+fewer steps is close to a single step's time."""
 
 
 class StepTimes:
@@ -105,8 +106,8 @@ class StepTimes:
         self._latest: deque[float] = deque(maxlen=COMPARED)
         """Times of the latest normal steps, including steps under earlier plans, which take nearly the same time."""
         self._num_waiting, self._waiting_ms = 0, 0.0
-        """Number and total time of the other steps that wait for ENOUGH normal steps. If every step is a tracking step,
-        these steps wait forever."""
+        """Number and total time of the steps with other work whose extra time is not known yet, because fewer than
+        ENOUGH normal steps have run. If every step is a tracking step, the extra time stays unknown."""
 
     @property
     def median_ms(self) -> float | None:
@@ -114,12 +115,12 @@ class StepTimes:
         return statistics.median(self.ms) if self.ms else None
 
     def start_over(self) -> None:
-        """Drop the times in `ms`, because the plans change."""
+        """Drop the times in `ms`, because later steps run under other plans."""
         self.ms = []
 
     def add_normal(self, ms: float) -> float:
-        """Add the time of a normal step. Also return the extra time in ms of earlier steps for which there were too few
-        normal steps to compare with (`add_other`)."""
+        """Add the time of a normal step (a step that only trained). Return the extra time in ms of earlier steps for
+        which `add_other` had too few normal steps to compare with."""
         self.ms = [*self.ms[1 - MAX_STEPS :], ms]
         self._latest.append(ms)
         return self._extra_ms()

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class TrackingSteps:
-    """Measurements of a tracking step for the policies of all batch sizes that compress with loss.
+    """Measurements in tracking steps, for the policies of all batch sizes that use lossy codecs.
 
     `start` is called at the beginning of the step, and `finish` at the end of the step.
     """
@@ -31,7 +31,8 @@ class TrackingSteps:
     def start(self) -> None:
         """Begin the measurements of the current step.
 
-        If a logged loss was suspicious, or a new policy is to be checked, compare gradients of all kinds of blocks.
+        If a logged loss was suspicious, or a new policy is to be checked, gradients are compared in one block of each
+        kind.
         """
         every_kind = self._context.guard.suspicion is not None
         for size_policy in self._choice.cache.all:
@@ -45,7 +46,8 @@ class TrackingSteps:
         self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
-        """Log once that the budget is too small to compare gradients of `guard_blocks` blocks."""
+        """Log once that the budget has no room to compare the gradients of as many blocks as the setting `guard_blocks`
+        asks for."""
         lack_room = [s for s in self._choice.cache.all if s.replanner.lacks_room]
         if not lack_room or self._has_said_room:
             return
@@ -87,7 +89,8 @@ class TrackingSteps:
                 self._replanning.start(step, size_policy)
 
     def _judge(self, step: int, size_policy: SizePolicy, doubt: str, tracking: Tracking) -> bool:
-        """Append the guard's verdict to the history. Return True if compression degrades a gradient.
+        """Append the accuracy guard's verdict on the compared gradients to the history. Return True if a gradient is
+        degraded.
 
         `doubt` is the reason for the check.
         """

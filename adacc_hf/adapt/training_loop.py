@@ -61,7 +61,7 @@ class TrainingLoop:
 
     @property
     def is_first_rank(self) -> bool:
-        """True if this process writes files."""
+        """True on the first rank, which writes the run's files."""
         return is_first_rank()
 
     def note_autocast(self, device_type: str) -> None:
@@ -70,7 +70,8 @@ class TrainingLoop:
         self.autocast = (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()) if is_on else None
 
     def profiling(self) -> AbstractContextManager[Any]:
-        """Return a context in which the profiler runs the model: the autocast setting of the training loop."""
+        """Return the context in which the profiler runs the model. The context has the autocast setting of the training
+        loop."""
         if self.autocast is None:
             return nullcontext()
         dtype, caches = self.autocast
@@ -83,7 +84,7 @@ class TrainingLoop:
     def num_before_step(self, device: torch.device) -> int:
         """Return the number of batches on `device` when a step begins.
 
-        Measurements of the step do not include these batches.
+        The measured memory of a step does not include these batches.
         """
         return int(device.type == "cpu")
 
@@ -137,7 +138,7 @@ class SessionAdapter:
 
     @property
     def _is_policy_given(self) -> bool:
-        """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another one."""
+        """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another policy."""
         return isinstance(self._source, (str, Path, Policy))
 
     def __repr__(self) -> str:

@@ -1,1 +1,2 @@
-"""Records without torch, and their files: settings, profiles, policies, exceptions, memory of a step; text and HTML."""
+"""Records that need no torch, with their files, text and HTML: settings, profiles, policies, errors, memory of a
+step."""

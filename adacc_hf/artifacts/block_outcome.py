@@ -1,4 +1,4 @@
-"""Memory and time of one block under any plan: with an action per activation, or under torch's checkpoint."""
+"""Memory and time of one block under any plan: a plan with one action per activation, or torch's checkpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _checkpointed_outcome(kind: KindProfile, plan: Plan) -> BlockOutcome:
 
 
 def rerun_ms(kind: KindProfile) -> float:
-    """Return the time of a block's second forward under torch's checkpoint, in ms."""
+    """Return the time in ms of the second forward, which torch's checkpoint runs during a block's backward."""
     if kind.untrusted:
         return kind.forward_ms
     producers = [kind.values[value].producer for value in kind.slots if value >= 0]

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 DECODED_CACHE_UNPACKS = 4
-"""Number of unpacks for which the executor caches a decoded value. If none of this number of unpacks reads the value,
-the value is freed. The slots of one operator are unpacked one after the other, followed by the slots of its neighbour.
-A mask that replay reads at the start of backward, and autograd at the end, is therefore decoded twice. Otherwise the
-decoded mask would take 32 times its payload during the whole backward."""
+"""Number of unpacks of saved tensors for which the executor caches a decoded value. A value that none of the next
+unpacks reads is freed, and decoded again for a later use. The tensors saved by one operator are unpacked one after the
+other, followed by those of the neighbouring operator, so a few unpacks are enough. For example, a mask that is read at
+the start and at the end of backward is decoded twice. A cached mask would take 32 times its payload during the whole
+backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,9 @@ class BlockOutcome:
     """Memory and time of one block under one plan, the same for all blocks of the same kind and plan."""
 
     stored_bytes: int
-    """Bytes that the forward stores for backward, without shared tensors."""
+    """Bytes that the forward stores for backward, without `shared` tensors."""
     shared: frozenset[int]
-    """Shared tensors that the replay reads."""
+    """Indices into `Profile.shared` (tensors that several blocks read) of the tensors that the block's replay reads."""
     overhead_ms: float
     forward_moments: tuple[int, ...]
     """Bytes live at each moment of the forward, without `BlockProfile.forward_base_bytes` and the bytes that earlier
@@ -47,17 +48,17 @@ class BlockOutcome:
 
     @cached_property
     def forward_working_bytes(self) -> int:
-        """Peak of the forward in bytes."""
+        """Maximum of `forward_moments`: the peak of the forward in bytes."""
         return max(self.forward_moments, default=0)
 
     @cached_property
     def working_bytes(self) -> int:
-        """Peak of the backward in bytes. 0 if autograd unpacks no slot."""
+        """Maximum of `moments`: the peak of the backward in bytes. 0 if autograd unpacks no saved tensor."""
         return max(self.moments, default=0)
 
 
 class _BackwardEvent(NamedTuple):
-    """One event of a backward: an operator is replayed, or autograd unpacks or releases a slot."""
+    """One event of a backward: an operator is replayed, or autograd unpacks or releases a slot (saved tensor)."""
 
     entry_bytes: int
     extra_bytes: int
@@ -91,7 +92,7 @@ class BlockWalk:
         self.held_inputs = frozenset(held_inputs)
         self.choices = dict(plan.choices)
         self._twins: frozenset[int] = frozenset()
-        """Activations that backward reads in place of later values with the same bits."""
+        """Earlier activations that backward reads in place of later values with the same bits."""
         if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
             twins = {v: twin for v, twin in kind.equal.items() if not self._is_stored_activation(v)}
             kind = kind.with_merged_values(twins)
@@ -132,7 +133,8 @@ class BlockWalk:
         return self.kind.values[value].nbytes
 
     def _closure(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return (stored values read, operators run) when the simulated backward replays the activation `value`."""
+        """Return (stored values to read, operators to run) for a replay of the activation `value` in the simulated
+        backward."""
         roots: set[int] = set()
         operators: set[int] = set()
         pending = [value]
@@ -177,7 +179,8 @@ class BlockWalk:
         return events
 
     def _deaths(self, events: Sequence[_BackwardEvent]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the event after which each root, and each replayed or decoded value, is freed.
+        """Return the event after which each root (stored tensor or payload) and each replayed or decoded value is
+        freed.
 
         Infinity stands for the end of the block's backward.
         """
@@ -221,8 +224,8 @@ class BlockWalk:
         """Return the live bytes of this block at each moment of its forward.
 
         A payload is live from the moment at which its value is saved. A retained value counts from the moment at which
-        its last non-autograd reference is freed, because until that moment the profile counts the value as live. A
-        generator's state counts from the moment at which its slot is filled.
+        its last non-autograd reference is freed, because until that moment the profile counts the value as live. The
+        state of a random generator counts from the moment at which the forward stores it.
         """
         stored = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_compressed(value) and not self._is_saved(value)
@@ -247,9 +250,9 @@ class BlockWalk:
     def _generator_state_bytes(self) -> dict[int, int]:
         """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
 
-        Slots are filled in order. The profile records when a value is first saved, which is the moment at which its
-        first slot is filled. A further slot of the value is filled later, at a moment that is not recorded. The slot is
-        assumed to be filled together with the previous slot.
+        Autograd fills its slots (saved tensors) in order. The profile records when a value is first saved, which is the
+        moment at which its first slot is filled. A further slot of the same value is filled later, at a moment that is
+        not recorded, and is assumed to be filled together with the slot before it.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
@@ -354,7 +357,7 @@ class BlockWalk:
         return spans
 
     def _copying_events(self, events: Sequence[_BackwardEvent]) -> frozenset[int]:
-        """Return the events at which a value is copied for the backward of a Function written in Python."""
+        """Return the events at which a value is copied for the backward of an autograd Function written in Python."""
         if not self.kind.copied_slots:
             return frozenset()
         replayed = set().union(*(operators for _, operators in self.closures.values()))
@@ -383,11 +386,12 @@ class BlockWalk:
         return frozenset(copying_events)
 
     def _is_available(self, value: int) -> bool:
-        """Return True if a stored or shared tensor holds `value`, so that a replayed copy is freed immediately."""
+        """Return True if `value` is in memory anyway, as a stored or shared tensor. A replayed copy is then freed
+        immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
 
     def _decoded_by(self, event: _BackwardEvent) -> list[int]:
-        """Return the compressed values that `event` reads."""
+        """Return the compressed values that must be decoded for `event`, because the event reads them."""
         read = event.operator.inputs if event.operator is not None else ()
         if event.unpacked is not None and self.kind.slots[event.unpacked] >= 0:
             read = (self.kind.slots[event.unpacked],)

@@ -1,4 +1,4 @@
-"""Settings of a run as one frozen record, and the memory budget in bytes that the settings resolve to."""
+"""Settings of a run as one frozen record, and the memory budget in bytes that follows from the settings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TRACKING_NAMES = ("exponential", "off")
 REACTIONS = ("warn", "error")
 """Values of the settings `on_over_budget` and `on_uncovered`."""
 MIN_BUDGET_BYTES = 64 * 1024
-"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
-unit."""
+"""Smallest accepted budget in bytes. No model trains in less memory, so a smaller number was probably meant as a
+fraction, or as a size in another unit."""
 _FRACTION, _PERCENT = re.compile(r"\s*(0?\.[0-9]+|1\.0*)\s*"), re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 HOST_SHARE = 0.8
 """Largest part of the host's free memory that payloads may take, over all ranks of the host. The rest is for data
@@ -34,7 +34,8 @@ loaders and the page cache: pinned memory cannot be swapped out."""
 
 
 def _named_settings(config_class: type[T]) -> type[T]:
-    """Make `config_class` raise a helpful TypeError for a positional argument or an unknown setting."""
+    """Make the constructor of `config_class` raise a helpful TypeError for a positional argument or an unknown
+    setting."""
     init = config_class.__init__
 
     @wraps(init)
@@ -78,25 +79,26 @@ class AdaccConfig:
     """Actions that the solver may choose. Without "compress" and "tile", training is bit-equal to plain training.
     Dropout masks may always be stored as bits, which is lossless. With "recompute", dropout masks may also be drawn
     again from the generator's state, and torch's checkpoint may run whole blocks. With "tile", a part of a block that
-    treats each token alone, such as an MLP, may run a few tokens at a time, in micro-batches of 4096 tokens or more.
-    Gradients then differ from plain training's by the order of sums."""
+    computes each token independently, such as an MLP, may run on a few tokens at a time, if the micro-batch has 4096
+    tokens or more. Gradients then differ from plain training's by the order of sums."""
     codecs: tuple[str, ...] | None = None
     """Names of the allowed codecs (`list_codecs()`). None selects codecs by the kind of layer (paper, section 3.2)."""
     host_memory: str | float | int | None = None
     """Limit on the bytes that this process stores in the host's memory, as payloads of activations on a GPU.
 
     An int from 65536, or a string such as "64GiB": a size. A float in (0, 0.8]: a fraction of the memory that is free
-    at the time of profiling, divided by the number of ranks on the host. A size is limited by the fraction 0.8 too.
-    None, the default, stores nothing in host memory: it may be needed by other processes, cannot be swapped out while
-    it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed for all
-    values of `actions` and `codecs`. Has no effect on a CPU, and on GPUs that share the host's memory.
+    at the time of profiling, divided by the number of ranks on the host. A size is also limited to the fraction 0.8.
+    None, the default, stores nothing in host memory, because other processes may need this memory, it cannot be swapped
+    out while it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed
+    for all values of `actions` and `codecs`. Has no effect on a CPU, and on GPUs that share the host's memory.
     """
     outliers: bool = True
-    """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
+    """True to store outlier channels (channels with unusually large values) uncompressed. False is the paper's "Adacc
+    w/o outlier"."""
     compiled_outliers: float = 0.0
-    """Share of the channels, 0 to 0.5, that compiled graphs store uncompressed. The share is a setting, because the
-    shapes of a compiled graph are fixed before any data is seen. Each step selects the outlier channels again, which
-    reads an activation two more times. `adacc plan` assumes 0.01."""
+    """Share of the channels, 0 to 0.5, that compiled graphs store uncompressed as outliers. The share is a setting,
+    because the shapes of a compiled graph are fixed before any data is seen. Each step selects the outlier channels
+    again, which reads an activation two more times. `adacc plan` assumes 0.01."""
     zscore_threshold: float = 3.0
     """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
     values, up to 1e6, select no channel. 0 selects every channel above the mean."""
@@ -104,13 +106,13 @@ class AdaccConfig:
     """Number of elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are
     more exact and take more bytes."""
     min_compress_bytes: int = 64 * 1024
-    """Activations smaller than this, 0 to 2^40, are never compressed, because a kernel launch costs more than the
-    memory saved."""
+    """Size in bytes, 0 to 2^40, below which activations are never compressed, because a kernel launch costs more than
+    the freed memory is worth."""
     profile_steps: int = 2
     """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch cannot be
-    profiled before the first step. Reasons: the batch does not call all blocks, parameters are sharded over ranks,
-    several ranks have SyncBatchNorm, or a torch profiler is active on a CPU. Use at least 2 with a budget in bytes,
-    because the first optimizer step allocates the optimizer's state."""
+    profiled before the first step. Possible reasons are that the model skips blocks on this batch, parameters are
+    sharded over ranks, several ranks have SyncBatchNorm, or a torch profiler is active on a CPU. Use at least 2 with a
+    budget in bytes, because the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
     for the same tape, shapes, dtypes, device, versions and settings. The codec errors then come from the data of the
@@ -124,27 +126,27 @@ class AdaccConfig:
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked. None tracks every activation
     whose codec stores outliers."""
     head: str = "auto"
-    """Head: the way the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for
-    one chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the
-    budget cannot be met otherwise, or if chunked is faster. "auto" considers the chunked head only if "compress" is
-    allowed, because the chunked head is not bit-equal. "auto" measures both heads. The first steps and the profile
-    therefore need the memory of whole logits. "chunked" never allocates whole logits."""
+    """Head: how the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for one
+    chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the budget
+    cannot be met otherwise, or if chunked is faster. "auto" considers the chunked head only if "compress" is allowed,
+    because the chunked head is not bit-equal. "auto" measures both heads. The first steps and the profile therefore
+    need the memory of whole logits. "chunked" never allocates whole logits."""
     max_error: float | None = None
     """Largest relative L2 round-trip error of a compressed activation, and largest relative error of a sampled block's
     gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
     compressed any more. With None, only the fixed limit of 25 % for gradients applies. 0 allows
     lossless codecs only."""
     solver_gap: float = 0.0
-    """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
-    optimality. 0.05 stops at five percent. In `Policy.facts`, "gap" is the policy's remaining gap, and "status" is
-    "optimal" if that gap is within this limit, else "feasible"."""
+    """Relative optimality gap of the integer programs, 0 to 1, as a fraction of the overhead. 0 requires a proof of
+    optimality. 0.05 accepts a solution whose overhead is within five percent of the optimum. In `Policy.facts`, "gap"
+    is the policy's remaining gap, and "status" is "optimal" if that gap is within this limit, else "feasible"."""
     solver_seconds: float = 60.0
     """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
     at the limit, the policy depends on the machine's load."""
     guard: bool = True
     """True to measure gradient errors at tracking steps, and to check gradients after loss spikes. If the gradient of a
     sampled block has a relative error above 0.25, as few codecs as possible are switched off, for the same activations
-    in all blocks of the kind."""
+    in all blocks of this kind (blocks with the same operators)."""
     guard_blocks: int = 1
     """Number of blocks, 0 to 1000, whose gradient a tracking step compares with an uncompressed backward. Blocks take
     turns. A comparison costs two forwards and backwards of one block, and, for a gradient above its limit, up to two
@@ -152,26 +154,29 @@ class AdaccConfig:
     take turns. 0 compares no block."""
     loss_spike: float = 2.0
     """A logged loss is a spike if it is above this factor (1 to 1e6) times the median of the last 16 losses and outside
-    their noise. After a spike, codecs that degrade the gradient of any kind of block are switched off, as under
-    `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
+    their noise. After a spike, one block of every kind is checked, and codecs that degrade its gradient are switched
+    off, as with `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are
+    spikes."""
     takeover_steps: int = 1
-    """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from the step's
-    measurements. With 0, the switch waits for the solver immediately. Large values train longer under the old policy.
-    """
+    """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from its measurements.
+    With 0, training waits for the solver after the tracking step. With large values, the old policy is used longer."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
     on_uncovered: str = "warn"
     """Reaction to blocks that train without a policy for their activations: blocks that can only run plainly or under
-    torch's checkpoint, and calls that do not follow the policy. "warn" trains them so, and reports them when training
-    ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known: before the first
-    step, or in the micro-batch. Steps that come before the first policy are allowed up to `profile_steps`. Also allowed
-    is a single call that fills a table or differs from its record, because the block's next call is recorded. If a
-    policy is passed in without its profile, only calls that do not follow the policy are known."""
+    torch's checkpoint, and calls that do not follow the policy. "warn" trains these blocks anyway, and reports them
+    when training ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known:
+    before the first step, or in the micro-batch. Up to `profile_steps` steps before the first policy are allowed. Also
+    allowed is a single call that fills a table (such as a position table) or differs from its record, because the
+    block's next call is recorded. If a policy is passed in without its profile, only calls that do not follow the
+    policy are known."""
     length_buckets: bool | None = None
-    """Deprecated, without effect: each size class of batches has its own policy."""
+    """Deprecated setting without effect: batches are grouped by size automatically, and each group has its own
+    policy."""
     retry_out_of_memory: bool = True
-    """True to retry a step that ran out of memory under a tighter policy, once and if a retry is possible."""
+    """True to run a step that ran out of memory once more, under a policy that needs less memory, if the step can be
+    repeated."""
     block_classes: tuple[str, ...] | None = None
     """Class names of the modules to treat as blocks. None selects every GradientCheckpointingLayer of Transformers."""
 
@@ -228,25 +233,29 @@ class AdaccConfig:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Heads that a policy may choose."""
+        """Names of the heads (ways to run the output layer and the loss) that a policy may choose."""
         if self.head != "auto":
             return (self.head,)
         return HEADS if "compress" in self.actions and self.max_error != 0 else ("plain",)
 
     @property
     def allows_tiles(self) -> bool:
-        """True if row-wise modules may run in tiles. Like a chunked head, this changes the order of sums."""
+        """True if modules that compute each token independently may run in tiles, on a few tokens at a time. Like a
+        chunked head, tiles change the order of sums."""
         return TILE in self.actions and self.max_error != 0
 
     def for_rows(self, num_rows: int) -> AdaccConfig:
-        """Return the config for a micro-batch of `num_rows` tokens: without tiles if these are few."""
+        """Return the config for a micro-batch of `num_rows` tokens. If the tokens are too few to run in tiles, remove
+        "tile" from `actions`."""
         if TILE not in self.actions or most_tiles(num_rows):
             return self
         return replace(self, actions=tuple(name for name in self.actions if name != TILE))
 
     def host_limit(self, free_bytes: int) -> int:
-        """Return the limit in bytes on payloads in host memory, of which `free_bytes` are free for this process. Return
-        0 if no payload may be stored there."""
+        """Return the maximum bytes of payloads in host memory, or 0 if no payload may be stored there.
+
+        `free_bytes` is the host memory that is free for this process.
+        """
         if self.host_memory is None:
             return 0
         setting = self.host_memory
@@ -257,7 +266,7 @@ class AdaccConfig:
 
     @property
     def parsed_actions(self) -> frozenset[Action]:
-        """The actions on activations among `actions`."""
+        """The setting `actions` as `Action` members, without "tile", which is not an action on an activation."""
         return frozenset(Action(name) for name in self.actions if name != TILE)
 
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
@@ -287,7 +296,7 @@ def read_memory_budget(budget: str | float | int) -> str | float | int:
 def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_BYTES) -> None:
     """Raise ValueError unless `budget` has one of the four forms of `AdaccConfig.memory_budget`.
 
-    A number of bytes must be `min_bytes` or more.
+    A budget in bytes must be at least `min_bytes`.
     """
     allowed = 'use "auto", a float in (0, 1], a number of bytes as an int, or a size such as "20GiB"'
     if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
@@ -340,10 +349,12 @@ class Budget:
     """Value of `memory_budget`."""
     nbytes: int
     limits_peak: bool
-    """True if the budget limits the peak of the step. False if the budget limits the bytes stored for backward."""
+    """True if the budget limits the peak memory of a training step, False if it limits the bytes stored for
+    backward."""
 
     def needed_bytes(self, policy: Policy) -> int:
-        """Return the predicted bytes of `policy` that the budget limits: its peak or its stored bytes."""
+        """Return the predicted bytes of `policy` to compare with the budget: the peak, or the bytes stored for
+        backward."""
         return policy.predicted_peak_bytes if self.limits_peak else policy.predicted_stored_bytes
 
     @classmethod
@@ -392,8 +403,7 @@ def _check_actions(actions: tuple[str, ...]) -> None:
 
 
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the actions `names` and "retain", for an error message. Each misspelled name is replaced by the closest
-    action."""
+    """Correct the spelling of the actions `names`, and add "retain", to suggest a valid setting in an error message."""
     allowed = [*(action.value for action in Action), TILE]
     closest = {match for name in names for match in get_close_matches(name, allowed, n=1)}
     return tuple(name for name in allowed if name in closest or name == Action.RETAIN.value)

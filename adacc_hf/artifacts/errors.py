@@ -18,7 +18,7 @@ BLOCK_CLASSES_HINT = (
     "if the model has blocks of other classes, name only these with AdaccConfig(block_classes=...), else train "
     "without adacc_hf (gradient_checkpointing=True saves memory too)"
 )
-"""Advice, at the end of error messages, for blocks of a class that cannot run under a policy."""
+"""Advice at the end of an error message if the blocks have a class that cannot run under a policy."""
 
 
 class AdaccError(Exception):
@@ -56,7 +56,7 @@ class NoBlocksError(AdaccError, ValueError):
 
 
 class UncalledBlocksError(AdaccError, ValueError):
-    """Error raised if the profiled batch did not call every block.
+    """Error raised if the model skipped blocks on the batch that was profiled.
 
     A policy for all blocks needs a profile of all blocks.
     """
@@ -94,7 +94,8 @@ class UnrestorableError(AdaccError, RuntimeError):
 
 
 class UnrecordedCallError(AdaccError, RuntimeError):
-    """Error raised if a block must be recorded to run it once more, and the budget has no room for the recording."""
+    """Error raised if a block's call cannot be run again, because it was not recorded and the budget has no room to
+    record it."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):
@@ -124,5 +125,5 @@ class FakeDeviceError(AdaccError, RuntimeError):
 
 
 class NoEstimateError(Exception):
-    """Error raised if the profile of a batch cannot be predicted from small parts of the batch. The message has the
-    reason."""
+    """Error raised if the profile of a batch cannot be predicted from small parts of the batch. The message says
+    why."""

@@ -1,18 +1,18 @@
 """Rules for values that must not be recomputed from lossily compressed inputs.
 
-Index values are computed from numbers: the expert of a token, or the order of sorted rows. If two numbers are nearly
-equal, a replay that reads a lossily compressed tensor may choose a different index from forward's. Rows saved in one
-order would then meet gradients in another order. So indices are recomputed only from exact inputs. Boolean values
-(results of comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both
-branches give nearly equal results.
+Index values, such as the expert of a token or the order of sorted rows, are computed from floating-point numbers. If
+two of these numbers are nearly equal, a replay that reads a lossily compressed tensor may choose another index than the
+forward. Rows saved in one order would then meet gradients in another order. So indices are recomputed only from exact
+inputs. Boolean values (results of comparisons) are recomputed: a boolean differs only if a number is near the
+threshold, and then both branches give nearly equal results.
 
 A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
 sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
 of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
 statistics of the recomputed rows are used, because the recomputed statistics match the recomputed rows.
 
-Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element's chance of being dropped
-may depend on its magnitude), and no recorded operator shows the dependence. The outputs of such a Function count as
+Random numbers drawn by a user's `autograd.Function` may also depend on its input (an element's chance of being dropped
+may depend on its magnitude), and no recorded operator shows this dependence. The outputs of such a Function count as
 index values.
 
 Other values with a large error are found by a measurement in a block's profile (`price/codec_gradient_error.py`).
@@ -54,7 +54,7 @@ def index_values(
 
 
 FUNCTIONS = "autograd_function"
-"""Namespace in the names of operators that are an `autograd.Function`."""
+"""Prefix of the names of recorded operators that are an `autograd.Function`."""
 
 
 def is_function(name: str) -> bool:
@@ -71,7 +71,8 @@ def is_index(dtype: str) -> bool:
 
 
 def is_statistic(size: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has one number per row."""
+    """Return True if a value of shape `size` has one number per row of another tensor, as the standard deviations of a
+    norm."""
     return tuple(size[-1:]) == (1,)
 
 
@@ -94,7 +95,8 @@ def upstream_activations(
 
 
 def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
-    """Walk a graph from `starts` to the inputs. Return (nodes at which the walk ends, nodes passed), in visiting order.
+    """Walk a graph from `starts` towards the inputs. Return (nodes at which the walk ended, other visited nodes), in
+    order.
 
     `reads` returns the inputs of a node, and None if the walk ends at the node. `reads` may leave out inputs that it
     has returned already.

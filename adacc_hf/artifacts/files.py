@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
-"""Environment variable with the path of the folder of cached measurements (times of operators, costs of codecs)."""
+"""Name of the environment variable that sets the folder of cached measurements (times of operators, costs of
+codecs)."""
 __version__ = "0.2.0"
 """Version of this package, which is also written to files."""
 
@@ -120,15 +121,16 @@ SEARCHED_FILE = "adacc_searched_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
 FIRST_STEPS_FILE = "adacc_first_steps.json"
-"""File with the times of a run's first steps, which checkpoints do not have."""
+"""Name of the file with the times of a run's first steps. Checkpoints do not contain this file."""
 COMPILED_FILE = "adacc_compiled.json"
-"""File with the policy of a run with `torch_compile=True`."""
+"""Name of the file with the policy of a run with `torch_compile=True`."""
 
 
 def policy_file(path: str | Path, names: tuple[str, ...] = (POLICY_FILE, COMPILED_FILE)) -> Path:
-    """Return `path`, or the policy file in the folder `path` if `path` is the folder of a run or a checkpoint.
+    """Return the path of a policy file: `path` itself or, if `path` is the folder of a run or checkpoint, the file in
+    it.
 
-    Raises FileNotFoundError if the folder has no file of one of the `names`.
+    Raises FileNotFoundError if the folder has no file with one of the `names`.
     """
     path = Path(path)
     if not path.is_dir():
@@ -149,7 +151,8 @@ V = TypeVar("V")
 
 
 def put_latest(cache: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:
-    """Insert `key` as the newest entry, and remove the oldest entry if there are more than `max_entries`."""
+    """Insert `key` as the newest entry of a bounded cache. Remove the oldest entry if there are more than
+    `max_entries`."""
     cache[key] = value
     cache.move_to_end(key)
     if len(cache) > max_entries:

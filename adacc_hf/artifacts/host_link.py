@@ -1,4 +1,4 @@
-"""Cost of payloads in host memory: bytes over the bandwidth of copies between device and host, in each direction."""
+"""Cost of payloads in host memory: their bytes divided by the bandwidth of copies between device and host."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLink:
-    """Connection of a device to the pinned memory of its host, as a part of a profile."""
+    """Connection between a device and the pinned memory of its host: speed of copies, and limits on stored bytes."""
 
     to_host_bytes_per_ms: float
     to_device_bytes_per_ms: float
     copy_ms: float
     """Time of a small copy, added to the time of each copy."""
     limit_bytes: int | None = None
-    """Maximum number of bytes that a block may store in host memory. None if only the limit of all blocks together
+    """Maximum number of bytes that one block may store in host memory. None if only a limit on the sum of all blocks
     applies."""
 
     def moved(self, option: CodecOption) -> CodecOption:
-        """Return the codec `option` with its payload in host memory. Times of copies are added to the codec's times.
+        """Return the codec `option`, changed to store its payload in host memory. Times of copies are added to the
+        codec's times.
 
-        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change. The
-        bytes in host memory include the most that the pool adds by rounding, so that a limit holds for the pool.
+        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change. The pool
+        of pinned memory rounds sizes up. The bytes in host memory include the largest possible rounding, so a limit on
+        these bytes also holds for the pool.
         """
         is_encoded = option.codec != HOST
         return replace(

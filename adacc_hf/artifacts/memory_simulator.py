@@ -1,7 +1,7 @@
 """Simulation of the memory and time of one training step under a policy, moment by moment, in whole bytes.
 
-The simulator checks the solver's results and shares no code with the solver, which optimises totals. `block_outcome.py`
-simulates a single block.
+The simulator checks the solver's results and shares no code with the solver, which optimises sums over blocks and not
+single moments. `block_outcome.py` simulates a single block.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Outcome:
     """Peak of the step in bytes."""
     overhead_ms: float
     """Time of replay, encoding and decoding in all blocks (the paper's equation 4), plus the time of the head minus the
-    time of the plain head. The time is negative if a faster head saves more time than the blocks take."""
+    time of the plain head. The time is negative if a faster head gains more time than the blocks lose."""
     timeline: tuple[tuple[str, int], ...]
-    """(label of the running part of the step, live bytes) of each simulated moment, in order."""
+    """Sequence of (label of the part of the step, live bytes), one for each simulated moment, in order."""
     host_bytes: int = 0
-    """Peak of the bytes in host memory: forward stores the payloads of all blocks before a backward frees the first."""
+    """Peak of the bytes in host memory. The peak is the sum over all blocks, because backward frees no payload before
+    the forward has stored them all."""
 
     @cached_property
     def peak_label(self) -> str:
@@ -59,7 +60,7 @@ def simulate_policy(profile: Profile, policy: Policy) -> Outcome:
 
 
 def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome:
-    """Simulate a training step in which the i-th block of `profile` has the outcome `blocks[i]`."""
+    """Simulate a training step in which the i-th block of `profile` has the memory and time `blocks[i]`."""
     timeline = _step_timeline(profile, blocks)
     read = frozenset().union(*(block.shared for block in blocks))
     shared_bytes = sum(shared.nbytes for i, shared in enumerate(profile.shared) if shared.saved or i in read)
@@ -73,16 +74,18 @@ def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome
 
 
 class EarlierBlocks(NamedTuple):
-    """Sums of the bytes stored by the first blocks of a simulated step, up to a certain block."""
+    """Sums over the blocks before a certain block of a simulated step: stored bytes, and shared tensors that stay
+    live."""
 
     stored_bytes: int = 0
     live_bytes: int = 0
-    """Sum of `BlockOutcome.live_bytes`: the part that adds to the live bytes of the model's forward."""
+    """Sum of `BlockOutcome.live_bytes`: the stored bytes that add to the live bytes of the model's forward."""
     shared: frozenset[int] = frozenset()
-    """Shared tensors that the blocks' replays read."""
+    """Indices into `Profile.shared` (tensors that several blocks read) of the tensors that replays of these blocks
+    read."""
 
     def with_block(self, outcome: BlockOutcome) -> EarlierBlocks:
-        """Return the sums with the next block added. `outcome` is the outcome of the next block."""
+        """Return the sums with the next block added. `outcome` is the memory and time of this block."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
             self.live_bytes + outcome.live_bytes,
@@ -92,7 +95,7 @@ class EarlierBlocks(NamedTuple):
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
         """Return (bytes live in the forward, bytes live in the backward) of block `index`.
 
-        Block `index` is the next block, whose own bytes are left out.
+        Block `index` is the block after the blocks in the sums. Its own bytes are left out.
         """
         block = profile.blocks[index]
         read = self.shared | outcome.shared
@@ -100,7 +103,8 @@ class EarlierBlocks(NamedTuple):
         return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
-        """Return the peak, in bytes, of the forward and backward of block `index`, which is the next block."""
+        """Return the peak in bytes of the forward and backward of block `index`, the block after the blocks in the
+        sums."""
         forward, backward = self.base_bytes(profile, index, outcome)
         peak = forward + outcome.forward_working_bytes
         return max(peak, backward + outcome.working_bytes) if outcome.moments else peak
@@ -112,7 +116,7 @@ class EarlierBlocks(NamedTuple):
 
 
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
-    """Return the peak of a step in which the i-th block has `outcomes[i]`.
+    """Return the peak in bytes of a step in which the i-th block has the memory `outcomes[i]`.
 
     The result equals `simulate_blocks(profile, outcomes).peak_bytes`, and is faster to compute, because no timeline is
     built.

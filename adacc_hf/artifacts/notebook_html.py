@@ -67,7 +67,8 @@ def plans_html(policy: Policy) -> str:
 
 
 def policy_map_html(policy: Policy, profile: Profile) -> str:
-    """Return an HTML table for each kind of block. Rows are activations, and columns are plans, named by their blocks.
+    """Return an HTML table for each kind of block. Rows are activations, and columns are plans, named by the blocks
+    they are for.
 
     `policy` and `profile` belong together (`reports.explain.check_belongs`).
     """
@@ -134,5 +135,5 @@ def describe_names(names: Sequence[str]) -> str:
 
 
 def _notebook_cell(tag: str, side: str, content: str) -> str:
-    """Return a cell of a record's HTML table in a notebook."""
+    """Return one cell of the HTML table that a notebook shows for a policy or profile."""
     return f'<{tag} style="{CELL.format(side=side)}">{content}</{tag}>'

@@ -2,9 +2,10 @@
 measured batches.
 
 A number that is a sum of few products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`).
-The live bytes at a moment may be a sum of more products than the batches determine, but differ by one or two tensors
-from the live bytes at the previous moment. In this case, the rule is the rule of a nearby number plus an exactly fitted
-difference. A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is approximated.
+The live bytes at a moment may be a sum of more products than a few batches can determine, but differ by only one or two
+tensors from the live bytes at the moment before. In this case, the rule is the rule of a nearby number plus an exactly
+fitted difference. A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is
+approximated.
 """
 
 from __future__ import annotations
@@ -19,40 +20,44 @@ from adacc_hf.artifacts.polynomials import MIN_LEAST_SQUARES_CALLS, Basis, Colum
 MAX_TERMS_OF_SUM = 4
 MAX_TERMS_OF_DIFFERENCE = 2
 MIN_CHECKS = 3
-"""Minimum number of calls that check a fitted difference. A number has many neighbours. With fewer checks, the
-difference from one of the neighbours may fit by chance."""
+"""Minimum number of measured batches that confirm a fitted difference between two numbers of a profile. A number is
+compared with many neighbouring numbers, and with fewer confirmations, one of the differences may fit by chance."""
 NEIGHBOURS = 8
-"""Number of neighbours on each side of a number: distinct numbers from which the number's difference is fitted."""
+"""Maximum number of neighbours, on each side of a number of the profile, whose difference from the number is fitted."""
 MIN_LINE_RATIO = 1.25
-"""Minimum ratio of the sizes of two points that define a line for sizes above both points."""
+"""Minimum ratio of the sizes of two measured batches from which numbers are extrapolated linearly to larger batches."""
 
 
 class Rule(Protocol):
     """Rule: formula for one number of the profile as a function of the sizes of a batch."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
-        """Return the number for a batch with `num_elements` elements. `products` are the values of the basis."""
+        """Return the profile's number for a batch with `num_elements` elements.
+
+        `products` are the values of the products of the batch's sizes, in the order of the `Basis`.
+        """
         ...
 
 
 class RuleFit:
-    """Fit of rules to numbers measured on a few batches.
+    """Fit of rules (formulas that depend on the batch's sizes) to numbers measured on a few batches.
 
     `basis` has the products of the batches' sizes, and `num_elements` the batches' numbers of elements. If
-    `uses_lines`, a number that is no sum of such products is interpolated linearly over the numbers of elements.
+    `uses_lines`, a number that is not a sum of such products is interpolated linearly by the batches' numbers of
+    elements.
     """
 
     def __init__(self, basis: Basis, num_elements: Sequence[int], uses_lines: bool) -> None:
         self._basis, self._num_elements, self._uses_lines = basis, num_elements, uses_lines
         self._max_difference_terms = min(MAX_TERMS_OF_DIFFERENCE, basis.num_calls - MIN_CHECKS)
         self._differences: dict[Column, Polynomial | None] = {}
-        """Cache of fitted differences."""
+        """Cache of the polynomials fitted to differences between two numbers of the profile."""
 
     def rules(self, columns: Sequence[Column]) -> list[Rule]:
         """Return the rule of each column. A column has the values of one number in all measured batches.
 
-        The columns are in the order of the profile's numbers. Rules are tried from the most to the least certain. After
-        a number gets a rule, neighbouring numbers are fitted as this number plus a difference.
+        The columns are in the order of the profile's numbers. Kinds of rules are tried from the most to the least
+        certain. Once a number has a rule, neighbouring numbers are fitted as this number plus a difference.
         """
         distinct = list(dict.fromkeys(columns))
         rules: dict[Column, Rule] = {}
@@ -98,8 +103,8 @@ class RuleFit:
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
         """Return a rule for the column at `place`: a neighbour's rule plus a polynomial with as few terms as possible.
 
-        A neighbour is a column near `place`. Return None if no neighbour with a rule leaves an exactly fitted
-        difference.
+        A neighbour is a column near `place`. Return None if no neighbour has a rule and a difference that can be fitted
+        exactly.
         """
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
@@ -114,14 +119,15 @@ class RuleFit:
         return None if best is None else _rule_plus(*best, column[0])
 
     def _difference(self, column: Column) -> Polynomial | None:
-        """Return the exact polynomial of the difference of two of a profile's numbers, or None."""
+        """Return the exact polynomial of the difference between two numbers of a profile, or None without an exact
+        fit."""
         if column not in self._differences:
             self._differences[column] = self._basis.fit(column, self._max_difference_terms)
         return self._differences[column]
 
 
 def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
-    """Yield the columns beside the column with index `place`, the nearest first.
+    """Yield the columns before and after the column with index `place`, the nearest first.
 
     A column has one number of a profile, in all measured batches.
     """
@@ -133,7 +139,7 @@ def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column
 
 
 def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
-    """Return the rule of a profile's number that is another number's `rule` plus the polynomial `difference`."""
+    """Return a new rule: the sum of `rule`, which belongs to a neighbouring number of the profile, and a polynomial."""
     if isinstance(rule, Exact):
         return Exact(rule.polynomial + difference, measured)
     if isinstance(rule, Difference):
@@ -144,7 +150,7 @@ def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
 class Exact:
     """Rule of a number that is exactly a polynomial of the sizes.
 
-    If the polynomial's value is not an integer, the result is the measured number.
+    If the polynomial's value for a batch is not an integer, the rule returns the number of the profiled batch.
     """
 
     def __init__(self, polynomial: Polynomial, measured: int) -> None:
@@ -156,7 +162,7 @@ class Exact:
 
 
 class Difference:
-    """Rule of a number that is a polynomial of the sizes plus another number of the profile, which is approximated."""
+    """Rule that adds a polynomial of the sizes to the approximate rule of another number of the profile."""
 
     def __init__(self, other: Rule, polynomial: Polynomial) -> None:
         self.other, self.polynomial = other, polynomial
@@ -168,7 +174,7 @@ class Difference:
 class LeastSquares:
     """Rule that approximates a number by a sum of products of sizes, fitted by least squares.
 
-    The rule adds the largest amount by which the fit is below a measured number.
+    The rule adds a constant, so that its result is not below any measured number.
     """
 
     def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
@@ -181,8 +187,8 @@ class LeastSquares:
 class Interpolation:
     """Rule of a number that is interpolated linearly between measured batches, by their numbers of elements.
 
-    The interpolation between the two nearest batches overestimates a peak. Above the largest batch, the line through
-    the largest and the next clearly smaller batch is extrapolated.
+    Between two measured batches, the interpolated peak is at least as high as the real peak. For larger batches than
+    all measured ones, the line through the largest and the next clearly smaller batch is extrapolated.
     """
 
     def __init__(self, points: Sequence[tuple[int, int]]) -> None:
@@ -194,8 +200,9 @@ class Interpolation:
         smaller = [point for point in self._points if point[0] * MIN_LINE_RATIO <= largest] or self._points[:1]
         high = max(number for num_elements, number in self._points if num_elements >= smaller[-1][0])
         self._line = smaller[-1], (largest, high)
-        """Two points of the line for sizes above the largest. The two sizes are not close to each other: sizes such as
-        3 x 88 and 2 x 129 tokens differ more in shape than in size, and a line through their points may fall."""
+        """Two points (number of elements, value) of the line for batches larger than all measured ones. The two sizes
+        are not close to each other: sizes such as 3 x 88 and 2 x 129 tokens differ more in shape than in size, and a
+        line through their points may fall."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
         points = self._points

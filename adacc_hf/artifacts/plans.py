@@ -1,4 +1,4 @@
-"""Plans of one block without a solver: plain, checkpointed, one action for all activations, or random actions."""
+"""Plans of one block that need no solver: plain, checkpointed, one action for all activations, or random actions."""
 
 from __future__ import annotations
 

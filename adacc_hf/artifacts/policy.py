@@ -31,8 +31,8 @@ COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
-"""Placeholder for the tape's digest in the plan of an idle block. The profiled batch ran an idle block only without
-gradients, and the plan of an idle block has no actions. See `adacc_hf/price/idle_blocks.py`."""
+"""Placeholder for the tape's digest in the plan of an idle block. An idle block ran only without gradients when the
+model was profiled, so its plan has no actions. See `adacc_hf/price/idle_blocks.py`."""
 
 Place = tuple[int | str, ...]
 """Place of a tensor among the arguments of a call: the argument's position or name, then the keys into containers."""
@@ -103,7 +103,8 @@ RECOMPUTE = Choice(action=Action.RECOMPUTE)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The actions of one block: one choice per activation, by value index. `kind` is the digest of the block's tape."""
+    """The actions of one block: one choice per activation, keyed by value index. `kind` is the digest of the block's
+    tape."""
 
     kind: str
     choices: tuple[tuple[int, Choice], ...]
@@ -112,11 +113,12 @@ class Plan:
     places: tuple[tuple[int, Place], ...] = ()
     """(value index, argument place) of each compressed input of a checkpointed block."""
     tiling: Tiling | None = None
-    """Tiles of the block's row-wise module, or None. `kind` is then the digest of the tape with the module in tiles."""
+    """Tiles in which a module of the block runs, a few rows at a time, or None. With tiles, `kind` is the digest of the
+    tape that was recorded in tiles."""
 
     @property
     def is_idle(self) -> bool:
-        """True if the profiled batch ran the block only without gradients."""
+        """True if the block ran only without gradients when the model was profiled."""
         return self.kind == IDLE_KIND
 
     @property
@@ -152,7 +154,8 @@ class Policy:
     """(name of the call, index of its plan) of each block call in a step, in forward order. The name of a block's first
     call is the block's module path, and the name of the second call is "path#2"."""
     predicted_stored_bytes: int
-    """Bytes stored by forward for backward, storages counted once, with the model's embedding and head."""
+    """Bytes that forward stores for backward, including the model's embedding and head. Each storage is counted
+    once."""
     predicted_peak_bytes: int
     """Peak of live tensor bytes in a training step: parameters, buffers, gradients, optimizer state if it exists,
     stored activations and temporaries."""
@@ -165,7 +168,7 @@ class Policy:
     batch: Shapes = field(default=(), compare=False)
     """Names and sizes of the tensors of the batch that the predictions are for, or () if unknown."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
-    """Facts about the solver run: status, gap, seconds, budget, bytes stored by plain training. JSON scalars only."""
+    """Facts about the solver run, as JSON scalars: status, gap, seconds, budget, bytes stored by plain training."""
 
     def plan_of(self, block: str) -> Plan:
         return self.plans[dict(self.blocks)[block]]
@@ -184,7 +187,8 @@ class Policy:
 
     @property
     def idle_blocks(self) -> set[str]:
-        """Names of blocks without actions, because the profiled batch ran these blocks only without gradients."""
+        """Names of blocks without actions, because these blocks ran only without gradients when the model was
+        profiled."""
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def block_counts(self) -> Counter[str]:
@@ -205,11 +209,12 @@ class Policy:
 
     @property
     def tilings(self) -> tuple[Tiling | None, ...]:
-        """Tiles of each block call's row-wise module, in forward order. None for a block without tiles."""
+        """Tiles of each block call, in forward order. None for a block call without tiles."""
         return tuple(self.plans[plan].tiling for _, plan in self.blocks)
 
     def _num_masks(self) -> int:
-        """Return the number of masks that are stored as bits, over all block calls."""
+        """Return the number of boolean masks (of dropout, for example) that are stored as bits, over all block
+        calls."""
         codecs = self._codecs()
         if not codecs:
             return 0
@@ -228,7 +233,8 @@ class Policy:
         )
 
     def describe_actions(self) -> str:
-        """Return the numbers of blocks and actions. Masks stored as bits, which is lossless, are counted separately."""
+        """Return text with the number of blocks and activations for each action. Boolean masks that are stored
+        losslessly as bits are counted separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         num_host = sum(map(is_on_host, self._codecs()))
@@ -245,7 +251,7 @@ class Policy:
         return f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{tiles}{head}"
 
     def describe(self) -> str:
-        """Return the summary and, if known to the policy, the bytes that plain training stores."""
+        """Return the summary and, if recorded in `facts`, the bytes that plain training stores."""
         plain_bytes = dict(self.facts).get("plain_stored_bytes")
         plain = "" if plain_bytes is None else f"; plain training stores {format_bytes(plain_bytes)}"
         return f"{self.summary()}{plain}"
@@ -349,7 +355,7 @@ def _checked_head(name: str) -> str:
 
 
 def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return (block, plan number) of each block in a policy file. Raises ValueError if a plan is missing."""
+    """Return (name, index of the plan) of each block call in a policy file. Raises ValueError if a plan is missing."""
     blocks = [(str(name), int(plan)) for name, plan in record["blocks"].items()]
     if any(not 0 <= plan < len(record["plans"]) for _, plan in blocks):
         raise ValueError("a block names a plan that is not in the file")

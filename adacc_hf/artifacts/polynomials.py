@@ -1,4 +1,4 @@
-"""Exact integer polynomials of tensor sizes, fitted to the numbers of a few calls.
+"""Exact integer polynomials of tensor sizes, fitted to numbers from a few calls of a block.
 
 The sizes, strides, offsets and bytes of a block's tensors are sums of products of a few sizes, such as batch size and
 sequence length. A fit tries a constant, then one product of sizes times a factor, then sums of two and of three
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 Sizes = tuple[int, ...]
-"""The independent sizes of one call (see `independent_sizes`)."""
+"""The independent sizes of one call of a block (see `independent_sizes`)."""
 Column = tuple[int, ...]
-"""Values of one number in all calls, in the order of the calls."""
+"""Values of one number, such as the bytes of a tensor, in all calls, in the order of the calls."""
 
 MAX_DEGREE = 3
 """Maximum number of sizes multiplied in one product. Attention scores have batch x tokens x tokens elements."""
@@ -27,16 +27,16 @@ MAX_TERMS = 3
 MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
 """Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
 RELATIVE_TOLERANCE = 1e-6
-"""Largest float error of a candidate sum of products, relative to the largest number of the column. The rounding error
-of a term is about 1e-16 of the term, and terms of opposite sign may be 1e9 times as large as the sum."""
+"""Largest floating-point error of a candidate sum of products, relative to the largest number that is fitted. The
+rounding error of a term is about 1e-16 of the term, and terms of opposite sign may be 1e9 times as large as the sum."""
 MAX_SYMBOLS = 5
-"""Maximum number of independent sizes. With more sizes, the combinations of products are too many to try."""
+"""Maximum number of independent sizes. With more sizes, there are too many combinations of products to try."""
 
 
 class Polynomial:
     """A sum of products of sizes, each with an integer factor, over a common integer divisor.
 
-    To evaluate the polynomial, call it with the values of the products, which all polynomials of a `Basis` share.
+    To evaluate the polynomial, call it with the values of the products (`Basis.products`).
     """
 
     __slots__ = ("divisor", "terms")
@@ -69,7 +69,7 @@ class Polynomial:
 
 
 class Basis:
-    """The products of the sizes of some calls, from which polynomials are fitted.
+    """Products of tensor sizes, such as batch size x sequence length, of which polynomials are sums.
 
     `calls` has the independent sizes of each call (see `independent_sizes`). No two calls have the same sizes.
     """
@@ -86,13 +86,15 @@ class Basis:
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
 
     def share_of_full_products(self, polynomial: Polynomial, sizes: Sizes) -> float:
-        """Return the fraction of the polynomial's value at `sizes` from products that have every size as a factor."""
+        """Return the fraction of the polynomial's value at `sizes` that comes from products with every size as a
+        factor."""
         products = self.products(sizes)
         full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
     def fit(self, column: Column, max_terms: int = MAX_TERMS) -> Polynomial | None:
-        """Return the polynomial with the fewest terms that is exact in every call. Return None if there is no fit.
+        """Return the polynomial with the fewest terms that gives the exact number of every call, or None if there is no
+        fit.
 
         A sum of n products needs n + 1 calls, because one call must check the sum. With a negative factor, a sum of
         three products needs five calls and a sum of four products seven, because one of the many combinations may fit
@@ -117,10 +119,10 @@ class Basis:
     def fit_least_squares(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
         """Fit `column` by least squares with MAX_TERMS products of sizes. Return None if no fit is possible.
 
-        Returns ((factor, index of the product), ...) with factors of 0 or more, and the largest amount by which the fit
-        is below a measured number. The approximation is for peaks of models with two sequences per sample, which are
-        maxima of several sums of different products. A line through two calls would confuse the length of one sequence
-        with the length of the other.
+        Returns a pair: terms (factor, index of the product) with factors of 0 or more, and the largest amount by which
+        the fit is below a number in `column`. The approximation is for peak memory of models with two sequences per
+        sample (encoder and decoder), which is the maximum of several sums of different products. Linear interpolation
+        by the number of elements would not distinguish the lengths of the two sequences.
         """
         if len(self._columns) < MAX_TERMS:
             return None
@@ -176,7 +178,7 @@ def _product_exponents(num_sizes: int) -> list[tuple[int, ...]]:
 def _fit_single_product(values: Column, column: Column, place: int) -> Polynomial | None:
     """Fit `column` as one factor times `values`, the product with index `place`. Return None if there is no fit.
 
-    The factor may be a fraction, as for half of the tokens.
+    The factor may be a fraction, for example if a tensor has half of the tokens.
     """
     numerator, denominator = column[0], values[0]
     if denominator == 0 or any(n * denominator != numerator * v for n, v in zip(column, values, strict=True)):

@@ -1,6 +1,6 @@
 """A profile: the tensors that a model's blocks save for backward and the cost of each action, as records without torch.
 
-`profile_model` measures a profile (paper, section 3.1). The solver and the memory simulator read it.
+`profile_model` measures a profile (paper, section 3.1). The solver and the memory simulator use the profile.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class CodecOption:
     encode_ms: float
     decode_ms: float
     error: float
-    """Relative L2 error of the round trip, or 0 for a lossless codec."""
+    """Relative L2 error of encoding and decoding the tensor, or 0 for a lossless codec."""
     lossless: bool
     host_bytes: int = 0
-    """Payload bytes in host memory."""
+    """Payload bytes in host memory. 0 if the payload stays on the device."""
     staging_bytes: int = 0
     """Bytes on the device while the payload is copied to the host, and back."""
 
@@ -96,13 +96,13 @@ class Value:
     references."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
-    """Index of an earlier activation with the same bits, from the same operator and input. With RECOMPUTE, backward
-    reads the earlier activation instead. None if there is no such activation."""
+    """Index of an earlier activation with the same bits, computed by the same operator from the same input, or None. If
+    the value is to be recomputed, backward reads the earlier activation instead."""
     replay_error: float = 0.0
-    """Largest relative gradient error of an operator if the value is recomputed from activations that lossy codecs
-    compressed. 0 if not measured."""
+    """Largest relative error in an operator's gradient if the value is recomputed from lossily compressed activations.
+    0 if not measured."""
     taken_after: int = 0
-    """For a random generator's state: number of saved-tensor slots that are filled before the block saves the state."""
+    """For the state of a random generator: number of tensors that autograd saves before the block stores the state."""
     place: Place = ()
     """For a block input that codecs can encode: its place among the arguments of a call. Otherwise ()."""
     too_coarse: tuple[tuple[str, float], ...] = ()
@@ -112,7 +112,7 @@ class Value:
 
     @property
     def is_generator_state(self) -> bool:
-        """True if the value is the state of a random generator. A block stores the states that its replay needs."""
+        """True if the value is the state of a random generator, which a block stores to replay random operators."""
         return self.role == "generator"
 
     @property
@@ -122,7 +122,7 @@ class Value:
 
     @property
     def is_statistic(self) -> bool:
-        """True if the value has one number per row."""
+        """True if the value has one number per row of another tensor, as the standard deviations of a norm."""
         return is_statistic(self.shape)
 
     @property
@@ -153,17 +153,18 @@ class Operator:
 class ForwardEvent:
     """One event of a block's forward that changes memory.
 
-    The event is the start of the forward, the first save of a value for backward, or the release of the last reference
-    to a value except autograd's. If the rest of the model runs before the next block call, the events of the rest are
-    appended. `value` is -1 for the start, and for events of other calls or of the rest. `death` is True for a release.
+    The event is the start of the forward, the first time that a value is saved for backward, or the release of the last
+    reference to a value except autograd's. If other modules of the model run before the next block call, their events
+    are appended. `value` is -1 for the start, and for events of other calls or modules. `death` is True for a release.
     """
 
     value: int
     death: bool
     extra_bytes: int
-    """Peak until the next event if nothing is stored, in bytes above the bytes live at the start of the block."""
+    """Peak between this event and the next, in bytes above the live bytes at the start of the block. Stored values are
+    left out."""
     tiled: int | None = None
-    """Index of the module that runs in tiles until the next event, in `RowTiles.modules`."""
+    """Index, in `RowTiles.modules`, of the module that runs in tiles between this event and the next. None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +177,11 @@ class BackwardEvent:
     slot: int
     release: bool
     entry_bytes: int
-    """Bytes live at this moment, without stored and replayed values: gradients in flight."""
+    """Live bytes when the event occurs, without stored and replayed values: gradients that are not used up yet."""
     extra_bytes: int
-    """Peak until the next event in bytes, without stored and replayed values: gradients and temporaries."""
+    """Peak in bytes between this event and the next, without stored and replayed values: gradients and temporaries."""
     tiled: int | None = None
-    """Index of the module that runs in tiles until the next event, in `RowTiles.modules`."""
+    """Index, in `RowTiles.modules`, of the module that runs in tiles between this event and the next. None for none."""
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
@@ -189,7 +190,7 @@ def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
 
 
 MAX_MERGED = 64
-"""Maximum number of copies that a kind of blocks keeps for `KindProfile.with_merged_values`."""
+"""Maximum number of results of `KindProfile.with_merged_values` that are cached for each kind of block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +203,14 @@ class KindProfile:
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
     slots: tuple[int, ...]
-    """Value of each saved-tensor slot, in the order in which autograd saves. -1 for parameters and buffers."""
+    """Index of the value in each saved-tensor slot, in the order in which autograd saves. -1 for parameters and
+    buffers."""
     backward: tuple[BackwardEvent, ...]
-    """Unpacks and releases of slots, in the order of the backward."""
+    """Events at which autograd unpacks or releases saved-tensor slots, in the order of the backward."""
     forward: tuple[ForwardEvent, ...]
-    """Saves and frees of values, in the order of a forward that stores nothing."""
+    """Events at which values are saved for backward or freed, in the order of a forward that stores nothing."""
     forward_ms: float
-    """Sum of the operators' times."""
+    """Sum of the times of the operators in a block's forward."""
     held: tuple[int, ...] = ()
     """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if the block's replay
     reads them. Memory was measured under full recomputation, in which replay reads all these tensors."""
@@ -223,9 +225,10 @@ class KindProfile:
     tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
-    if no operator can be replayed. Collective operators must run again on all ranks or on none."""
+    if no operator can be replayed. For blocks with collectives, the actions are restricted, because collectives must
+    run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of cast parameters that the block saves and an earlier call computed. Autocast's cache has these casts. The
+    """Bytes of cast parameters that the block saves, and that an earlier call computed and autocast has cached. The
     second forward of torch's checkpoint computes the casts again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
@@ -235,12 +238,12 @@ class KindProfile:
     """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
     operator by operator. None if guards can check that a call runs the recorded operators."""
     tiled: int | None = None
-    """Index into `Profile.kinds` of this kind with row-wise modules in tiles. No block has that kind, unless a policy
-    chooses it (`Profile.with_tiles`). None if there is no such kind."""
+    """Index into `Profile.kinds` of the variant of this kind in which modules run in tiles, or None. Blocks have the
+    variant only if a policy chooses it (`Profile.with_tiles`)."""
     tiles: RowTiles | None = None
     """The row-wise modules that run in tiles. None for a kind without tiles."""
     extra_ms: float = 0.0
-    """Time that every plan of the kind takes longer than plain training: of modules in tiles."""
+    """Time in ms that running modules in tiles adds, under every plan of this kind. 0 for a kind without tiles."""
 
     @property
     def tiling(self) -> Tiling | None:
@@ -248,7 +251,8 @@ class KindProfile:
         return self.tiles.tiling if self.tiles else None
 
     def in_tiles(self, num_tiles: int) -> KindProfile:
-        """Return a copy of this kind, whose `tiles` are not None, with the memory and time of `num_tiles` tiles.
+        """Return a copy of this kind with the memory and time of `num_tiles` tiles. The kind's `tiles` must not be
+        None.
 
         With 0 tiles, no memory of a tile is included.
         """
@@ -318,8 +322,8 @@ class KindProfile:
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from saved activations to the values that must be exact if the activation is recomputed.
 
-        There are two kinds of keys. For a statistic (a tensor with one number per row), the rows must be exact. For an
-        activation whose replay error is too large, all upstream activations must be exact. See
+        The dict has keys of two types. For a statistic (a tensor with one number per row), the rows must be exact. For
+        an activation whose replay error is too large, all upstream activations must be exact. See
         `exact_recompute_rules.py`.
         """
         saved = [value for value in self.activations if value.saved]
@@ -381,7 +385,8 @@ class KindProfile:
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
 
     def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
-        """Return a copy in which `equal[v]` replaces `v` in all operators' inputs and slots."""
+        """Return a copy in which each value `v` in `equal` is replaced by `equal[v]`, in the inputs of operators and in
+        slots."""
         if not equal:
             return self
         key = frozenset(equal.items())
@@ -393,7 +398,7 @@ class KindProfile:
 
     @cached_property
     def _merged(self) -> dict[frozenset[tuple[int, int]], KindProfile]:
-        """Cache of `with_merged_values`. A search calls that method with few distinct arguments."""
+        """Cache of `with_merged_values`. The solver's search calls this method with few distinct arguments."""
         return {}
 
     def _merge_values(self, equal: Mapping[int, int]) -> KindProfile:
@@ -464,7 +469,8 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     shared: tuple[Shared, ...]
     outside_stored_bytes: int
-    """Bytes kept for backward by the rest of the model (embedding, head, loss), storages counted once."""
+    """Bytes that the model outside the blocks (embedding, head, loss) keeps for backward. Each storage is counted
+    once."""
     static_bytes: int
     """Bytes live before a forward: parameters, buffers, optimizer state, the step's batches, and, with gradient
     accumulation, the gradients of earlier micro-batches."""
@@ -474,19 +480,20 @@ class Profile:
     loss_peak_bytes: int
     """Peak in bytes in the backward of the head and the loss, without the bytes that blocks store."""
     tail_peak_bytes: int
-    """Peak in bytes while no block stores anything: after the last block's backward (the embedding's gradient), and
-    before the first block's forward (a teacher model)."""
+    """Peak in bytes while no block stores anything: after the backward of all blocks (for the embedding's gradient, for
+    example), and before the forward of all blocks (for a teacher model, for example)."""
     available_bytes: int
-    """Bytes available to this process on the device at the time of profiling: live plus free."""
+    """Bytes available to this process on the device at the time of profiling: its live bytes plus the free bytes."""
     step_ms: float
     """Time of one forward and backward under full recomputation."""
     device: str
     head: str = "plain"
-    """Head that the memory was measured with. `with_head` returns the profile for another head."""
+    """Name of the head (way to run the output layer and the loss) under which memory was measured. `with_head` returns
+    the profile for another head."""
     head_ms: float = 0.0
     """`Head.ms` of the measured head."""
     other_heads: tuple[Head, ...] = ()
-    """The other heads that a policy may choose."""
+    """Heads that a policy may choose besides the measured head."""
     outside_live_bytes: int = 0
     """Bytes by which `outside_peak_bytes` is lower if no replay reads any of the tensors in `KindProfile.held`."""
     host_free_bytes: int = 0
@@ -495,10 +502,9 @@ class Profile:
     optimizer_peak_bytes: int = 0
     """Peak in bytes of gradient clipping and the optimizer step. 0 if profiled without an optimizer."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = ()
-    """(shapes, numbers) of the batch, then of other measured sizes. The numbers are all numbers of this profile that
-    depend on the shapes. If no other size was measured, the only entry has the batch's shapes and no numbers. See
-    size_model.py.
-    """
+    """(shapes, numbers) of the batch, then of other measured sizes. The numbers of a size are those numbers of a
+    profile that depend on the shapes, in a fixed order. If no other size was measured, the only entry has the batch's
+    shapes and no numbers. See size_model.py."""
 
     @property
     def sizes(self) -> SizeModel | None:
@@ -597,7 +603,7 @@ class Profile:
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
         """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles, or plainly if 0.
 
-        Kinds without a block are left out. Raises ValueError for a block that was not profiled in tiles.
+        Kinds that no block has any more are left out. Raises ValueError for a block that was not profiled in tiles.
         """
         if not any(num_tiles) and all(kind.tiles is None for kind in self.kinds):
             return self
@@ -626,15 +632,17 @@ class Profile:
 
     @property
     def untiled(self) -> Profile:
-        """Copy without the kinds in tiles."""
+        """Copy of the profile in which no module runs in tiles."""
         return self.with_tiles([0] * len(self.blocks))
 
     def under(self, plans: Iterable[Plan]) -> Profile:
-        """Return a copy in which the i-th block has the kind that it has under the i-th plan, with the plan's tiles."""
+        """Return a copy in which the i-th block runs in the tiles of the i-th plan, or without tiles if the plan has
+        none."""
         return self.with_tiles([0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans])
 
     def kind_index(self, block: BlockProfile, plan: Plan) -> int:
-        """Return the index of the kind that a block has under `plan`: the kind in tiles if the plan has tiles."""
+        """Return the index of the block's kind under `plan`. A plan with tiles has another kind than a plan without
+        tiles."""
         tiled = self.kinds[block.kind].tiled
         return block.kind if plan.tiling is None or tiled is None else tiled
 
@@ -731,7 +739,7 @@ class Profile:
 
     @cached_property
     def plain_stored_bytes(self) -> int:
-        """Bytes that plain training keeps for backward, storages counted once.
+        """Bytes that plain training keeps for backward. Each storage is counted once.
 
         Parameters, buffers and the batch are left out, because they are live before the step.
         """

@@ -40,7 +40,7 @@ MAX_EXACT_SIZE = 16
 def size_dependent_numbers(profile: Profile) -> list[int]:
     """Return all numbers of `profile` that depend on the batch's sizes, in a fixed order.
 
-    The numbers of codecs are left out, because these numbers follow from the shapes.
+    Payload sizes of codecs are left out, because they follow from the shapes.
     """
     numbers: list[int] = []
 
@@ -80,8 +80,8 @@ def profile_structure(profile: Profile) -> Any:
 class SizeModel:
     """Prediction of one model's profile at other sizes of a batch.
 
-    `measured` is `Profile.measured`: the shapes and the numbers of the profiled batch, followed by the shapes and
-    numbers of its measured parts.
+    `measured` is `Profile.measured`: shapes of the profiled batch and its numbers in the profile (bytes, shapes of
+    tensors), followed by shapes and numbers of measured parts of this batch.
     """
 
     def __init__(self, measured: Sequence[tuple[Shapes, Sequence[int]]]) -> None:
@@ -118,7 +118,7 @@ class SizeModel:
         return max(self._num_elements)
 
     def size_class(self, shapes: Shapes) -> Shapes | None:
-        """Return the shapes of the size class of `shapes`, the upper bound of all batches in the class.
+        """Return the size class of a batch of `shapes`, as the shapes of the largest batch in this class.
 
         Neighbouring classes differ by SIZE_CLASS_RATIO. Return None if the batch lacks a tensor of the measured
         batches, or if the batch's sizes are not related to each other as in the measured batches.
@@ -139,8 +139,8 @@ class SizeModel:
         """Return `profile` as predicted for batches of `shapes`.
 
         `profile` is the measured profile, or a copy of the measured profile with other times and codecs. The profile's
-        head must be the measured head. `shapes` must have a size class. The codecs are not changed. To select codecs
-        for the shapes, use `estimated_profile.resize_profile`.
+        head must be the measured head. `shapes` must be shapes for which `size_class` is not None. The codecs are not
+        changed. To select codecs for the shapes, use `estimated_profile.resize_profile`.
         """
         if shapes == self._shapes:
             return profile
@@ -159,7 +159,8 @@ class SizeModel:
 
 @lru_cache(maxsize=8)
 def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
-    """Return the size model of `Profile.measured`, cached because the fit is slow.
+    """Return the size model fitted to `measured`, the value of `Profile.measured`. Models are cached, because the fit
+    is slow.
 
     Copies of a profile with other times and codecs share one model.
     """
@@ -167,7 +168,8 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 
 def _round_size(size: int, reference: int) -> int:
-    """Return the upper bound of the size class of `size`. `reference` is the upper bound of any class.
+    """Return the upper bound of the size class that `size` belongs to. `reference` is the upper bound of one of the
+    classes.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
     sample, which often runs different operators.
@@ -267,7 +269,8 @@ def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
 
 
 def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
-    """Return the profiled kind `after` with times predicted from `before`, the same kind at another batch size."""
+    """Return `after`, a kind of block in a profile, with times predicted from `before`, the same kind at another batch
+    size."""
     launch_ms = min((op.ms for op in before.operators if op.ms > 0), default=0.0)
     operators = tuple(_timed_operator(op, before, after, launch_ms) for op in after.operators)
     return replace(after, operators=operators, forward_ms=sum(op.ms for op in operators))
@@ -292,5 +295,5 @@ def _scaled_ms(ms: float, ratio: float, min_ms: float) -> float:
 
 
 def _growth_ratio(before: int, after: int) -> float:
-    """Return the ratio of an operator's bytes at two batch sizes, or 1.0 if the operator has none."""
+    """Return the ratio of an operator's bytes at two batch sizes, or 1.0 if the operator reads and writes no bytes."""
     return after / before if before else 1.0

@@ -40,7 +40,7 @@ def parse_bytes(text: str, setting: str) -> int:
 
 
 def _size_hint(match: re.Match[str] | None) -> str:
-    """Return a hint for the error message if the unit of a size has no B, as in "20G", else ""."""
+    """Return a hint for the error message if the unit of a size lacks the B, as in "20G", else ""."""
     prefix = match.group(2).upper().removesuffix("I") if match is not None else ""
     if match is None or f"{prefix}IB" not in _UNITS:
         return ""

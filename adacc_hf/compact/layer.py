@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.private import version_of
 
 PROJECTIONS = ("gaussian", "orthonormal")
 CORE = "core"
-"""Name of the additional parameter of a compact layer."""
+"""Name of the additional parameter of a compact layer, which gets the gradient in place of the weight."""
 
 
 @torch.library.custom_op("adacc_hf::projection", mutates_args=())
@@ -32,8 +32,8 @@ def projection(
 
     `seed` has two integers on the CPU: the seed of the group, and the number of the subspace (period). P has Gaussian
     entries of variance 1 / rank, or, if `orthonormal`, orthonormal columns times sqrt(inputs / rank). E[P P^T] is the
-    identity. This function is a custom operator, because compiled and replayed code must draw P again. torch's default
-    generators are not used.
+    identity. This function is a custom operator, so that compiled and replayed code draws the same P again. torch's
+    default generators are not used.
     """
     generator = torch.Generator(device).manual_seed(derive_seed(*seed.tolist()))
     matrix = torch.randn(inputs, rank, generator=generator, device=device)
@@ -62,13 +62,13 @@ def derive_seed(*parts: object) -> int:
 class InputGroup:
     """Group of compact layers in one module with the same number of inputs, such as q, k and v.
 
-    The layers share the projection P. Layers that read the same input x also share z = x P.
+    The layers share the random projection P. Layers that read the same input x also share the projected input z = x P.
     """
 
     def __init__(self, seed: int, orthonormal: bool) -> None:
         self.seed = torch.tensor([seed, 0])
-        """(seed of the group, period), int64 on the CPU. The seed is a tensor, because replayed code must read the
-        present period."""
+        """(seed of the group, number of the current subspace), int64 on the CPU. The seed is a tensor, because replayed
+        code must read its present value."""
         self.orthonormal = orthonormal
         self._period = 0
         self._last_projection: _CachedProjection | None = None
@@ -78,7 +78,7 @@ class InputGroup:
 
     @property
     def period(self) -> int:
-        """Number of the current subspace. The number increases each time another subspace is drawn."""
+        """Number of the current subspace. Increases by one each time another subspace is drawn."""
         return self._period
 
     @period.setter
@@ -86,7 +86,7 @@ class InputGroup:
         self._period = self.seed[1] = period
 
     def projection(self, inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the projection P [inputs, rank] of the current period."""
+        """Return the random projection P [inputs, rank] onto the current subspace."""
         return projection(self.seed, inputs, rank, self.orthonormal, dtype, device)
 
     def project(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
@@ -104,7 +104,7 @@ class InputGroup:
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
-        """Drop the cached z when the input `x` of z is freed. Afterwards, only autograd keeps z alive."""
+        """Drop the cached projection z of the input `x` when `x` is freed. Afterwards, only autograd keeps z alive."""
         if self._last_projection is not None and self._last_projection.x is x:
             self._last_projection = None
 
@@ -114,7 +114,7 @@ class InputGroup:
 
 
 class _CachedProjection(NamedTuple):
-    """Cache entry of a group: an input x of its layers, and the projection z of x."""
+    """Cache entry of a group of compact layers: an input x of these layers, and the projection z of x."""
 
     key: tuple[Any, ...]
     x: weakref.ref[Tensor]
@@ -122,7 +122,7 @@ class _CachedProjection(NamedTuple):
 
 
 class _CompactProduct(torch.autograd.Function):
-    """Product y = x W^T + b of a compact layer. The product saves W and the projection z for backward, instead of x."""
+    """Product y = x W^T + b of a compact layer, which saves W and the projection z of x for backward, instead of x."""
 
     @staticmethod
     def forward(
@@ -155,9 +155,10 @@ class CompactLayer(nn.Module):
     """Mix-in for linear layers that saves a projection of the input, and computes a gradient for `core` only.
 
     `core` [outputs, rank] is an additional parameter, which is zero whenever a forward runs. The gradient of `core` is
-    the weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step
-    to the weight. `core` is not in the state_dict. `core` has memory before the first step, because DDP broadcasts
-    parameters, and during optimizer steps. At all other times `core` is an expanded zero, which takes no memory.
+    the weight's gradient in the subspace of the projection. The optimizer updates `core`, and `apply_core` adds the
+    update to the weight. `core` is not in the state_dict. `core` takes memory only before the first step, because DDP
+    broadcasts parameters, and during optimizer steps. At all other times `core` is an expanded zero, which takes no
+    memory.
     """
 
     weight: Tensor
@@ -184,12 +185,15 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def allocate_core(self) -> None:
-        """Give `core` memory that an optimizer step can write to."""
+        """Allocate memory for `core`, the trained parameter, so that an optimizer step can write to it."""
         self.core.data = torch.zeros_like(self.core, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def apply_core(self, scale: float) -> None:
-        """After an optimizer step, add `scale` * core P^T to the weight, and set `core` to zero."""
+        """Add `scale` * core P^T to the weight after an optimizer step, and set `core` to zero.
+
+        P is the layer's random projection.
+        """
         matrix, core = _local_part(self.matrix), _local_part(self.core)
         p = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
         matrix.addmm_(core, p.t(), alpha=scale)
@@ -197,7 +201,8 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def clear_core(self) -> None:
-        """Set `core` to an expanded zero, which frees its memory. A shard of FSDP keeps its memory."""
+        """Set `core`, the trained parameter, to an expanded zero, which frees its memory. A shard of FSDP keeps its
+        memory."""
         if _local_part(self.core) is self.core:
             self.core.data = self.core.new_zeros(()).expand(self.core.shape)
         else:
@@ -212,11 +217,11 @@ class CompactLayer(nn.Module):
 
 
 class CompactLinear(CompactLayer, nn.Linear):
-    """`nn.Linear` that trains in a subspace (`CompactLayer`)."""
+    """`nn.Linear` that trains in a random subspace of its inputs (see `CompactLayer`)."""
 
 
 class CompactConv1D(CompactLayer, Conv1D):
-    """`Conv1D`, GPT-2's linear layer with a weight [inputs, outputs], that trains in a subspace (`CompactLayer`)."""
+    """`Conv1D`, GPT-2's linear layer with a weight [inputs, outputs], that trains in a random subspace."""
 
     @property
     def matrix(self) -> Tensor:
@@ -225,7 +230,7 @@ class CompactConv1D(CompactLayer, Conv1D):
 
 Plain = nn.Linear | Conv1D
 CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, Conv1D: CompactConv1D}
-"""Compact class of each supported class of linear layers. Subclasses of the supported classes are not supported."""
+"""Compact class for each supported class of linear layers. Subclasses of the supported classes are not supported."""
 
 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
@@ -250,7 +255,7 @@ def make_plain(layer: CompactLayer) -> None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a compact layer's products with `x`: autocast's if it is enabled, else the dtype of `x`."""
+    """Return the dtype of a compact layer's matrix product with `x`: autocast's dtype if enabled, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

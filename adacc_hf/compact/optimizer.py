@@ -1,4 +1,4 @@
-"""AdamW that trains compact layers in subspaces (CompAct, algorithms 2 and 3), and a factory of this optimizer."""
+"""AdamW for linear layers that train in random subspaces (CompAct, algorithms 2 and 3), and its factory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class CompactAdamW(torch.optim.AdamW):
-    """AdamW for models with compact layers.
+    """AdamW for models with compact layers, which are linear layers that train in random subspaces.
 
-    The optimizer steps each layer's `core` [m, r], and adds the step to the layer's weight [m, n].
+    The optimizer updates each layer's `core` [m, r], and adds the update to the layer's weight [m, n].
 
     The moments of `core` have 2 m r numbers per layer. Another subspace is drawn every `update_proj_gap` steps, and the
-    moments are kept for the new subspace. Weight decay applies to the weight. The parameter group of the cores has a
-    "scale", and counts its "steps". The step is fused, and so allocates no temporaries, unless `fused=False`,
-    `foreach`, `capturable` or `differentiable` is set.
+    moments are kept for the new subspace. Weight decay applies to the weight. The parameter group of the cores has the
+    additional entries "scale" and "steps" (a count). The step is fused, and so allocates no temporaries, unless
+    `fused=False`, `foreach`, `capturable` or `differentiable` is set.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CompactAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Run a step of AdamW, and update the weights of compact layers.
 
-        Raises ValueError if a layer's core is not one of the optimizer's parameters.
+        Raises ValueError if the optimizer lacks the `core` of a compact layer, the parameter that the step updates.
         """
         loss = None
         if closure is not None:
@@ -100,17 +100,18 @@ class CompactAdamW(torch.optim.AdamW):
             make_plain(self.layers.pop())
 
     def _begin_periods(self) -> None:
-        """Set the period of each compact layer's input group for the next step.
+        """Set the period of each group of compact layers for the next step.
 
-        The period is the number of the subspace in use, and increases by one every `update_proj_gap` steps.
+        The period is the number of the random subspace in use, and increases by one every `update_proj_gap` steps.
         """
         for group, layer in self._grouped_layers():
             layer.group.period = group.get("steps", 0) // self.update_proj_gap
 
     def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
-        """Yield (parameter group with the core, layer) for each compact layer whose core this optimizer trains.
+        """Yield (parameter group with the core, layer) for each compact layer whose `core` this optimizer trains.
 
-        If this optimizer is a copy that trains other parameters, yield nothing.
+        `core` is a compact layer's trained parameter. If this optimizer is a copy that trains other parameters, yield
+        nothing.
         """
         by_core = {id(layer.core): layer for layer in self.layers}
         for group in self.param_groups:
@@ -120,7 +121,10 @@ class CompactAdamW(torch.optim.AdamW):
 
 
 def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Hook before each step: raise ValueError if the optimizer's parameters lack the `core` of any compact layer."""
+    """Raise ValueError, as a hook before each step, if the optimizer lacks the `core` of any compact layer.
+
+    `core` is the parameter of a compact layer that the step updates.
+    """
     parameter_ids = {id(core) for group in optimizer.param_groups for core in group["params"]}
     num_missing = sum(id(layer.core) not in parameter_ids for layer in optimizer.layers)
     if num_missing:
@@ -132,7 +136,7 @@ def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:
-    """Return `step` without the optimizer hooks that torch wraps around the step of every instantiated class."""
+    """Return the optimizer method `step` without the wrapper that torch adds to run optimizer hooks."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -146,12 +150,14 @@ ATTENTION_OUTPUT = re.compile(
     r"(.*\.)?((self_attn|attn|attention|self_attention)\.(o_proj|out_proj|c_proj|dense|out_lin)|"
     r"attention\.output\.dense|(SelfAttention|EncDecAttention)\.o)"
 )
-"""Pattern of the names of attention's output projection in Transformers' models. The output projection is not made
-compact, because fused attention always saves the projection's input."""
+"""Pattern of the names of attention's output projection in Transformers' models. This layer is not made compact,
+because fused attention saves the layer's input for its own backward anyway."""
 
 
 class CompactFactory:
-    """Factory of CompAct's optimizer: makes linear layers of a model compact, and returns the optimizer for the model.
+    """Factory of CompAct's optimizer, which also makes linear layers of the model compact.
+
+    A compact layer saves a random projection of its input, and trains in the subspace of this projection.
 
     Usage: `Trainer(optimizer_cls_and_kwargs=(CompactFactory, {"target_modules": "all-linear", "rank": 0.25}))`.
     """
@@ -179,7 +185,8 @@ class CompactFactory:
             update_proj_gap: number of steps after which another subspace is drawn.
             scale: the paper's alpha, the factor of the weight's update.
             share_inputs: if True, layers that read the same input share a projection (q, k and v; gate and up).
-            projection: "gaussian", or "orthonormal", which has less noise but takes a QR decomposition each time.
+            projection: "gaussian", or "orthonormal", which has less noise but takes a QR decomposition for each new
+                projection.
             seed: seed of all projections.
             lr, weight_decay, adamw: as in torch.optim.AdamW, for all parameters.
 
@@ -210,13 +217,12 @@ class CompactFactory:
 
 
 def parse_rank(text: str) -> float | int:
-    """Parse CompAct's rank from the command line: an integer is a number of inputs, a decimal is a fraction of the
-    inputs."""
+    """Parse CompAct's rank from the command line: an integer number of inputs, or a decimal fraction of them."""
     return int(text) if text.isdigit() else float(text)
 
 
 def _check_compact_settings(rank: float | int, gap: int, scale: float, projection: str) -> None:
-    """Raise ValueError if a setting of the factory is out of range."""
+    """Raise ValueError if a setting of `CompactFactory` is out of range."""
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(
             f"rank={rank!r} must be a fraction of a layer's inputs, above 0.0 and at most 1.0, or a number of inputs"
@@ -263,7 +269,7 @@ def _target_layers(model: nn.Module, target_modules: str | Collection[str]) -> I
 
 
 def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
-    """Raise ValueError, with a remedy, if the weight of `module` cannot be trained in a subspace."""
+    """Raise ValueError, with advice, if the weight of `module` cannot be trained in a subspace."""
     weight = module.weight
     where = f"CompAct cannot train {name} ({class_name(module)})"
     if hasattr(weight, "ds_id") or hasattr(weight, "to_local"):
@@ -287,12 +293,12 @@ def _is_quantized_weight(weight: Tensor) -> bool:
 
 
 def _num_layer_inputs(layer: Plain) -> int:
-    """Return the number of input features of a layer that becomes a compact layer."""
+    """Return the number of input features of `layer`, a linear layer that is to become compact."""
     return layer.weight.shape[1 if isinstance(layer, nn.Linear) else 0]
 
 
 def _subspace_rank(name: str, layer: Plain, rank: float | int) -> int:
-    """Return the dimension of the subspace of a layer, for a rank as a fraction or a number of inputs."""
+    """Return the dimension of the layer's subspace. `rank` is a fraction of the inputs, or a number of inputs."""
     inputs = _num_layer_inputs(layer)
     if isinstance(rank, float):
         return max(1, round(rank * inputs))
@@ -308,8 +314,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups that the Trainer would make for the optimizer, and one more group for the cores.
 
-    The Trainer's groups are a group of matrices, with weight decay, and a group of biases and norms, without weight
-    decay.
+    A core is the parameter of a compact layer that is trained in place of the weight. The Trainer makes a group of
+    matrices, with weight decay, and a group of biases and norms, without weight decay.
     """
     cores = [layer.core for layer in layers]
     core_ids = {id(core) for core in cores}

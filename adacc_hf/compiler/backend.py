@@ -1,4 +1,4 @@
-"""Backend "adacc" of torch.compile, and installation of Adacc's partitioner for models that other code compiles.
+"""Backend "adacc" of torch.compile, and installation of Adacc's partitioner into torch for all compiled models.
 
 The partitioner is installed in Inductor's configuration, as `torch._inductor.config.custom_partitioner_fn`.
 """
@@ -21,16 +21,16 @@ from adacc_hf.compiler.partitioner import GRAPH_SETTINGS, AdaccPartitioner
 def adacc(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one region: `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})`.
+    """Compile one region (graph), as `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})` asks.
 
     `options` are the fields of `AdaccConfig` in `GRAPH_SETTINGS`, and Inductor's settings
     (`torch._inductor.list_options()`). `mode` is one of Inductor's modes, which torch accepts only without options. A
-    `memory_budget` that is a float is a fraction of the bytes that torch.compile would save. A budget in bytes, such as
-    "300MiB", bounds the memory that the region holds for its backward at any time: stored and recomputed values.
-    Parameters, gradients, optimizer state and other regions are not included. Each region has the whole budget, because
-    the other regions and the number of calls are unknown when a region is compiled. With graph breaks, or with blocks
-    compiled one by one, the whole model can therefore exceed the budget. AdaccCallback with `torch_compile=True` counts
-    calls, measures steps, and keeps the whole step within a budget.
+    `memory_budget` that is a float is a fraction of the bytes that plain torch.compile would store for backward. A
+    budget in bytes, such as "300MiB", bounds the memory that the region holds for its backward at any time: stored and
+    recomputed values. Parameters, gradients, optimizer state and other regions are not included. Each region has the
+    whole budget, because the other regions and the number of calls are unknown when a region is compiled. With graph
+    breaks, or with blocks compiled one by one, the whole model can therefore exceed the budget. AdaccCallback with
+    `torch_compile=True` counts calls, measures steps, and keeps the whole step within a budget.
 
     Raises ValueError for an unknown option or a value out of range. Raises InfeasibleBudgetError if the region cannot
     stay within a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
@@ -45,8 +45,10 @@ def adacc(
 
 
 def _split_backend_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a backend's `options` into fields of `AdaccConfig` and Inductor's settings. Raises ValueError for an
-    unknown option."""
+    """Split the `options` of torch.compile into fields of `AdaccConfig` and settings of Inductor.
+
+    Raises ValueError for an unknown option.
+    """
     if not isinstance(options, Mapping):
         raise ValueError(
             f"options={options!r} is of type {type(options).__name__}: give a dict, options={{'memory_budget': 0.5}}"
@@ -68,7 +70,7 @@ log = logging.getLogger(__name__)
 
 
 class InstalledPartitioner:
-    """Installation of a partitioner for every region that Inductor compiles, until `remove` is called.
+    """Installation of a partitioner for every graph that Inductor compiles, until `remove` is called.
 
     Installing and removing drop all compiled code, which torch compiles again at the next call. AOTAutograd's cache is
     off while the partitioner is installed, because the cache would return partitioned graphs without plans. Inductor's
@@ -89,14 +91,14 @@ class InstalledPartitioner:
         self.compile_again()
 
     def compile_again(self) -> None:
-        """Drop all compiled code. Torch compiles each function again when the function is called next."""
+        """Drop all compiled code, so that torch compiles each function again at the function's next call."""
         self._num_counted = self._num_inspected = 0
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Count how often the forward that computed `loss` called each region, and store the counts in the policy.
+        """Count how often the forward that computed `loss` called each compiled graph, and record the counts.
 
-        Do nothing if no region was compiled since the last count.
+        Do nothing if no graph was compiled since the last count.
         """
         num_regions = len(self.partitioner.policy.regions)
         if loss.grad_fn is not None and num_regions != self._num_counted:
@@ -104,9 +106,9 @@ class InstalledPartitioner:
             self._num_counted = num_regions
 
     def inspect_code(self) -> None:
-        """Measure the peak memory of newly compiled regions, and record the peak in the policy.
+        """Measure the peak memory of newly compiled graphs, and record the peaks in the policy.
 
-        Call this method after each step. Do nothing until `count_calls` has counted the calls of these regions.
+        Call this method after each step. Do nothing until `count_calls` has counted the calls of these graphs.
         """
         num_regions = len(self.partitioner.policy.regions)
         if num_regions == self._num_counted != self._num_inspected:

@@ -1,5 +1,4 @@
-"""Policy of a run with torch.compile: the plan of each compiled region, the policy's files, and a description of each
-stored tensor for reports."""
+"""Policy of a run with torch.compile: one plan per compiled graph, the policy's files, and descriptions for reports."""
 
 from __future__ import annotations
 
@@ -38,30 +37,30 @@ class RegionPlan:
     split into several graphs, for example by DDP, the graph's number is appended."""
     calls: int | None = None
     """Number of calls of the region in the forward of one micro-batch: more than 1 if equal blocks are compiled one by
-    one. None if the calls are not counted yet."""
+    one. None before the calls are counted."""
     plain_bytes: int = 0
     """Bytes that torch's own partitioner would store for backward, parameters excluded."""
     stored_bytes: int = 0
     peak_bytes: int = 0
-    """Maximum of the live bytes in backward while a segment of the graph is recomputed: the values stored up to the end
-    of the segment, and the segment's recomputed values."""
+    """Maximum of the live bytes in backward while a segment (part of the graph) is recomputed: the values stored up to
+    the end of the segment, and the segment's recomputed values."""
     backward_bytes: int = 0
     """Maximum of the live bytes in the backward, temporaries and gradients included, as estimated from the graph."""
     code_bytes: tuple[int, int] | None = None
     """Maxima of the live bytes in the forward, without its inputs, and in the backward, measured on the compiled code.
-    None if not measured yet or if the measurement is impossible."""
+    None before the measurement, or if the measurement is impossible."""
     overhead_ms: float = 0.0
-    """Estimated time for replay, storing and codecs, minus the same time under torch's own partition. The overhead can
-    be negative."""
+    """Estimated time for replay, storing and codecs, minus the estimated time under torch's own partition. The overhead
+    can be negative."""
     stored: tuple[tuple[str, Choice], ...] = ()
-    """Choice for each stored value, by the name of the value's node. All other values are recomputed."""
+    """Names of the stored values' nodes, each with its choice: retain or a codec. All other values are recomputed."""
     tensors: tuple[GraphTensor, ...] = ()
     """Description of each tensor that torch's partitioner or this plan stores, for reports only."""
     reason: str = ""
     """Reason for using torch's own partition instead of a plan, or ""."""
 
     def summary(self) -> str:
-        """Return a one-line description of the region's plan for logs."""
+        """Return a one-line description of the plan for logs."""
         if self.reason:
             return f"region {self.region}: partitioned by torch.compile: {self.reason}"
         num_compressed = sum(choice.action is Action.COMPRESS for _, choice in self.stored)
@@ -86,22 +85,23 @@ class RegionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPolicy:
-    """Plans of all regions that a run with torch.compile has compiled so far, and the budget of these plans."""
+    """Plans of all graphs (regions) that a run with torch.compile has compiled so far, and their budget."""
 
     share: float | None
-    """Fraction of `plain_bytes` that each region may store. None means that `budget_bytes` applies instead. If `share`
-    and `budget_bytes` are None, each region stores the least possible."""
+    """Fraction of a region's `plain_bytes` that the region may store, the same for all regions. None means that
+    `budget_bytes` applies instead. If `share` and `budget_bytes` are None, each region stores the least possible."""
     budget_bytes: int | None = None
     """Bytes that each region may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None
-    """`memory_budget` for which a run has finished adjusting the share. None while the share is being adjusted."""
+    """`memory_budget` for which a run has finished adjusting `share`. None while `share` is being adjusted."""
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
-        """Return the limit for a region of `plain_bytes`, or None if the region must store the least possible.
+        """Return the limit in bytes for a compiled region, or None if the region must store the least possible.
 
-        If the policy has a share, the limit is for the stored bytes. If the policy has a budget in bytes, the limit is
-        for the stored and the recomputed values.
+        `plain_bytes` are the bytes that the region would store under plain torch.compile. If the policy has a share,
+        the limit is for the stored bytes. If the policy has a budget in bytes, the limit is for the stored and the
+        recomputed values.
         """
         if self.budget_bytes is not None or self.share is None:
             return self.budget_bytes
@@ -109,7 +109,7 @@ class CompiledPolicy:
 
     @property
     def call_plans(self) -> tuple[RegionPlan, ...]:
-        """Plan of each call of a micro-batch, in call order.
+        """Plans of a micro-batch's calls of compiled regions, in call order.
 
         If the calls were not counted, each region is assumed to be called once, with its most recently compiled plan.
         """
@@ -128,13 +128,15 @@ class CompiledPolicy:
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum of the live bytes during the backward of any region, including the values that earlier regions
-        store."""
+        """Maximum of the live bytes during the backward of any compiled region.
+
+        The values that earlier regions store are included.
+        """
         return self._most([plan.peak_bytes for plan in self.call_plans])
 
     @property
     def backward_bytes(self) -> int:
-        """Maximum of the live bytes during the backward of any region, temporaries and gradients included.
+        """Maximum of the live bytes during the backward of any compiled region, temporaries and gradients included.
 
         The values that earlier regions store are included too.
         """
@@ -142,7 +144,7 @@ class CompiledPolicy:
 
     @property
     def code_bytes(self) -> int | None:
-        """Maximum of the live bytes that a step adds, measured on the compiled code.
+        """Maximum of the live bytes that the compiled code adds in a step, measured by running this code.
 
         None if any region is not measured yet.
         """
@@ -151,7 +153,7 @@ class CompiledPolicy:
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
-        """Return the maximum, over the compiled regions, of `live_bytes` plus the bytes that earlier regions store."""
+        """Return the maximum over regions of a region's `live_bytes` plus the bytes that earlier regions store."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
@@ -168,8 +170,7 @@ class CompiledPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
-        """Read a file written by `save`. `path` may also be the folder of a run or a checkpoint that contains such a
-        file.
+        """Read a policy from a file written by `save`, or from the folder of a run or a checkpoint with such a file.
 
         Raises FileNotFoundError, or PolicyMismatchError if the file is invalid.
         """
@@ -200,7 +201,7 @@ def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
 
 
 def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
-    """Return the plan's choice for each stored value, by the value's index in the graph.
+    """Return the choices of `plan` for the stored values of a compiled graph, by the values' indices in the graph.
 
     Raises PolicyMismatchError if the graph lacks a stored value.
     """
@@ -219,12 +220,12 @@ def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTensor:
-    """Tensor that torch's partitioner or the region's plan stores for backward."""
+    """Tensor of a compiled graph that torch's partitioner or the graph's plan stores for backward."""
 
     name: str
     """Name of the tensor's node."""
     module: str
-    """Path, within the region, of the module whose forward computes the tensor, or "" if unknown."""
+    """Path, within the compiled function, of the module whose forward computes the tensor, or "" if unknown."""
     operator: str
     shape: tuple[int, ...]
     dtype: str
@@ -242,7 +243,10 @@ class GraphTensor:
 def graph_tensors(
     joint: JointGraph, plain: Iterable[int], stored: Mapping[int, Choice], stored_bytes: Mapping[int, int]
 ) -> tuple[GraphTensor, ...]:
-    """Describe the values in `plain`, which torch would save, and the `stored` values, in the order of forward."""
+    """Describe the tensors of a compiled graph that torch or a plan stores for backward, in the order of forward.
+
+    `plain` are the values that torch's partitioner would store, and `stored` the values that the plan stores.
+    """
     return tuple(
         _graph_tensor(joint, value, stored.get(value, RECOMPUTE), stored_bytes.get(value, 0))
         for value in sorted({*plain, *stored})
@@ -250,7 +254,7 @@ def graph_tensors(
 
 
 def _graph_tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) -> GraphTensor:
-    """Describe one value of a compiled region's graph, and how its plan stores the value."""
+    """Describe one value of a compiled graph, and how the graph's plan stores the value."""
     record, node = joint.kind.values[value], joint.nodes[value]
     maker = maker_of(node)
     return GraphTensor(
@@ -281,7 +285,7 @@ def module_path(node: fx.Node) -> str:
 
 
 class PlanStore:
-    """Cache of region plans on disk, one file per graph and `AdaccPartitioner._decision_key`.
+    """Cache on disk for the plans of compiled graphs, one file per graph and `AdaccPartitioner._decision_key`.
 
     By default the files are in torch's cache directory, and are deleted with torch's caches. If Inductor's graph cache
     is off, nothing is stored or loaded.
@@ -306,7 +310,7 @@ class PlanStore:
 
 
 def _stored_plan_name(decision_key: str, digest: str) -> str:
-    """Return the name of a compiled region's plan in Inductor's cache folder."""
+    """Return the file name for a graph's plan in the cache folder."""
     return f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}"
 
 

@@ -35,19 +35,19 @@ from adacc_hf.torch_glue.progress import SlowReport, announce
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4
-"""Maximum number of times that all regions are compiled again for a better share. Each compilation takes as long as the
-first compilation."""
+"""Maximum number of times that all graphs are compiled again for a better share (the fraction of bytes that a graph may
+store for backward). Each time takes as long as the first compilation."""
 SLACK = 0.03
-"""Fraction of the budget that may stay unused before the regions are compiled again for a larger share."""
+"""Maximum fraction of the budget that stays unused. If more is unused, the graphs are compiled again to store more."""
 MARGIN = 0.01
 """Safety margin, as a fraction of the bytes that plain torch.compile stores. After a step that exceeded the budget, the
-regions must store less by the excess and this margin."""
+compiled graphs must store less by the excess and this margin."""
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps")
-"""Fields of `AdaccConfig` that affect a compiled run."""
+"""Fields of `AdaccConfig` that affect a run with torch.compile."""
 
 
 class CompiledRun:
-    """Controller that keeps a run's compiled graphs within a budget.
+    """Controller that keeps the compiled graphs (regions) of a run within a budget.
 
     A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. A region's
     bytes count once for each call of the region in a micro-batch. If one region cannot stay within its share, the other
@@ -78,18 +78,19 @@ class CompiledRun:
         self._is_called = True
         """True if the last forward called a compiled graph, or if unknown."""
         self.fell_back = False
-        """True if a forward of the last step called no compiled graph."""
+        """True if any forward of the last step called no compiled graph, so that torch ran the model eagerly."""
         self._is_warned = False
         """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Numbers of input elements of the largest micro-batch: in this step, and in all measured steps."""
+        """Numbers of input elements of the largest micro-batch: first in the current step, second in all measured
+        steps."""
         self._least_peak_bytes: int | None = None
-        """Estimated peak of the regions if they store the least possible. None before the first measured step."""
+        """Estimated peak if all compiled regions store the least possible. None before the first measured step."""
         self._next_change: _ShareChange | None = None
-        """Change to make at the start of the next step."""
+        """Change of the regions' share to make at the start of the next step, or None."""
         self._meter = StepMeter()
         self._report: SlowReport | None = None
-        """Report of a slow step while the model is compiled, or None."""
+        """Report that logs a slow step while the model is compiled, or None outside such a step."""
         self.peak_bytes: int | None = None
         """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
@@ -113,13 +114,15 @@ class CompiledRun:
 
     @property
     def refusals(self) -> list[str]:
-        """Reasons why regions are partitioned by torch and have no budget, one per region."""
+        """Reasons why torch's own partitioner handles some compiled regions, which therefore have no budget."""
         return self._installed.partitioner.refusals
 
     @property
     def is_compiling(self) -> bool:
-        """True in a step in which torch.compile compiles graphs: the first step, and the first step with a new
-        share."""
+        """True in a step in which torch.compile compiles graphs: the first step, and each first step with a new share.
+
+        The share is the fraction of bytes that a graph may store for backward.
+        """
         return self._num_steps == 0
 
     def begin_step(self, model: Any, optimizer: Any) -> None:
@@ -137,7 +140,8 @@ class CompiledRun:
             self._meter.count_memory(model, optimizer)
 
     def note_loss(self, loss: Any, inputs: Any) -> None:
-        """Count the region calls and the input elements of a micro-batch. Call this between forward and backward."""
+        """Count a micro-batch's calls of compiled regions and its input elements. Call this between forward and
+        backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
             self._check_called(loss)
@@ -189,7 +193,7 @@ class CompiledRun:
         self._undo_checkpointing()
 
     def _end_report(self, has_failed: bool = False) -> None:
-        """End the report of the current step, if any."""
+        """End the log report of the current slow step, if there is one."""
         if self._report is not None:
             self._report.end(has_failed)
             self._report = None
@@ -219,11 +223,10 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """Lower the share for the next step if the regions together store more than the budget.
+        """Lower the share for the next step if all compiled regions together store more than the budget.
 
-        `budget` is a fraction of the bytes that all regions store under plain torch.compile.
-
-        Raises InfeasibleBudgetError if the regions store the least possible already.
+        `budget` is a fraction of the bytes that all regions store under plain torch.compile. The share is the same
+        fraction for one region. Raises InfeasibleBudgetError if the regions store the least possible already.
         """
         policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
@@ -249,9 +252,10 @@ class CompiledRun:
         self._next_change = _ShareChange(step, share, "some regions cannot stay within their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
-        """If the budget is in bytes, set the share (the fraction of bytes stored) from the measured peak of a step.
+        """Set the share from the measured peak of a step, if the budget is in bytes.
 
-        Raises InfeasibleBudgetError if a step exceeds the budget although its graphs store the least possible.
+        The share is the fraction of bytes that a compiled region may store. Raises InfeasibleBudgetError if a step
+        exceeds the budget although its graphs store the least possible.
         """
         policy = self.policy
         figures = gather_from_all_ranks(
@@ -318,8 +322,7 @@ class CompiledRun:
 
 
 class _ShareChange(NamedTuple):
-    """Change of the fraction of bytes that compiled regions may store (the share). Takes effect when the next step
-    starts."""
+    """Change of the share, the fraction of bytes that compiled regions may store, at the start of the next step."""
 
     step: int
     share: float | None
@@ -339,11 +342,12 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return a lower share, at which all compiled regions together store `budget`, a fraction of torch.compile's stored
-    bytes.
+    """Return a share below the policy's share at which all compiled regions together stay within `budget`.
 
-    Regions that cannot stay within the current share continue to store the same bytes, so the new share is computed for
-    the other regions. Return None if no share is low enough, or if the regions store the least possible already.
+    The share is the fraction of its bytes under plain torch.compile that each region may store. `budget` is the same
+    fraction for all regions together. Regions that cannot stay within the current share continue to store the same
+    bytes, so the new share is computed for the other regions. Return None if no share is low enough, or if the regions
+    store the least possible already.
     """
     if policy.share is None:
         return None
@@ -356,7 +360,7 @@ def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
 def _without_checkpointing(model: Any) -> Callable[[], None]:
     """Switch off gradient checkpointing in `model`. Return a function that switches checkpointing on again.
 
-    Torch's partitioner must partition a checkpointed graph, so Adacc would have nothing to decide.
+    Only torch's own partitioner can partition a checkpointed graph, so Adacc would have nothing to decide.
     """
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
@@ -380,9 +384,9 @@ def begin_compiled_run(
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
     """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
-    The checkpoint's policy is followed only if the earlier run had finished adjusting the share for the same budget.
-    The history has the events of the earlier run. `note` reports events of the new run. Raises ValueError for a policy
-    of runs without torch_compile.
+    The checkpoint's policy is followed only if its run had finished adjusting the regions' share of memory for the same
+    budget. The history has the events of that earlier run. `note` reports events of the new run. Raises ValueError for
+    a policy of runs without torch_compile.
     """
     from adacc_hf.compiler import CompiledPolicy
 

@@ -2,8 +2,8 @@
 
 One pass replaces saved values by codec payloads. The codecs are traced into plain operators, so Inductor fuses encoding
 with the operator that computes the value, and decoding with the value's readers. Elements are encoded in memory order,
-and a decoded value has the strides of the original. Another pass keeps Inductor from fusing products in backward with
-additions.
+and a decoded value has the strides of the original. Another pass keeps Inductor from fusing matrix products in backward
+with additions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adacc_hf.torch_glue.private import FakeTensorMode, tree_leaves
 def compress_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, codecs: Mapping[str, Codec], num_outputs: int
 ) -> None:
-    """Replace the saved tensors named in `codecs` by their encoded payloads.
+    """Replace each saved tensor named in `codecs` by its payload, encoded with the given codec.
 
     The outputs of the forward graph are `num_outputs` results, and then the saved tensors.
     """
@@ -52,8 +52,7 @@ def compress_saved(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a graph's saved tensor from the outermost to the innermost in memory, the order of
-    encoding."""
+    """Return the dimensions of a tensor from the outermost to the innermost in memory. Codecs encode in this order."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 
@@ -82,8 +81,10 @@ def _insert_encoding(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Cod
 
 
 def _insert_decoding(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
-    """Replace a saved tensor's `placeholder` by placeholders of the payload, and insert the decoding before the first
-    reader."""
+    """Replace a saved tensor's `placeholder` in the backward graph by placeholders of its encoded payload.
+
+    The operators that decode the payload are inserted before the first reader.
+    """
     example = placeholder.meta["val"]
     order = memory_order(example)
     inverse_order = [order.index(d) for d in range(len(order))]
@@ -113,7 +114,10 @@ def _insert_decoding(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> Non
 
 
 def payload_name(value: str, number: int) -> str:
-    """Return the name of tensor `number` in the payload of `value`, for the forward and the backward graph."""
+    """Return the name of a tensor of the encoded payload of `value`, for the forward and the backward graph.
+
+    A payload has several tensors, which are counted by `number`.
+    """
     return f"{value}_coded_{number}"
 
 
@@ -126,7 +130,7 @@ def _traced_graph(
 
 
 def _inline_graph(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy the operators of `traced` to the insertion point of `graph`. Return the nodes of the results."""
+    """Copy the operators of `traced` to the insertion point of `graph`. Return the nodes of the results in `graph`."""
     copies: dict[fx.Node, Any] = {}
     remaining_inputs = iter(inputs)
     for node in traced.graph.nodes:
@@ -145,7 +149,7 @@ aten = torch.ops.aten
 
 
 def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
-    """Rewrite gradient sums in the backward graph to keep Inductor from fusing a product with the addition.
+    """Rewrite sums of gradients in the backward graph, so that Inductor fuses no matrix product with an addition.
 
     Inductor fuses a product and an added term into one `addmm`, which can run only once the term is computed. If the
     head shares its weight with the embedding, the term is computed at the end of backward. Until then the logits'

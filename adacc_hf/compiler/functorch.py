@@ -1,6 +1,6 @@
 """Interface to torch's compiler.
 
-Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.14.1).
+Most of the torch names used for this are private, so all of them are in this module (tested: torch 2.11, 2.13, 2.14.1).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ else:  # before torch 2.12, whose partitioner uses 4096 for data-dependent sizes
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """Return `size` as an integer. A dynamic size has the value of the traced example."""
+    """Return `size` as an integer. For a dynamic size, this is the size in the traced example."""
     return int(_number_of(size))
 
 
@@ -63,7 +63,7 @@ def compile_by_inductor(module: fx.GraphModule, inputs: Sequence[Any], settings:
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
-    """Return the Inductor settings of a torch.compile mode."""
+    """Return the Inductor settings that a `mode` of torch.compile stands for."""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
@@ -75,7 +75,7 @@ def recompile_limit() -> int:
 
 
 def compile_number() -> tuple[str, str]:
-    """Return Dynamo's numbers of the function being compiled and of this compilation.
+    """Return two identifiers from Dynamo: of the function that is being compiled, and of this compilation.
 
     Return ("", "") outside a compilation.
     """
@@ -84,7 +84,7 @@ def compile_number() -> tuple[str, str]:
 
 
 def graph_number() -> int | None:
-    """Return the number of the joint graph that AOTAutograd is partitioning, or None if AOTAutograd gave no number.
+    """Return AOTAutograd's number of the joint graph that is being partitioned, or None if it has no number.
 
     `graph_calls` yields the same numbers.
     """
@@ -96,7 +96,7 @@ def graph_number() -> int | None:
 def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
     """Yield (graph number, autograd function) for each compiled-graph call that contributed to `result`.
 
-    Each call is one autograd node. The last calls come first.
+    Each call is one autograd node. The most recent calls come first.
     """
     _, nodes = walk_back(
         [result.grad_fn], lambda node: None if node is None else [before for before, _ in node.next_functions]
@@ -133,8 +133,10 @@ def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
 
 
 def prepare(module: fx.GraphModule) -> str | None:
-    """Simplify a joint graph as torch's partitioner does. If only torch's own partitioner can partition the graph,
-    return the reason, else None."""
+    """Simplify a joint graph as torch's partitioner does.
+
+    Return None, or the reason why only torch's own partitioner can partition the graph.
+    """
     module.graph.eliminate_dead_code()
     module.recompile()
     if functorch_config.cse:
@@ -151,7 +153,7 @@ def prepare(module: fx.GraphModule) -> str | None:
 
 
 def _copy_written_inputs(graph: fx.Graph) -> None:
-    """Insert a copy of each input that forward overwrites at its end, and let all readers use the copy.
+    """Insert a copy of each input that the graph overwrites when forward ends, and let all readers use the copy.
 
     In backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
     partitioner would recompute from the new value.
@@ -199,7 +201,7 @@ def held_inputs(module: fx.GraphModule, info: NodeInfo, num_fwd_outputs: int) ->
 
 
 def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
-    """Return the tensors that torch's partitioner would save by default."""
+    """Return the tensors that torch's partitioner would store for backward by default."""
     chosen = partitioners.choose_saved_values_set(module.graph, info, memory_budget=1)
     return [node for node in chosen if isinstance(node.meta.get("val"), torch.Tensor)]
 
@@ -207,7 +209,10 @@ def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
 def extract(
     module: fx.GraphModule, info: NodeInfo, saved: Sequence[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward module. Forward saves the tensors in `saved` and all dynamic sizes."""
+    """Return the forward and the backward module of a joint graph.
+
+    Forward saves the tensors in `saved` and all dynamic sizes for backward.
+    """
     sizes = [node for node in info.required_fw_nodes if isinstance(node.meta.get("val"), torch.SymInt)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,
@@ -251,8 +256,7 @@ def must_run_in_forward(node: fx.Node) -> bool:
 
 
 def short_name(node: fx.Node) -> str:
-    """Return the operator's name without its overload, such as "mul". Return "" if the node does not call an
-    operator."""
+    """Return the name of the node's operator without its overload, such as "mul", or "" without an operator."""
     return op_name(node.target).strip("_") if isinstance(node.target, OpOverload) else ""
 
 

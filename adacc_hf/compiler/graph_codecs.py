@@ -22,7 +22,7 @@ from adacc_hf.torch_glue.tensors import relative_error
 
 aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
-"""Operators between a softmax and the probabilities that attention multiplies by: masking, scaling, casting."""
+"""Operators that may come between a softmax and attention's product with the values: masking, scaling, casting."""
 
 
 def graph_codec_options(
@@ -30,10 +30,10 @@ def graph_codec_options(
 ) -> tuple[CodecOption, ...]:
     """Return the codecs that may compress one value of a compiled graph, with their costs.
 
-    Values in `degraded` get lossless codecs only. Casts of parameters get no codec (rule R4). Tensors with
-    data-dependent sizes get no codec, because a codec's groups are laid out before these sizes are known. If the
-    settings name no codecs, values in `fine` get only the precise codec (INT8), and on a GPU all other values may use
-    INT8 in addition to coarser codecs.
+    Values in `degraded` get lossless codecs only. Casts of parameters get no codec, because they are recomputed from
+    the parameters. Tensors with data-dependent sizes get no codec, because a codec's groups are laid out before these
+    sizes are known. If the settings name no codecs, values in `fine` get only the precise codec (INT8), and on a GPU
+    all other values may use INT8 in addition to coarser codecs.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]
@@ -69,13 +69,12 @@ def _graph_codec_names(joint: JointGraph, value: int, config: AdaccConfig) -> li
 
 
 def _traceable_codecs(names: Sequence[str]) -> list[str]:
-    """Return the names of the codecs that can be traced into a graph. Codecs from the user's settings are not
-    filtered."""
+    """Select, from `names`, the codecs that can be traced into a graph of plain operators."""
     return [name for name in names if codec_type(name).is_traceable()]
 
 
 def _role_of_node(node: fx.Node) -> str:
-    """Return the tensor's role (paper, section 3.2), such as "qkv", as far as primitive operators reveal the role."""
+    """Return the tensor's role (paper, section 3.2), such as "qkv", or "other" if the operators do not show it."""
     if node.op == "placeholder":
         return "input"
     if _is_softmax_node(node):
@@ -87,7 +86,7 @@ def _role_of_node(node: fx.Node) -> str:
 
 
 def is_attention_bias(node: fx.Node) -> bool:
-    """Return True if fused attention adds the value, or a view of the value, to the attention scores.
+    """Return True if the value is a bias that fused attention adds to the attention scores, directly or through a view.
 
     Such a bias is a mask that contains -inf, which no codec's scale can represent.
     """
@@ -97,7 +96,7 @@ def is_attention_bias(node: fx.Node) -> bool:
 
 
 def _is_softmax_node(node: fx.Node) -> bool:
-    """Return True if the value is a softmax, possibly decomposed to exp / sum, and possibly masked, scaled or cast."""
+    """Return True if the value is a softmax, possibly computed as exp / sum, and possibly masked, scaled or cast."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is SOFTMAX:
         return True
@@ -132,9 +131,10 @@ def _graph_codec_option(codec: Codec, node: fx.Node, size: tuple[int, ...], forw
 
 @cache
 def _typical_error(name: str, group_size: int | None) -> float:
-    """Return the error assumed for a codec in a compiled graph: relative, on normally distributed numbers.
+    """Return the relative error that is assumed for a codec in a compiled graph.
 
-    No real data exists when a graph is partitioned. `group_size` is None for a codec without groups.
+    No real data exists when a graph is partitioned, so the error is for normally distributed numbers. `group_size` is
+    None for a codec without groups.
     """
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")

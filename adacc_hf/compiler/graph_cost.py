@@ -1,8 +1,8 @@
 """Cost model of compiled graphs: time to encode, decode, replay and store values in the code that Inductor generates.
 
-On a CPU, encoding is bound by arithmetic, which was measured in fused kernels. On a GPU, encoding is bound by memory
-traffic, so the cost is the number of extra passes over the value. The passes were counted in Inductor's generated code
-for each codec, after and before a product, an elementwise operator and a norm.
+On a CPU, encoding is bound by arithmetic, whose time was measured in fused kernels. On a GPU, encoding is bound by
+memory traffic, so the cost is the number of extra passes over the value. For each codec, the passes were counted in
+Inductor's generated code, with encoding after and before a matrix product, an elementwise operator and a norm.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from adacc_hf.torch_glue.private import no_dispatch, tree_map_only
 
 @dataclass(frozen=True)
 class _DeviceCosts:
-    """Cost of encoding and decoding on one device type, without the traffic of the payloads."""
+    """Cost of encoding and decoding on one device type, without the time to read and write the encoded payloads."""
 
     encode_passes: float
-    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter of this
-    number."""
+    """Arithmetic work of encoding a value, as a number of ordinary elementwise operators. Decoding takes a quarter of
+    this number."""
     is_memory_bound: bool
-    """True if re-reading a value costs time, because arithmetic is hidden behind memory traffic."""
+    """True if memory traffic bounds the time of encoding, so that reading a value again costs time."""
     compile_ms: float
-    """Inductor's compile time per encoded tensor. On a CPU, C++ kernels are compiled for each tensor. On a GPU, kernels
-    are compiled once for all blocks, and the time is Inductor's search for operators to fuse."""
+    """Inductor's compile time in ms per encoded tensor. On a CPU, C++ kernels are compiled for each tensor. On a GPU,
+    kernels are compiled once for all blocks, and the time is Inductor's search for operators to fuse."""
     launch_ms: float
-    """Launch overhead of the additional kernels, 5 us each: four kernels on a CPU, one on a GPU."""
+    """Launch time in ms of the additional kernels, 5 us each: four kernels on a CPU, one on a GPU."""
 
 
 _DEVICES = {
@@ -78,9 +78,9 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Return the bytes that a kernel reads to get a value.
+    """Return the bytes that a kernel reads to get the value of `node`.
 
-    If the value is fused, the kernel reads the inputs of the value's operator.
+    If the value is fused into the kernel, the kernel reads the inputs of the value's operator instead.
     """
     inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
@@ -98,7 +98,7 @@ def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 
 def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Return True if a forward kernel reduces the value's rows, or the rows of an elementwise result of the value."""
+    """Return True if a forward kernel reduces the value's rows, directly or after elementwise operators."""
     pending, visited = [node], {node}
     while pending:
         for user in forward.intersection(readers(pending.pop())) - visited:
@@ -150,14 +150,14 @@ def _num_node_elements(node: fx.Node) -> int | None:
 # and a read in backward. Products and attention are never fused, so they are timed.
 
 LARGE_BYTES = 64 * 2**20
-"""Size of the tensor that is copied to measure bandwidth. The size exceeds the caches, because a stored value has left
-the caches when backward reads the value."""
+"""Size of the tensor that is copied to measure bandwidth. The size exceeds the caches, because a stored value is no
+longer in a cache when backward reads the value."""
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
-"""Number of elements of the tensor on which functions are timed, by device type. The tensor fills the device but stays
-in the cache, so the time is the time of the arithmetic, not of memory traffic."""
+"""Number of elements of the tensor on which functions are timed, by device type. The tensor occupies the whole device
+but stays in the cache, so the measured time is that of the arithmetic, not of memory traffic."""
 
 POINTWISE_FRACTION = {"cpu": 0.1, "cuda": 0.02}
-"""Arithmetic of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.
+"""Arithmetic time of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.
 
 On a CPU, a kernel of six operators took no longer than a kernel of one. A GPU such as the H100 issues 70 thread
 instructions in the time that its memory reads and writes one float32 number."""
@@ -170,8 +170,8 @@ FUNCTIONS = (
 """Elementwise functions whose arithmetic takes longer than reading their input on a CPU."""
 
 CPU_BOOL_MS = 5e-6
-"""Time per element to write a boolean mask. On a CPU, Inductor writes masks element by element: writing 2**20 elements
-takes 5 ms longer than packing the elements to bits."""
+"""Time in ms per element to write a boolean mask. On a CPU, Inductor writes masks element by element: writing 2**20
+elements takes 5 ms longer than packing the elements to bits."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class DeviceSpeed:
     """Measured speed of a device, for the cost model of compiled graphs."""
 
     bytes_per_ms: float
-    """Bytes per millisecond of a copy, counting both reads and writes."""
+    """Bytes per millisecond of a copy on the device, counting both reads and writes."""
     pointwise_fraction: float
     """Arithmetic time of an ordinary operator, as a fraction of the time of its memory traffic (see
     POINTWISE_FRACTION)."""
@@ -204,7 +204,8 @@ def device_speed(device: torch.device) -> DeviceSpeed:
 
 @cache
 def function_ms(function: Any, device: torch.device) -> float:
-    """Measure the time per element of a function in FUNCTIONS, minus the time of negation. The result is cached."""
+    """Measure the time per element of a function in FUNCTIONS, minus the time that a negation takes. The result is
+    cached."""
     with no_dispatch(), torch.no_grad():
         sample = torch.linspace(0.1, 2.0, CACHED_ELEMENTS[device.type], device=device)
         result = torch.empty_like(sample)
@@ -215,16 +216,18 @@ def function_ms(function: Any, device: torch.device) -> float:
 
 
 def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of a compiled operator's fastest run of several. Other load on the machine only makes
-    runs slower."""
+    """Time several runs of a compiled operator, and return the milliseconds of the fastest.
+
+    Other load on the machine only makes runs slower.
+    """
     return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
 def keep_ms(node: fx.Node) -> float:
     """Return the milliseconds to store a value: a write in forward and a read in backward.
 
-    If a matrix product computes or reads the value, the value is in memory anyway, and the write takes no additional
-    time.
+    If a matrix product computes or reads the value, the write takes no additional time, because the value is written to
+    memory anyway.
     """
     nbytes, device = nbytes_of(node), node.meta["val"].device
     is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_materialized(node)
@@ -261,7 +264,7 @@ class OperatorTimes:
 
 
 def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> float:
-    """Return the milliseconds that a fused operator adds to its kernel."""
+    """Return the milliseconds that an operator adds to the kernel into which Inductor fuses it."""
     speed, result_bytes = device_speed(device), nbytes_of(results[0])
     input_bytes = max(
         (nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0
@@ -288,7 +291,7 @@ class _ExampleTensor:
 
     @classmethod
     def of(cls, node: fx.Node) -> Any:
-        """Return the layout of the node's tensor, a number for a symbolic size, or None for another value."""
+        """Return a node's value as an example: a tensor's layout, an integer for a symbolic size, otherwise None."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return hint(value)
@@ -308,7 +311,7 @@ class _ExampleTensor:
 
 
 def _hinted_sizes(sizes: Any) -> tuple[int, ...]:
-    """Return a graph tensor's sizes as integers, with hints in place of symbolic sizes."""
+    """Return a graph tensor's sizes as integers. A symbolic size is replaced by its value in the traced example."""
     return tuple(hint(size) for size in sizes)
 
 

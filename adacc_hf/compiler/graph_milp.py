@@ -1,7 +1,7 @@
 """Integer program that decides which forward values a compiled graph stores for its backward, and in which form.
 
-The integer program of `solve.milp` is applied to one graph. A compiled graph can store any forward value. The eager
-executor can store only the values that autograd saves.
+The integer program of `solve.milp`, made for blocks that run eagerly, is applied to one graph. A compiled graph can
+store any forward value, but a block only the values that autograd saves.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class GraphChoice:
     """Solution of the integer program for one compiled graph: the stored values and the cost."""
 
     stored: Mapping[int, Choice]
-    """Choice for each stored value. All other values that backward needs are recomputed."""
+    """Choice (retain or a codec) for each stored value. All other values that backward needs are recomputed."""
     stored_bytes: Mapping[int, int]
     """Bytes of each stored value."""
     nbytes: int
     peak_bytes: int
-    """Maximum of the live bytes while a segment of the graph is recomputed: the values stored up to the end of the
-    segment, and the segment's recomputed values."""
+    """Maximum of the live bytes while a segment (part of the graph) is recomputed: the values stored up to the end of
+    the segment, and the segment's recomputed values."""
     ms: float
-    """Time for replay, storing and codecs."""
+    """Time in ms for replay, storing and codecs."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class GraphModel:
     model: KindModel
     segments: Segments
     live_bytes: tuple[int, ...]
-    """Bytes that each value takes while its segment is recomputed. 0 for values that Inductor fuses with all their
-    readers."""
+    """Bytes that each value takes while its segment (part of the graph) is recomputed. 0 for values that Inductor fuses
+    with all their readers."""
     precise: Set[int] = frozenset()
-    """Values that must not be recomputed from a value stored by a coarse codec."""
+    """Values that must not be recomputed from a value stored by a codec coarser than the precise one (INT8)."""
 
     def is_coarse(self, value: int, option: int) -> bool:
-        """Return True if entry `option` of the value's menu is a codec that is coarser than the precise codec
-        (INT8)."""
+        """Return True if form number `option` of `value` is a codec that is coarser than the precise codec (INT8)."""
         store = self.model.menus[value][option]
         return not store.is_lossless and store.choice.codec != precise_codec()
 
@@ -100,7 +99,7 @@ class _GraphProgram:
     def bound(self, cap_bytes: int, *, limits_peak: bool) -> None:
         """Limit the stored bytes to `cap_bytes`.
 
-        With `limits_peak`, also limit the live bytes during recomputation to `cap_bytes`.
+        If `limits_peak`, limit the live bytes during recomputation to `cap_bytes` too.
         """
         high = (cap_bytes + 0.5) / 1024  # half a byte absorbs rounding errors in both directions
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
@@ -148,7 +147,7 @@ class _GraphProgram:
         return peak
 
     def best(self, costs: Terms, log: SolverLog) -> GraphChoice | None:
-        """Return the choice with the least `costs`, or None if the program is infeasible."""
+        """Return the choice with the least `costs`, or None if no choice satisfies the constraints."""
         solution = Solver(self.program, log, integer=True).minimize(costs)
         if solution is None:
             return None
@@ -157,7 +156,7 @@ class _GraphProgram:
         return _graph_choice(self._graph, stored)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
-        """Return the live KiB while a segment is recomputed, as terms of the integer program.
+        """Return the live KiB while a segment (part of the graph) is recomputed, as terms of the integer program.
 
         The values stored up to the end of the segment, and the segment's recomputed values, are live.
         """
@@ -178,8 +177,8 @@ class _GraphProgram:
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
     """Return the fastest choice that stores at most `cap_bytes`, or None if no choice stores so little.
 
-    With `limits_peak`, `cap_bytes` is also the limit for the values stored up to each segment plus the segment's
-    recomputed values.
+    If `limits_peak`, `cap_bytes` also limits the live bytes while a segment of the graph is recomputed: the values
+    stored up to this segment, plus the segment's recomputed values.
     """
     program = _GraphProgram(graph)
     program.bound(cap_bytes, limits_peak=limits_peak)
@@ -187,7 +186,7 @@ def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak
 
 
 def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
-    """Return the fastest choice with the least stored bytes or, with `limits_peak`, with the least peak.
+    """Return the fastest choice with the least stored bytes or, if `limits_peak`, with the least peak.
 
     The program is solved twice, for the least bytes and then for the least time. The second solve removes useless
     replays, which take time and need temporaries that the program does not count.
@@ -205,8 +204,10 @@ def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
 
 
 def _graph_choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
-    """Return the choice that stores each graph value of `forms` in the given form. Values that nothing reads are left
-    out."""
+    """Return the choice that stores each value of `forms` in its form there, with the choice's cost.
+
+    Values that nothing reads are left out.
+    """
     model = graph.model
     runs: set[int] = set()
 
@@ -234,7 +235,7 @@ def _graph_choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphCh
 
 
 def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[int]) -> int:
-    """Return the maximum of the live bytes while a segment is recomputed."""
+    """Return the maximum of the live bytes while a segment (part of the graph) is recomputed."""
     stored, recomputed = [0] * graph.segments.count, [0] * graph.segments.count
     for value, segment in enumerate(graph.segments.of_value):
         stored[segment] += stored_bytes.get(value, 0)
@@ -249,7 +250,7 @@ def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[in
 # and at most one segment is recomputed at a time.
 
 NUM_SIZES = 24
-"""Number of size limits for the largest segment that `cut_into_segments` tries."""
+"""Number of limits on the size of a segment that `cut_into_segments` tries."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """Cut a graph such that the bytes stored at the boundaries, plus the bytes of the largest segment, are least.
+    """Cut a graph into segments with the least sum of the bytes at the boundaries and in the largest segment.
 
     `value_bytes` has the bytes that each value takes while its segment is recomputed.
     """
@@ -305,7 +306,7 @@ def _producer_positions(kind: KindProfile) -> list[int]:
 def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[list[int]]:
     """Return, for each operator, the values that are live after the operator and read later in forward.
 
-    Values of role "parameter" are left out, because parameters are available everywhere to recompute these values.
+    Values computed only from parameters are left out, because they can be recomputed in any segment.
     """
     last_read = list(producer_positions)
     for operator in kind.operators:
@@ -320,8 +321,10 @@ def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[l
 
 
 def _local_minima(live_bytes: Sequence[int]) -> list[int]:
-    """Return the positions in a graph's `live_bytes` of local minima. Of equal neighbours, the last position is
-    returned."""
+    """Return the positions of local minima in `live_bytes`, the live bytes after each operator of a graph.
+
+    Of equal neighbours, the last position is returned.
+    """
     last = len(live_bytes) - 1
     return [
         position
@@ -334,8 +337,7 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
 def _cheapest_boundaries(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """Return the boundaries between segments of the compiled graph with the least bytes, such that no segment exceeds
-    `limit`. Return None if impossible.
+    """Return the boundaries with the least stored bytes between segments of a graph, none of them larger than `limit`.
 
     Return None if no boundaries satisfy `limit`. `positions` are the possible boundaries, `live_bytes` the bytes stored
     at each of them, and `cumulative` the bytes of all operators before each position.
@@ -365,6 +367,9 @@ def _cheapest_boundaries(
 
 
 def _largest_segment(boundaries: Sequence[int], cumulative: Sequence[int]) -> int:
-    """Return the bytes of the largest segment of a compiled graph that is cut at `boundaries`."""
+    """Return the bytes of the largest segment of a graph that is cut at `boundaries`.
+
+    `cumulative` has the bytes of all operators before each position.
+    """
     edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
     return max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))

@@ -4,10 +4,10 @@ Some values must be stored without loss (`precision_sensitive_nodes`). Other val
 only by the precise codec (INT8). Further values must not be recomputed from a value that a coarser codec, such as INT4,
 stores (`precision_needs`).
 
-A mask's infinities, or large numbers in place of infinities, take up the whole scale of a codec's group. Values to
-which a mask was added are just as large. Sums and norms have few elements, each of which affects a whole row. An
-additive error in the input of an exponential (logits, log-probabilities, scores) becomes a factor in its result. A
-small divisor that decodes to 0 gives infinities.
+A codec scales each group of elements by the largest. A mask's infinities, or large numbers in place of infinities,
+leave no precision for the other elements of their group. Values to which a mask was added are just as large. Sums and
+norms have few elements, each of which affects a whole row. An additive error in the input of an exponential (logits,
+log-probabilities, scores) becomes a factor in its result. A small divisor that decodes to 0 gives infinities.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.price.precision_sensitive import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
-"""Magnitude from which a number counts as part of a mask instead of an activation. Masks contain -10000, the least
-number of the mask's dtype, or -inf."""
+"""Magnitude above which a number is assumed to come from a mask, not from an activation. Masks contain -10000, the
+least number of the mask's dtype, or -inf."""
 
 BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
 """Operators whose results have ordinary magnitude even if the input contains a mask's large numbers."""
@@ -35,8 +35,10 @@ INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
 
 
 def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
-    """Return the indices of the values that must not be compressed with loss: masks, values computed from masks,
-    statistics, exponents and divisors."""
+    """Return the indices of the values that must not be compressed with loss.
+
+    These are masks, values computed from masks, statistics, exponents and divisors.
+    """
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
@@ -64,7 +66,8 @@ def exponents(graph: fx.Graph) -> set[fx.Node]:
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
     """Return `nodes`, and all nodes from which elementwise operators alone compute any of `nodes`.
 
-    The search stops at products and sums, which average errors out, and at bounded functions, which keep errors small.
+    The search stops at matrix products and sums, which average errors out, and at bounded functions, which keep errors
+    small.
     """
     sources = set(nodes)
     for node in reversed(graph.nodes):
@@ -86,8 +89,10 @@ def _is_logistic(node: fx.Node) -> bool:
 
 
 def _divisor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes used as divisors, and the nodes from which divisors are computed by operators that map 0 to
-    0."""
+    """Return the nodes used as divisors, and the nodes from which a divisor of 0 can come.
+
+    The latter are the inputs of operators that map 0 to 0 and compute a divisor.
+    """
     return divisors(
         (
             [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
@@ -106,7 +111,10 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
-    """Return True if `user` is a view or a part of `source`, or has at least as many elements and can be fused."""
+    """Return True if `user` computes its elements from single elements of `source`.
+
+    `user` is then a view or a part of `source`, or has at least as many elements and can be fused.
+    """
     if is_view(user) or is_getitem(user):
         return True
     tensor, result = source.meta.get("val"), user.meta.get("val")
@@ -116,7 +124,7 @@ def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
 
 
 def _is_huge_node(node: fx.Node, huge: set[fx.Node]) -> bool:
-    """Return True if the node may contain a mask's large numbers, from a constant or from an input in `huge`."""
+    """Return True if the node may contain a mask's large numbers, from a constant or from an input node in `huge`."""
     if short_name(node) in BOUNDED or _is_boolean_node(node):
         return False
     numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
@@ -151,8 +159,8 @@ def _is_statistic_node(node: fx.Node) -> bool:
 # compared with zero, as ReLU's result in its backward, four bits turn many elements into zero.
 
 FACTORS = ("query", "key", "value", "q", "k", "v", "out")
-"""Argument names of the queries, keys and values of fused attention, and of its result in backward. The gradient of a
-sharp softmax is a small difference of numbers that are computed from these tensors."""
+"""Names of the arguments of fused attention (queries, keys, values) and, in backward, of its result. If a softmax is
+sharp, its gradient is a small difference of numbers that are computed from these tensors."""
 COMPARISONS = {"lt", "le", "gt", "ge"}
 
 
@@ -183,8 +191,7 @@ def precision_needs(joint: JointGraph) -> PrecisionNeeds:
 
 
 def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes with a user for which `is_reader(user, node)` is True, and the elementwise sources of these
-    nodes."""
+    """Return the nodes with a user for which `is_reader(user, node)` holds, and their elementwise sources."""
     nodes = {node for node in graph.nodes if node.op != "output" and any(is_reader(user, node) for user in node.users)}
     return elementwise_sources(graph, nodes)
 

@@ -1,4 +1,4 @@
-"""Reports and explanations of runs with torch.compile: each region's plan for each tensor, and the run's events."""
+"""Reports on runs with torch.compile: the decision for each tensor of each compiled graph, and the run's events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def compiled_report(
 ) -> Report:
     """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`.
 
-    `first_steps` are the times of the run's first steps, `AdaccSession.first_steps`.
+    `first_steps` are the times of the run's first steps, from `AdaccSession.first_steps`.
 
-    Raises ImportError without matplotlib.
+    Raises ImportError if matplotlib is not installed.
     """
     overview = (
         *_region_summary(policy),
@@ -53,7 +53,7 @@ def write_compiled_report(
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
     The arguments are the same as for `compiled_report`. Before anything is written, raises NotADirectoryError if
-    `folder` is a file, and ImportError without matplotlib.
+    `folder` is a file, and ImportError if matplotlib is not installed.
     """
     return compiled_report(policy=policy, history=history, first_steps=first_steps).save(folder)
 
@@ -111,9 +111,9 @@ def _compiled_policy_map(policy: CompiledPolicy) -> list[Part]:
 
 
 def _module_groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
-    """Return the bytes of the tensors by action, for each block or other module and each region, in forward order.
+    """Return the bytes of tensors by action, for each block or other module of each compiled graph, in forward order.
 
-    Tensors without a module, such as inputs, share one entry per region.
+    Tensors without a module, such as inputs, share one entry per graph.
     """
     groups: dict[str, dict[str, int]] = {}
     for plan in dict.fromkeys(policy.call_plans):
@@ -169,7 +169,7 @@ HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 
 def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
-    """Return the policy as text: a line for the whole policy, a line for each region, and a line for each tensor.
+    """Return the policy as text: a line for the policy, then a line and a table of tensors for each compiled graph.
 
     Tables are fitted to `columns` characters per line. If `columns` is None, each tensor has one line.
     """
@@ -182,7 +182,7 @@ def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
 
 
 def describe_compiled(policy: CompiledPolicy) -> str:
-    """Return a one-line summary of a compiled policy: bytes stored, bytes that torch.compile would store, overhead."""
+    """Return one line on a compiled policy: bytes stored, bytes that plain torch.compile would store, overhead."""
     stored_share = f" ({100 * policy.stored_bytes / policy.plain_bytes:.1f} %)" if policy.plain_bytes else ""
     return (
         f"{len(policy.regions)} compiled regions, {len(policy.call_plans)} calls per micro-batch, each allowed "
@@ -198,7 +198,7 @@ def describe_allowed(policy: CompiledPolicy) -> str:
 
 
 def describe_calls(plan: RegionPlan) -> str:
-    """Return the region's number of calls as a suffix of a line.
+    """Return the number of calls of a compiled graph in a step, as the suffix of a line.
 
     Return "" for one call, and if the calls were not counted.
     """

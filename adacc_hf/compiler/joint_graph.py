@@ -33,7 +33,7 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Values and operators of the forward in a joint graph, each with its node."""
+    """Values and operators of the forward in a joint graph, each with its fx node."""
 
     kind: KindProfile
     """Profile of the values and operators, without times. Every value counts as an activation, because a compiled graph
@@ -53,7 +53,7 @@ class JointGraph:
     def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
         """Return the indices of the values that share their storages with `nodes`.
 
-        For a node of backward, return the values that the node is computed from.
+        For a node of backward, return the forward values that the node is computed from.
         """
         return {self._index[node] for node in source_nodes(nodes, self._index)}
 
@@ -68,9 +68,9 @@ class JointGraph:
 
 
 def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterable[fx.Node]) -> JointGraph:
-    """Return the values and operators of `module`'s forward.
+    """Return the values and operators of the forward in `module`, a joint graph.
 
-    `held_inputs` are not listed as values, because they stay allocated until backward.
+    `held_inputs` are not listed as values, because they stay allocated until backward anyway.
     """
     static, forward = set(held_inputs), _forward_nodes(module, info)
     nodes = [n for n in forward if _is_value_node(n) and n not in static]
@@ -104,7 +104,7 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
 
 
 def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
-    """Return the nodes in `ends` of which `nodes` are views, or from which `nodes` are computed.
+    """Search back from `nodes`, through views and operators, and return the first nodes in `ends` on each path.
 
     A node in `ends` is its own source.
     """
@@ -141,8 +141,8 @@ def is_materialized(node: fx.Node) -> bool:
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
     """Return the nodes that forward runs, in order.
 
-    Results that only backward reads are included if forward must compute them, such as fused attention's row sums and
-    random seeds.
+    Results that only backward reads are included if forward must compute them, such as random seeds and the row sums of
+    fused attention.
     """
     makers = {node: maker_of(node) for node in module.graph.nodes if node.op != "output"}
     return dict.fromkeys(
@@ -209,7 +209,7 @@ def _is_replayable_node(node: fx.Node) -> bool:
     """Return True if replaying a node gives the same result.
 
     The node must be an operator of torch itself, draw no random numbers and write nothing in place. An operator with
-    data-dependent sizes would create new size symbols.
+    data-dependent sizes is not replayable, because its replay would create new size symbols.
     """
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):

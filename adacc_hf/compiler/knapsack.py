@@ -1,4 +1,4 @@
-"""Knapsack solver for torch's activation_memory_budget, with this package's operator timings and integer program."""
+"""Knapsack solver for torch's activation_memory_budget, with this package's operator times and integer program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog
 
 
 class AdaccKnapsack(CustomKnapsackSolver):
-    """Solver that chooses which tensors torch's partitioner saves within torch's memory budget.
+    """Solver that chooses the tensors that torch's partitioner stores for backward, within torch's memory budget.
 
     Operator times are measured on this machine, and the choice is optimal. Nothing is compressed. The solver and the
     budget are set in torch:
@@ -34,7 +34,7 @@ class AdaccKnapsack(CustomKnapsackSolver):
         node_info: Any,
         all_recomputable_banned_nodes: list[fx.Node],
     ) -> tuple[list[int], list[int]]:
-        """Return the indices of the nodes to save and of the nodes to recompute.
+        """Return the indices of the nodes to store for backward and of the nodes to recompute.
 
         `memory` has the size of each of `all_recomputable_banned_nodes`, in the unit of `max_memory`.
         """
@@ -48,8 +48,7 @@ class AdaccKnapsack(CustomKnapsackSolver):
 
 
 def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
-    """Return the indices of the tensors to save: the set within `max_memory` whose recomputation would take the
-    longest."""
+    """Return the indices of the tensors to store within `max_memory`: the set that would take longest to recompute."""
     program = LinearProgram()
     variables = [program.variable() for _ in memory]
     scale = max(max_memory, sum(memory)) or 1.0

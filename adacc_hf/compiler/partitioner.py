@@ -1,4 +1,4 @@
-"""Partitioner that AOTAutograd calls for every compiled region."""
+"""Partitioner that AOTAutograd calls for every compiled graph, to decide what forward stores for backward."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ GRAPH_SETTINGS = (
 class AdaccPartitioner(functorch.CustomPartitionerFn):
     """Partitioner that retains, compresses or recomputes every forward value of a region, within `memory_budget`.
 
-    A budget that is a fraction in (0, 1] is relative to the bytes that torch's own partitioner would save. Each region
-    may store that fraction of its own bytes, so all regions together stay within the budget. A budget in bytes limits
-    the memory that each region needs for its backward at any time: the stored values and the values being recomputed.
+    A region is one compiled graph. A budget that is a fraction in (0, 1] is relative to the bytes that torch's own
+    partitioner would store for backward. Each region may store that fraction of its own bytes, so all regions together
+    stay within the budget. A budget in bytes limits the memory that each region needs for its backward at any time: the
+    stored values and the values being recomputed.
 
     A region that fits the budget is partitioned by torch. If a region cannot stay within a budget in bytes,
     InfeasibleBudgetError is raised. If a region cannot stay within a fraction, the region stores the least possible,
@@ -76,10 +77,10 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
         `overrides` replace fields of `config`.
 
-        `initial_policy` has plans of known regions. The budget of `initial_policy` applies to all other regions,
-        instead of the budget in `config`. `store` has the plans of earlier runs and receives new plans. `example_sizes`
-        are the dynamic sizes in the traced example of the partitioner's only region. Pass these sizes if torch caches
-        partitioned graphs.
+        `initial_policy` has plans of regions (compiled graphs) from earlier runs. Its budget applies to all other
+        regions, instead of the budget in `config`. `store` has the plans of earlier runs and receives new plans.
+        `example_sizes` are the dynamic sizes for which the region is traced, if the partitioner is for one region only.
+        Pass these sizes if torch caches partitioned graphs.
         """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
         self._initial_policy = _empty_policy(self.config) if initial_policy is None else initial_policy
@@ -89,12 +90,14 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._example_sizes = example_sizes
         self._recorded_plans = {plan.digest: plan for plan in self._initial_policy.regions}
         self._graphs: list[_RegionGraph] = []
-        """Graph of each plan in `policy`, in the same order."""
+        """Graph of each plan in `policy`, in the order of these plans."""
         self._num_split: Counter[str] = Counter()
-        """Number of graphs partitioned so far in each compilation, which can split a function into several graphs."""
+        """Number of graphs partitioned so far in each compilation. One compilation can split a function into several
+        graphs."""
         self._times = OperatorTimes()
         self.refusals: list[str] = []
-        """Reasons why regions are partitioned by torch and have no budget, one per region."""
+        """Reasons why torch's own partitioner partitions some regions, which therefore have no budget: one per
+        region."""
 
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
         """Forget all regions. Regions compiled from now on store at most the fraction `share` of their bytes.
@@ -128,7 +131,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 
     def inspect_code(self) -> None:
-        """Measure the peak memory of each region's compiled code, and record the peak in the region's plan.
+        """Measure the peak memory of each region's compiled code, and record it in the region's plan.
 
         Call this method after `count_calls` and backward.
         """
@@ -184,7 +187,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         """Return the partitioner's key in compile caches: source code, settings, initial policy and example sizes.
 
         A cache of partitioned graphs returns one graph for all sizes that the graph's guards allow. The graph stays
-        within the budget only at the sizes of its traced example, so these sizes are part of the key.
+        within the budget only at the sizes with which it was traced, so these sizes are part of the key.
         """
         settings = [self.config, self._initial_policy, self._example_sizes]
         return f"adacc_hf {_source_digest()} {json.dumps(settings, default=fields_of)}"
@@ -197,7 +200,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return None if self._store is None else self._store.load(self._decision_key(plan, joint), plan.digest)
 
     def _decision_key(self, plan: RegionPlan, joint: JointGraph) -> str:
-        """Return the key of the graph's plan in the `PlanStore`.
+        """Return the key of the graph's plan in the `PlanStore`, a cache on disk.
 
         The key contains the partitioner's `uuid`, the bytes that torch would store, and the devices, because the costs
         of operators differ between devices.
@@ -206,12 +209,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
-        """Return the region's `plan`, with the values that the graph's integer program stores, or with the reason why
-        torch's own partition is used.
+        """Return `plan` with the decision of the integer program, or with the reason why torch's own partition is used.
 
-        `plain` contains the values of the joint graph that torch's own partition would save. This partition may also
-        save tensors that are not values of the joint graph. `plain_sources` contains `plain`, and the values from which
-        these other tensors are computed.
+        `plain` contains the values of the joint graph that torch's own partition would store for backward. This
+        partition may also store tensors that are not values of the joint graph. `plain_sources` contains `plain`, and
+        the values from which these other tensors are computed.
         """
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
         tensors = tuple(
@@ -243,7 +245,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return forward, backward
 
     def _region(self) -> str:
-        """Return the name of the region being partitioned: "3", or "3.1" for the second graph of function 3."""
+        """Return the name of the graph that is being partitioned: "3", or "3.1" for the second graph of function 3."""
         function, compilation = functorch.compile_number()
         number = self._num_split[compilation]
         self._num_split[compilation] += 1
@@ -283,8 +285,9 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """Return the fastest choice for a region's graph within `allowed_bytes`.
 
-        If no choice fits a budget in bytes, raise InfeasibleBudgetError. If no choice fits a fraction, warn and return
-        the choice with the least bytes. The region of the loss, for example, stores little and often cannot store less.
+        If no choice fits a budget in bytes, raise InfeasibleBudgetError. If the budget is a fraction and no choice
+        fits, log a warning and return the choice with the least bytes. The region of the loss, for example, stores
+        little and often cannot store less.
         """
         solving = self._limits()
         choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
@@ -315,7 +318,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
 @dataclass
 class _RegionGraph:
-    """Number, inputs and compiled code of a region's graph, for counting calls and measuring memory."""
+    """Number, inputs and compiled code of a compiled graph, used to count its calls and to measure its memory."""
 
     number: int | None
     """Number that AOTAutograd gave to the graph, or None if there is no number."""
@@ -339,7 +342,7 @@ class _RegionGraph:
 
 
 def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
-    """Return a policy without compiled regions for the budget of `config`. Raises ValueError for "auto"."""
+    """Return a policy that has the budget of `config` and no plans yet. Raises ValueError for the budget "auto"."""
     budget = config.memory_budget
     if budget == "auto":
         raise ValueError(
@@ -364,7 +367,8 @@ def _codecs_of_nodes(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[st
 
 @cache
 def _source_digest() -> str:
-    """Return a digest of the source files of this package and of the codecs, on which plans depend."""
+    """Return a digest of the source files of this package and its codecs. Cached plans are valid for this digest
+    only."""
     package = Path(__file__).parents[1]
     kernels = Path(get_codec.__code__.co_filename).parent
     files = sorted([*package.rglob("*.py"), *kernels.glob("*.py")])

@@ -1,4 +1,6 @@
-"""Context function for torch's selective checkpointing that follows a policy, without this package's executor.
+"""Context function for torch's selective checkpointing that follows an Adacc policy.
+
+The model runs without this package's executor:
 
 contexts = selective_contexts(profile, policy)
 model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
@@ -41,8 +43,10 @@ def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[A
 
 
 class _SaveCalls:
-    """Policy function for torch's selective checkpointing of one block. `stored` lists the operator calls to save, as
-    (operator, call number)."""
+    """Policy function for torch's selective checkpointing of one block.
+
+    `stored` lists the operator calls whose results are saved, as (operator, call number).
+    """
 
     def __init__(self, stored: frozenset[tuple[str, int]]) -> None:
         self._stored = stored

@@ -1,1 +1,1 @@
-"""`adacc plan`: predicts memory and time before a run, with presets, a table of devices, and fake models."""
+"""Predictions of memory and time before a run (`adacc plan`): model presets, a table of devices, and fake models."""

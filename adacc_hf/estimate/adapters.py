@@ -1,4 +1,4 @@
-"""Fake models with LoRA's adapters, for predictions of memory and time."""
+"""Models with LoRA adapters on fake tensors (tensors without memory), for predictions of memory and time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from adacc_hf.torch_glue.private import buffers_of, parameters_of, unset_fake_te
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Settings of LoRA's adapters. A setting that is None has PEFT's default."""
+    """Settings of LoRA adapters. For a setting that is None, PEFT's default is used."""
 
     rank: int | None = None
     targets: tuple[str, ...] | None = None
-    """Names of the layers with adapters. PEFT's default depends on the architecture."""
+    """Names of the layers that get adapters. PEFT's default depends on the architecture."""
     dropout: float | None = None
     modules_to_save: tuple[str, ...] | None = None
-    """Names of the modules that are trained in full, in addition to the adapters."""
+    """Names of modules whose own weights are trained, in addition to the adapters."""
     dtype: str | None = None
-    """Dtype of the adapters. PEFT's default is float32, even if the model's weights have 16 bits."""
+    """Dtype of the adapters. PEFT's default is float32, even if the model's weights are 16-bit."""
 
 
 def lora_model(
     config: PretrainedConfig, attention: str | None, dtype: str, adapters: Adapters, quantization: Quantization | None
 ) -> PreTrainedModel:
-    """Return the fake model of `config` with PEFT's LoRA adapters.
+    """Return the model of `config` with LoRA adapters from PEFT, on fake tensors.
 
     Weights have `dtype`. If `quantization` is given, linear layers have 4-bit weights instead. Raises AdaccError if
     PEFT is not installed, and ValueError if PEFT cannot add adapters to `adapters.targets`.
@@ -76,8 +76,10 @@ def lora_model(
 
 
 def _materialize_fake_model(model: nn.Module) -> None:
-    """Replace a fake model's parameters and buffers on meta by new tensors on the default device. Shared tensors stay
-    shared."""
+    """Replace a model's parameters and buffers, which are on meta, by new tensors on the default device.
+
+    Tensors that several modules share stay shared.
+    """
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

@@ -32,7 +32,7 @@ COMPUTED_IN = {
     "bf16-weights-amp": "bfloat16",
     "fp16-amp": "float16",
 }
-"""Dtype of the matrix products, by the value of --dtype."""
+"""Dtype of the matrix products for each value of the option --dtype."""
 
 _NOT_PLANNED = {
     "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
@@ -43,7 +43,7 @@ _NOT_PLANNED = {
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
     "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
-"""Options of `adacc plan` that are refused, each with the reason and the remedy."""
+"""Options that `adacc plan` refuses, each with the reason and advice."""
 
 
 def add_parser(commands: Any) -> None:
@@ -138,7 +138,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Compute the prediction that `arguments` describe, and return text or JSON. Progress is printed on stderr."""
+    """Compute the prediction that `arguments` ask for, and return it as text or JSON. Progress is printed on stderr."""
     options = _check_plan_options(arguments)
     with _progress_on_stderr(), torchao_imported_silently():
         log.info("loading torch and Transformers")
@@ -158,13 +158,16 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 _OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
-"""Beginning of the messages about its own code that an import of torchao logs, by logger. Transformers imports torchao
-if it is installed. The messages do not concern a plan, which runs nothing of torchao."""
+"""Loggers whose messages are dropped while torchao is imported, with the beginning of these messages.
+
+Transformers imports torchao if it is installed. The messages are about torchao's own code, and do not concern a plan,
+which runs nothing of torchao."""
 
 
 @contextmanager
 def torchao_imported_silently() -> Iterator[None]:
-    """Drop the messages in `_OF_TORCHAO` while the context is open. All other messages are logged."""
+    """Drop torchao's messages that are listed in `_OF_TORCHAO` inside the `with` block. All other messages are
+    logged."""
 
     def is_kept(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(_OF_TORCHAO[record.name])
@@ -181,7 +184,7 @@ def torchao_imported_silently() -> Iterator[None]:
 
 @contextmanager
 def _progress_on_stderr() -> Iterator[None]:
-    """Print the planner's log on stderr, with the seconds since the start, inside the `with` block."""
+    """Print the planner's log on stderr inside the `with` block. Each line has the seconds since the start."""
     start = time.monotonic()
 
     class Handler(logging.Handler):
@@ -204,7 +207,7 @@ def _progress_on_stderr() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanOptions:
-    """Options of `adacc plan` that argparse does not convert, checked and converted."""
+    """Options of `adacc plan` that argparse does not convert, after they are checked and converted."""
 
     sharding: Sharding
     budget_bytes: int | None
@@ -213,7 +216,7 @@ class _PlanOptions:
 
 
 def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
-    """Check all options, and convert the options that are fields of `_PlanOptions`.
+    """Check all options of `adacc plan`, and convert the options that are fields of `_PlanOptions`.
 
     Raises ValueError for the first invalid option.
     """
@@ -255,7 +258,7 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
 
 
 def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if the sequences cannot be shared by --sp devices."""
+    """Raise ValueError if each sequence cannot be divided among the devices of option --sp."""
     if arguments.sp is None:
         return
     num_devices = 0 if arguments.zero is None else arguments.zero[1]
@@ -269,7 +272,7 @@ def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if the options of LoRA's adapters are out of range, or are passed without --peft."""
+    """Raise ValueError if options of LoRA adapters are out of range, or are passed without --peft."""
     if arguments.peft is None:
         for option in ("--lora-rank", "--lora-targets", "--lora-dropout", "--modules-to-save", "--load-in-4bit"):
             value = getattr(arguments, _option_attribute(option))
@@ -282,7 +285,8 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
 
 
 def _option_bytes(text: str | None, option: str) -> int | None:
-    """Return the size `text` in bytes, or None if the option was not passed. Raises ValueError for small sizes."""
+    """Return the size `text` in bytes, or None if `option` was not passed. Raises ValueError for a size that is too
+    small."""
     if text is None:
         return None
     num_bytes = parse_bytes(text, option)

@@ -1,4 +1,4 @@
-"""Table of devices with memory and peak rates from data sheets. The rates of the local CPU are measured."""
+"""Table of devices, with memory and peak rates from data sheets. The rates of this machine's CPU are measured."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ class Device:
     source: str
     """Document that publishes the device's memory and rates."""
     memory_bytes: int
-    """Memory by the data sheet, with 1 GB = 10^9 bytes. Most drivers report a few percent more memory."""
+    """Memory size from the data sheet, with 1 GB = 10^9 bytes. Most drivers report a few percent more."""
     bandwidth_bytes: float
-    """Bytes per second between the device's processor and the device's memory."""
+    """Bytes per second that the device reads from and writes to its memory."""
     flops: dict[str, float]
-    """Dense operations per second of matrix products, by dtype. Training in other dtypes is not supported."""
+    """Dense operations per second of matrix products, by dtype. Training in a dtype that is not listed is not
+    supported."""
     launch_ms: float
-    """Milliseconds to launch one operator. A launch is assumed not to overlap with the previous operator."""
+    """Milliseconds to launch one operator. The launch is assumed to start only when the previous operator has ended."""
     attention_share: float = 1.0
-    """Rate of fused attention divided by the rate of matrix products."""
+    """Speed of fused attention in operations per second, divided by that of matrix products."""
     unaligned_share: float = 1.0
-    """Rate of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by the rate of all other
-    products."""
+    """Speed of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by that of all other
+    matrix products."""
     host_bandwidth_bytes: float | None = None
     """Bytes per second of copies between the device and pinned memory of the host, in one direction. None if the device
     has no memory of its own."""
     trace: str = "cuda"
-    """Device type of the fake tensors, "cuda" or "cpu", on which the choice of kernels depends."""
+    """Device type ("cuda" or "cpu") that the traced fake tensors have. Torch's choice of kernels depends on it."""
 
     def check_dtype(self, dtype: str) -> None:
         """Raise ValueError if the device cannot train in `dtype`."""
@@ -51,7 +52,8 @@ class Device:
 
 
 _CUDA_LAUNCH_MS = 0.005
-"""Milliseconds between two small kernels that torch launches one by one: about 5 us on the GPUs of the table."""
+"""Milliseconds between two small kernels that torch launches one after the other: about 5 us on the GPUs of the
+table."""
 
 
 _AMPERE_ATTENTION, _HOPPER_ATTENTION = 0.75, 0.5
@@ -61,16 +63,19 @@ to reach 85 % and 70 %."""
 
 
 _UNALIGNED = 0.4
-"""Estimated `Device.unaligned_share` of GPUs. On an H100, the older instructions, which accept rows at any address,
-reach 63 % of the peak (arXiv 2402.13499), and asynchronous copies need rows at multiples of at least 4 bytes. On an
-A100, a step of GPT-2 with 50257 classes was reported to take a quarter longer than with 50304, which corresponds to a
-share of about 0.4 for the head's products."""
+"""Estimated `Device.unaligned_share` of GPUs: relative speed of 16-bit matrix products with unaligned rows.
+
+On an H100, the older instructions, which accept rows at any address, reach 63 % of the peak (arXiv 2402.13499), and
+asynchronous copies need rows at multiples of at least 4 bytes. On an A100, a step of GPT-2 with 50257 classes was
+reported to take a quarter longer than with 50304, which corresponds to a share of about 0.4 for the head's products."""
 
 
 _PCIE_BYTES = {3: 12 * GB, 4: 24 * GB, 5: 50 * GB}
-"""Assumed bytes per second of a copy over 16 lanes of PCIe, by generation: about 80 % of the 15.75, 31.5 and 63 GB/s
-that remain in one direction after encoding (PCI Express Base Specification: 8, 16 and 32 GT/s, 128b/130b). With pinned
-memory, 52 to 55 GB/s are reported for H100 SXM. Ranks that share a switch get less: `adacc plan --host-bandwidth`."""
+"""Assumed bytes per second of a copy over 16 lanes of PCIe, by PCIe generation.
+
+The values are about 80 % of the 15.75, 31.5 and 63 GB/s that remain in one direction after encoding (PCI Express Base
+Specification: 8, 16 and 32 GT/s, 128b/130b). With pinned memory, 52 to 55 GB/s are reported for H100 SXM. Ranks that
+share a switch get less: `adacc plan --host-bandwidth`."""
 
 
 def _gpu_device(
@@ -174,9 +179,10 @@ def find_device(name: str) -> Device:
 # The local CPU as a Device. Measuring its rates takes half a second.
 
 _SIDE = 1024
-"""Rows of the square matrices whose product is timed. The product has 2 billion operations, about 50 ms on one core."""
+"""Rows and columns of the square matrices whose product is timed. The product has 2 billion operations, about 50 ms on
+one core."""
 _COPIED_BYTES = 64 * 2**20
-"""Size of the copied tensor, larger than the caches of most CPUs."""
+"""Bytes of the tensor that is copied to measure bandwidth. It is larger than the caches of most CPUs."""
 
 
 @cache

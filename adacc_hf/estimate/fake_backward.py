@@ -19,7 +19,8 @@ from adacc_hf.torch_glue.private import input_metadata, sequence_number, storage
 from adacc_hf.torch_glue.tensors import calling_node
 
 EdgeKey = tuple[str, int]
-"""Key of a graph node: ("node", autograd's sequence number), or ("leaf", id of the node's leaf tensor)."""
+"""Key of a node in autograd's graph: ("node", autograd's sequence number), or ("leaf", id of the node's leaf
+tensor)."""
 
 
 class FakeBackward:
@@ -34,7 +35,8 @@ class FakeBackward:
         self._calls.setdefault((key, tensor.output_nr), []).append(call)
 
     def run(self, loss: torch.Tensor) -> None:
-        """Run backward from `loss`: accumulate the gradients of all leaves. Detaches `loss` and frees its graph."""
+        """Run backward from `loss`, and accumulate the gradients of all leaves. `loss` is detached, and its graph is
+        freed."""
         backward_pass = _FakeBackwardPass(graph_owner(loss), self._calls)
         self._calls = {}
         loss_gradient = torch.ones_like(loss)
@@ -46,8 +48,10 @@ class FakeBackward:
 def fake_gradients(
     result: torch.Tensor, inputs: Sequence[torch.Tensor], gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of each of `inputs`, leaves without a gradient, for the gradient of `result`. Frees the graph
-    of `result`."""
+    """Return the gradients of `inputs`, given the `gradient` of `result`.
+
+    `inputs` are leaves whose `grad` is None. The graph of `result` is freed.
+    """
     backward_pass = _FakeBackwardPass(graph_owner(result), {})
     with suppress(RuntimeError):  # a view cannot be detached in place, and its node saves no tensor
         result.detach_()
@@ -62,7 +66,7 @@ def fake_gradients(
 class _FakeBackwardPass:
     """State of one backward pass over fake tensors.
 
-    The pass owns the graph, because a node frees its saved tensors only if no other object refers to the node.
+    The pass owns autograd's graph, because a node frees its saved tensors only if no other object refers to the node.
     """
 
     def __init__(self, root: Any, calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]]) -> None:
@@ -71,8 +75,8 @@ class _FakeBackwardPass:
         self._ready: list[tuple[float, int, Any]] = []
         self._gradients: dict[EdgeKey, list[torch.Tensor | None]] = {}
         self._owners: dict[EdgeKey, list[Any]] = {}
-        """Earlier nodes that keep a node alive, by node. Nodes that are kept alive by their own Python objects are left
-        out."""
+        """For each node of autograd's graph, the earlier nodes that keep it alive. Nodes with Python objects of their
+        own are left out, because these objects keep them alive."""
         self._root = root
 
     def run(self, loss_gradient: torch.Tensor) -> None:
@@ -132,13 +136,13 @@ class _FakeBackwardPass:
 
 
 def _node_key(node: Any) -> EdgeKey:
-    """Return the key of an autograd node of the fake backward."""
+    """Return the key of a node of autograd's graph."""
     variable = getattr(node, "variable", None)
     return ("node", sequence_number(node)) if variable is None else ("leaf", id(variable))
 
 
 def _count_edges(root: Any) -> dict[EdgeKey, int]:
-    """Return the number of incoming edges of each node of the fake backward's graph."""
+    """Return the number of incoming edges of each node of autograd's graph below `root`."""
     counts: dict[EdgeKey, int] = {_node_key(root): 0}
     stack = [root]
     while stack:
@@ -152,7 +156,7 @@ def _count_edges(root: Any) -> dict[EdgeKey, int]:
 
 
 def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run an autograd node of the fake backward on the gradients of its results. Return the gradients of its inputs."""
+    """Run a node of autograd's graph on the gradients of its results. Return the gradients of its inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         filled = [_zero_gradient(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
         result = node.apply(*filled)
@@ -162,19 +166,20 @@ def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.T
 
 
 def _zero_gradient(metadata: Any) -> torch.Tensor:
-    """Return zeros for an undefined gradient of the fake backward."""
+    """Return zeros in place of an undefined gradient. `metadata` has the shape, dtype and device."""
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """Return the fake `gradient`, summed to the shape and cast to the dtype in `metadata`."""
+    """Return the fake tensor `gradient`, summed to the shape and cast to the dtype in `metadata`."""
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient if gradient.dtype is metadata.dtype else gradient.to(metadata.dtype)
 
 
 def _gradient_sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two fake gradients. Add in place if no other tensor uses the storage of `earlier`."""
+    """Return the sum of two gradients on fake tensors. Add in place if no other tensor uses the storage of
+    `earlier`."""
     if _is_sole_owner(earlier):
         return earlier.add_(later)
     return earlier + later
@@ -187,7 +192,7 @@ def _is_sole_owner(tensor: torch.Tensor) -> bool:
 
 
 def _accumulate_gradient(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add a fake `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
+    """Add `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
     if gradient is None:
         return
     if variable.grad is not None:
@@ -199,11 +204,12 @@ def _accumulate_gradient(variable: torch.Tensor, gradient: torch.Tensor | None) 
 
 
 def _sole_use_count() -> int:
-    """Return the use count of a storage that only one tensor uses, as the limit for adding fake gradients in place."""
+    """Return the use count of a storage that only one tensor uses. A gradient with this use count is added to in
+    place."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return storage_use_count(storage)
 
 
 _SOLE_USE_COUNT = _sole_use_count()
-"""Use count of a storage whose only owners are one tensor and the storage's own Python object."""
+"""Use count of a storage that only one tensor owns. The storage's own Python object counts too."""

@@ -1,9 +1,8 @@
-"""Fake tensors (tensors without memory) on a device that need not be present, and a meter of the live bytes of fake
-tensors.
+"""Fake tensors (tensors without memory) on a device that need not be present, and a meter of their live bytes.
 
-Under `fake_tensors("cuda")` torch behaves as on a GPU: autocast by the CUDA lists, boolean dropout masks, fused
-attention. Torch chooses the attention kernel only if a GPU is present. Therefore this module chooses the kernel, by
-torch's rules for compute capability 8.0 and above.
+Under `fake_tensors("cuda")` torch behaves as on a GPU: autocast by the lists for CUDA, boolean dropout masks, fused
+attention. Torch itself chooses the attention kernel only if a GPU is present. Therefore this module chooses the kernel,
+by torch's rules for compute capability 8.0 and above.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from adacc_hf.torch_glue.rng_state import replace_generators
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
-"""Largest head width that the flash kernel supports."""
+"""Largest size of an attention head that the flash kernel supports."""
 _ALIGNMENT = 8
-"""Alignment in elements. For the fused kernels, head widths and rows of attention masks are padded to multiples of this
-number."""
+"""Number of elements to a multiple of which head sizes and rows of attention masks are padded for the fused kernels."""
 
 
 @contextmanager
@@ -61,7 +59,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
-    """Make torch report this compute capability of the GPU inside the `with` block.
+    """Make torch report `capability` as the GPU's compute capability inside the `with` block.
 
     Transformers' mixture-of-experts layers, for example, read the capability.
     """
@@ -76,7 +74,8 @@ def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
 class _FakeTensors(FakeTensorMode):
     """Torch's fake tensor mode, without the mode's cache for calls of `aten.set_`.
 
-    The cache keeps the arguments of operators, so the storage passed to `aten.set_` would stay alive and be counted.
+    The cache keeps the arguments of operators. The storage passed to `aten.set_` would therefore stay alive, and would
+    be counted as live.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,8 +89,10 @@ class _FakeTensors(FakeTensorMode):
 
 
 class _FakeCpuGenerator:
-    """Replacement for the CPU's random number generator under fake tensors. Each state is a new tensor of the real
-    state's size."""
+    """Replacement for the CPU's random number generator under fake tensors.
+
+    Each state that is read is a new tensor of the real state's size.
+    """
 
     def __init__(self) -> None:
         self._nbytes = torch.default_generator.get_state().nbytes
@@ -107,8 +108,10 @@ class _FakeCpuGenerator:
 
 
 class _FakeCudaGenerator(_FakeCpuGenerator):
-    """Replacement for a GPU's random number generator under fake tensors. The state is in host memory, which does not
-    count as GPU memory."""
+    """Replacement for a GPU's random number generator under fake tensors.
+
+    The generator's state is in host memory, and does not count as GPU memory.
+    """
 
     def __init__(self) -> None:
         self._state = torch.empty(16, dtype=torch.uint8, device="cpu")
@@ -139,7 +142,10 @@ def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]
 
 @cache
 def _register_guard() -> None:
-    """Register a no-op CUDA device guard if torch was built without CUDA. With CUDA, FakeTensorMode handles guards."""
+    """Register a CUDA device guard that does nothing, if torch was built without CUDA.
+
+    If torch was built with CUDA, FakeTensorMode handles guards.
+    """
     if torch.backends.cuda.is_built():
         return
     torch_folder = Path(torch.__file__).parent
@@ -184,7 +190,7 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call torch's attention kernel for a GPU on fake tensors: flash, else memory-efficient, else unfused."""
+    """Call the attention kernel that torch chooses on a GPU: flash, else memory-efficient, else unfused."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -233,9 +239,9 @@ def _efficient_attention(
 
 
 def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Convert an attention mask to the bias that the kernel adds to the scores: floats, with rows padded to _ALIGNMENT.
+    """Convert an attention mask to the bias that the kernel adds to the scores: floats, with padded rows.
 
-    A mask that heads or sequences share is expanded, not copied.
+    A mask that heads or sequences share is expanded, not copied. Rows are padded to a multiple of _ALIGNMENT elements.
     """
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
@@ -249,8 +255,7 @@ def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
 
 
 class FakeMemoryMeter(MemoryMeter):
-    """Meter of the live bytes of fake tensors' storages. Temporaries that an operator allocates internally are not
-    counted."""
+    """Meter of the live bytes of fake tensors' storages. An operator's internal temporaries are not counted."""
 
     def __init__(self) -> None:
         self._live_bytes = self._bytes_at_mark = self._peak_bytes = 0
@@ -277,9 +282,9 @@ class FakeMemoryMeter(MemoryMeter):
         self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
-        """Append a memory point for the last mark: label, bytes at the mark, and peak bytes since the mark.
+        """Append a memory point for the last mark, unless no mark was set yet.
 
-        Before the first mark, do nothing.
+        The point has the mark's label, the live bytes at the mark, and the peak of the live bytes since the mark.
         """
         if self._label is not None:
             self.points.append(MemoryPoint(self._label, self._bytes_at_mark, self._peak_bytes))
@@ -305,11 +310,10 @@ class FakeMemoryMeter(MemoryMeter):
         self._on_free(key)
 
     def _on_allocate(self, key: int, nbytes: int) -> None:
-        """Handle the allocation of a storage. Subclasses override this method. `key` is unique among live storages."""
+        """Handle the allocation of a storage, in subclasses. `key` is unique among live storages."""
 
     def _on_free(self, key: int) -> None:
-        """Handle the freeing of a counted storage. Subclasses override this method. `key` is the key of the
-        allocation."""
+        """Handle the freeing of a counted storage, in subclasses. `key` is the same as at the allocation."""
 
 
 class _StorageObserver(TorchDispatchMode):
@@ -345,7 +349,7 @@ class _StorageObserver(TorchDispatchMode):
 
 
 def _operator_tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Yield the fake tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
+    """Yield the fake tensors in an operator's arguments or results, which nest tensors in lists and tuples only."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument

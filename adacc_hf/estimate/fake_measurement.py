@@ -1,10 +1,11 @@
-"""Profiler's measurements on fake tensors.
+"""Measurements of a model on fake tensors, in place of the profiler's measurements on a device.
 
 Bytes are counted from the lifetimes of storages. Times and errors are estimated.
 
-- Replay is assumed to be exact only for the operators of torch and of this package (rule R7). Operators that draw
-  random numbers are replayed where rule R5 allows this.
-- Times are roofline times. A codec's time is one pass over its input and output.
+- Replay is assumed to be exact only for the operators of torch and of this package. Operators that draw random numbers
+  are replayed if their draws can be repeated.
+- An operator's time is the time of its operations or of its memory traffic at the device's peak, whichever is longer.
+  A codec's time is that of one pass over its input and output.
 - A fixed fraction of the channels is assumed to be outliers. Codec errors are measured on normally distributed numbers.
 """
 
@@ -57,21 +58,22 @@ from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import relative_error
 
 NUMBER_BYTES = 16
-"""Temporary bytes of a pointwise operator with a Python number as an argument. The number takes 8 bytes as a tensor,
-and at most 8 bytes more after the cast to the dtype of the other arguments."""
+"""Temporary bytes of a pointwise operator with a Python number as an argument. Torch turns the number into a tensor of
+8 bytes, and casts it to the dtype of the other arguments, which takes at most 8 bytes more."""
 ENDLESS_BYTES = 2**60
-"""Free bytes of host memory in a prediction. The number is larger than any limit on host memory."""
+"""Free bytes of host memory that a prediction assumes, larger than any limit on host memory."""
 _SAMPLE_SHAPE = (256, 256)
-"""Shape of the normally distributed sample for codec errors."""
+"""Shape of the sample of normally distributed numbers on which codec errors are measured."""
 
 
 SUPPORTED_NAMESPACES = ("aten", "adacc_hf")
-"""Namespaces of torch's operators and of CompAct's projection. The tags of these operators show reliably whether an
-operator draws random numbers. Operators of other namespaces are not replayed."""
+"""Namespaces of operators that are replayed: torch's operators, and CompAct's random projection.
+
+The tags of these operators show reliably if an operator draws random numbers."""
 
 
 class FakeMeasurement(Measurement):
-    """Measurement on fake tensors that estimates times from the rates of `device`."""
+    """Measurement of a model on fake tensors, with times estimated from the peak rates of `device`."""
 
     records_other_sizes = False
     watches_one_block = False
@@ -182,8 +184,10 @@ class FakeMeasurement(Measurement):
         return self.device.memory_bytes
 
     def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
-        """Return the cost of payloads in host memory by the rates of the device. The host is assumed to have the memory
-        that `config` allows."""
+        """Return the cost of storing payloads in host memory, from the device's rates.
+
+        The host is assumed to have the memory that `config` allows.
+        """
         bandwidth = self.device.host_bandwidth_bytes
         if config.host_memory is None or bandwidth is None:
             return None, 0
@@ -198,7 +202,8 @@ class FakeMeasurement(Measurement):
 
 
 class FakeMemoryMeasurement(FakeMeasurement):
-    """FakeMeasurement that skips the times of the step and of the heads, because no peak depends on these times."""
+    """Measurement on fake tensors for memory only. Times of the step and of the heads, which no peak needs, are
+    skipped."""
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
@@ -210,7 +215,8 @@ class FakeMemoryMeasurement(FakeMeasurement):
 class FakeRngUse(RngUse):
     """Detector of random draws by an operator call, from the operator's tags and the call's dropout probability.
 
-    On real tensors, the generator's state shows the use. On fake tensors, the generator's state does not change.
+    On real tensors, a changed generator state shows that a call drew random numbers. On fake tensors, the state never
+    changes.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,7 +228,7 @@ class FakeRngUse(RngUse):
 
 
 class SumOfTimes(TorchDispatchMode):
-    """Sum of the roofline times of all operators that are called while the mode is active."""
+    """Dispatch mode that adds up the estimated times of all operators called while the mode is active."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -238,31 +244,33 @@ class SumOfTimes(TorchDispatchMode):
 
 
 def _estimated_workspace(operator: TapeOperator) -> int:
-    """Return the temporary bytes that a replay of the operator on the device would take, in addition to the operator's
-    results."""
+    """Return the temporary bytes that a replay of the operator takes on the device, without its results."""
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
     return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
 
 
 def _has_number_argument(operator: TapeOperator) -> bool:
-    """Return True if an elementwise operator has a Python number as argument, for which replay makes a tensor."""
+    """Return True if an elementwise operator has a Python number as argument, because replay makes a tensor of it."""
     is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
     return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
 
 
 def _is_known_external(place: str, overwritten: bool) -> bool:
-    """Return True if replay could read a value that existed before the recorded call, judged without real data."""
+    """Return True if replay can read a tensor that existed before the recorded call and that the call reads.
+
+    `place` is where replay finds the tensor, or "unknown". An overwritten tensor cannot be read again. No real data is
+    needed for the answer.
+    """
     return place != "unknown" and not overwritten
 
 
 _PROBABILITIES = ("dropout_p", "p")
-"""Names that operators give to the argument with the dropout probability."""
+"""Names that operators use for the argument with the dropout probability."""
 
 
 def _operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the first argument of a fake call of `func` whose name is in `names`, or None if there is no such
-    argument."""
+    """Return the first argument of an operator call whose name is in `names`, or None if there is no such argument."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in names:
             return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -270,10 +278,10 @@ def _operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
-    """Return True if the codec can be assumed to accept the value's data, which a fake tensor does not have.
+    """Return True if the codec is assumed to accept the data of `value`, which a fake tensor does not have.
 
-    A codec for masks needs data with two distinct numbers. Only booleans and values computed from a Bernoulli sample
-    are certain to have two distinct numbers.
+    A codec for masks needs data with two distinct numbers only. Only booleans and values computed from a Bernoulli
+    sample are certain to be such data.
     """
     if MASK not in codec.suits or tape.values[value].ref.dtype is torch.bool:
         return True
@@ -286,7 +294,7 @@ def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
 
 @cache
 def _codec_error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
-    """Return the codec's error on normally distributed numbers, an estimate for fake tensors."""
+    """Return the codec's error on normally distributed numbers, which is the estimate for fake tensors."""
     with unset_fake_temporarily(), torch.device("cpu"):
         sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator("cpu").manual_seed(0))
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
@@ -302,9 +310,10 @@ _ALLOCATE |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
 
 
 def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    """Return the milliseconds of one operator: max(operations / peak, bytes moved / bandwidth) + launch.
+    """Return the milliseconds of one operator on `device`: the launch, and the work at the device's peak rates.
 
-    Tensors among `args`, `kwargs` and `results` may be fake or on meta. Views and allocations take no time.
+    The work takes max(operations / peak, bytes moved / bandwidth). Tensors among `args`, `kwargs` and `results` may be
+    fake or on meta. Views and allocations take no time.
     """
     # Torch queries the device of each fake tensor by an operator, prim::device, more often than it computes.
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
@@ -316,13 +325,12 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def transfer_ms(device: Device, num_bytes: float) -> float:
-    """Return the milliseconds to read or write `num_bytes` in one launch."""
+    """Return the milliseconds that an operator takes to read or write `num_bytes`, with its launch."""
     return 1e3 * num_bytes / device.bandwidth_bytes + device.launch_ms
 
 
 def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    """Return the milliseconds of an operator's matrix products at the peak rate, or 0 for an operator without
-    products."""
+    """Return the milliseconds of an operator's matrix products at the device's peak rate, or 0 for other operators."""
     is_grouped = target.overloadpacket is GROUPED_PRODUCT
     formula = _grouped_operations if is_grouped else flop_registry.get(_flop_equivalent(target))
     if formula is None:
@@ -341,9 +349,9 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _grouped_operations(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Return the number of operations of a grouped matrix product, which torch's FLOP table lacks.
+    """Return the number of operations of a grouped matrix product, which torch's FLOP table does not contain.
 
-    The rows or columns of a 2-D factor are split into the groups.
+    If one factor is 2-D, its rows or columns are split into the groups.
     """
     if first.dim() == 2:
         return 2 * first.numel() * second.shape[-1]
@@ -351,11 +359,12 @@ def _grouped_operations(first: torch.Tensor, second: torch.Tensor, *_: Any, **__
 
 
 _MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-"""Product operators whose first argument is added to the product. This argument's dtype may be wider than the factors'
-dtype."""
+"""Operators of matrix products that add their first argument to the product. The dtype of this argument may be wider
+than that of the factors."""
 
 _ROW_BYTES = 16
-"""Bytes that the fast kernels for 16-bit matrices load at once. Rows must start at multiples of this number."""
+"""Bytes that the fast kernels for 16-bit matrices load at once. These kernels need rows that start at multiples of
+it."""
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:
@@ -368,8 +377,10 @@ def _is_unaligned(matrix: torch.Tensor) -> bool:
 
 
 def _flop_equivalent(target: Any) -> Any:
-    """Return the operator whose FLOP formula applies to `target`. Attention on a CPU has the formula of flash
-    attention."""
+    """Return the operator in torch's FLOP table whose formula applies to `target`.
+
+    Attention on a CPU, for example, has the formula of flash attention.
+    """
     if target.overloadpacket is attention_operator("cpu"):
         return attention_operator("flash")
     if target.overloadpacket is attention_operator("cpu_backward"):
@@ -378,9 +389,10 @@ def _flop_equivalent(target: Any) -> Any:
 
 
 def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `args`, with keys and values of fused attention expanded to one head per query head.
+    """Return `args` of fused attention, with keys and values expanded to one head per query head.
 
-    The operation counts are the same, and torch before 2.13 cannot count attention with fewer heads of keys.
+    The operation counts are the same, and torch before 2.13 cannot count attention with fewer key heads than query
+    heads.
     """
     if "scaled_dot_product" not in op_name(target):
         return args

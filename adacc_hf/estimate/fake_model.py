@@ -1,7 +1,7 @@
 """Model of fake tensors (tensors without memory), whose training step can be traced for the profile of any batch size.
 
 To save time, most of a model's equal blocks can be left out of the trace. `Thinning` then computes the profile of the
-whole model.
+whole model from the profile of the rest.
 """
 
 from __future__ import annotations
@@ -59,30 +59,32 @@ PRECISIONS = {
     "bf16-weights-amp": Precision(torch.bfloat16, torch.bfloat16),
     "fp16-amp": Precision(torch.float32, torch.float16),
 }
-"""Precisions by name on the command line. fp32 and bf16 use one dtype for all tensors. The -amp precisions use
-autocast, as the Trainer's bf16=True and fp16=True do. Weights are then float32, or bfloat16 in bf16-weights-amp."""
+"""Dtypes by the names that the command line accepts. fp32 and bf16 use one dtype for all tensors. The -amp precisions
+use autocast, as the Trainer's bf16=True and fp16=True do. Weights are then float32, or bfloat16 in bf16-weights-amp."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Model, device and training settings of a run, without the batch shape."""
+    """Model, device and training settings of a run, without batch size and sequence length."""
 
     config: PretrainedConfig
     device: Device
     precision: Precision
     attention: str | None = None
-    """"sdpa" or "eager". None for Transformers' default: sdpa if the model supports sdpa, else eager."""
+    """Attention implementation, "sdpa" or "eager". None for Transformers' default: sdpa if the model supports it, else
+    eager."""
     adapters: Adapters | None = None
-    """LoRA's adapters. If set, only the adapters are trained. None to train the whole model."""
+    """LoRA adapters. If set, only the adapters are trained. If None, the whole model is trained."""
     quantization: Quantization | None = None
     """Format of 4-bit weights, which need `adapters`. None for weights in the precision's dtype."""
     compact_rank: float | int | None = None
-    """Rank of CompAct for the blocks' linear layers, as in `CompactFactory`. None without CompAct."""
+    """Rank of the random subspaces in which CompAct trains the blocks' linear layers (see `CompactFactory`). None
+    without CompAct."""
     trace: str = "cuda"
-    """Device type of the fake tensors, "cuda" or "cpu", on which torch's choice of kernels depends."""
+    """Device type ("cuda" or "cpu") that the traced fake tensors have. Torch's choice of kernels depends on it."""
     sharding: Sharding = field(default_factory=Sharding)
     ranks_per_sequence: int = 1
-    """Number of devices that share each sequence by Ulysses."""
+    """Number of devices that share each sequence, as in DeepSpeed's Ulysses."""
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
 
@@ -103,11 +105,12 @@ class Workload:
 
 
 _MAX_REASON = 120
-"""Maximum number of characters that an error of this module quotes from another library's error."""
+"""Maximum number of characters of another library's error message that an error of this module quotes."""
 
 
 class FakeModel:
-    """Fake model of a workload, ready to be traced. Create one with `fake_model`."""
+    """Model of a workload on fake tensors (tensors without memory), ready to be traced. Create one with
+    `fake_model`."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -135,11 +138,11 @@ class FakeModel:
         return profile
 
     def estimate(self, batch_size: int, seq_len: int, all_heads: bool = True) -> Profile:
-        """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
+        """Return the profile of a step at any batch shape, from a trace without most of the model's equal blocks.
 
-        Times of the step and of the heads are 0. If `all_heads` is False, the profile has only the first of the
-        config's heads, and the trace takes about half the time. Before the first call, `profile` must have been called
-        once, to find the equal blocks.
+        Times of the step and of the heads (output layer and loss) are 0. If `all_heads` is False, the profile has only
+        the first of the config's heads, and the trace takes about half the time. Before the first call, `profile` must
+        have been called once, to find the equal blocks.
         """
         assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):
@@ -147,7 +150,7 @@ class FakeModel:
         return self._thinning.expand(profile)
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        """Return one device's part of `batch_size` sequences of `seq_len` tokens, with labels."""
+        """Return one device's part of a batch of `batch_size` sequences of `seq_len` tokens, with labels."""
         num_ranks = self.workload.ranks_per_sequence
         ids = torch.zeros((batch_size, -(-seq_len // num_ranks)), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
@@ -167,7 +170,7 @@ class FakeModel:
 
 @contextmanager
 def fake_model(workload: Workload) -> Iterator[FakeModel]:
-    """Create the fake model of `workload`, which can be traced inside the `with` block.
+    """Create the model of `workload` on fake tensors, which can be traced inside the `with` block.
 
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
@@ -187,14 +190,14 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
 
 
 def _disable_caches(model: nn.Module) -> None:
-    """Disable key-value caches in all parts of a model. T5's decoder, for example, has a separate configuration."""
+    """Disable key-value caches in all parts of a model. T5's decoder, for example, has a configuration of its own."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config.use_cache = False
 
 
 def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
-    """Return a model of `workload` with new weights of `dtype`, fake in the context of `fake_tensors`."""
+    """Return a model of `workload` with new weights of `dtype`, on fake tensors inside `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
     return fresh_model(workload.config, workload.attention, dtype)
@@ -207,23 +210,23 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
 # forward ends are counted, even if the peak comes later. There the estimate may be too high, but never too low.
 
 TRACED_PER_RUN = 3
-"""Number of traced blocks in each run of equal blocks. Two neighbouring blocks give the increment per block. A third
-block is needed, because the last block may differ from the other blocks."""
+"""Number of blocks that are traced in each run (sequence) of equal blocks. Two neighbouring blocks give the increment
+per block. A third block is needed, because the last block may differ from the other blocks."""
 
 
 @dataclass(frozen=True)
 class Thinning:
-    """Blocks to leave out of a trace of a fake model, and the extrapolation from the trace to the whole model."""
+    """Choice of the blocks that a trace of a model leaves out, and extrapolation to the whole model."""
 
     blocks: tuple[BlockProfile, ...]
     """All blocks of the model, in forward order."""
     dropped: frozenset[str]
-    """Names of the blocks left out of the trace."""
+    """Names of the blocks that the trace leaves out."""
     missing_bytes: int
-    """Bytes of the parameters and buffers of the dropped blocks."""
+    """Bytes of the parameters and buffers of the blocks that the trace leaves out."""
 
     def expand(self, thin: Profile) -> Profile:
-        """Return the profile of the whole model, computed from `thin`, the profile without the dropped blocks."""
+        """Return the profile of the whole model, computed from `thin`, which lacks the blocks left out of the trace."""
         traced_names = [block.name for block in thin.blocks]
         assert traced_names == [block.name for block in self.blocks if block.name not in self.dropped]
         backward = self._backward_bases(
@@ -266,9 +269,9 @@ class Thinning:
         )
 
     def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
-        """Return the kind of every block by name. `kinds` has the kinds of the traced blocks.
+        """Return the kind of every block by the block's name. `kinds` has the kinds of the traced blocks.
 
-        A dropped block has the kind of the last block in its run of equal blocks.
+        A block left out of the trace has the kind of the last block in its run (sequence) of equal blocks.
         """
         return {
             block.name: kinds.get(block.name, kinds[run[-1].name])
@@ -279,8 +282,8 @@ class Thinning:
     def _forward_bases(self, traced_bases: dict[str, int], cached_bytes: dict[str, int]) -> dict[str, int]:
         """Return the live bytes at the start of each block's forward.
 
-        `traced_bases` has the live bytes of the traced blocks. `cached_bytes` has the bytes of the casts that autocast
-        caches for each dropped block.
+        `traced_bases` has these bytes for the traced blocks. `cached_bytes` has the bytes of the casts that autocast
+        caches for each block left out of the trace.
         """
         bases: dict[str, int] = {}
         extra_bytes = self.missing_bytes
@@ -298,7 +301,7 @@ class Thinning:
         return bases
 
     def _backward_bases(self, traced_bases: dict[str, int]) -> _FakeBackwardBases:
-        """Return the live bytes at the start of each block's backward, computed from the live bytes at the traced
+        """Return the live bytes at the start of each block's backward. `traced_bases` has these bytes for the traced
         blocks."""
         bases: dict[str, int] = {}
         gradient_bytes = 0
@@ -318,19 +321,19 @@ class Thinning:
 
 @dataclass(frozen=True)
 class _FakeBackwardBases:
-    """Live bytes of the fake model's backward, computed for all blocks from the traced blocks."""
+    """Live bytes in the backward of a whole model, computed from a trace that leaves out some blocks."""
 
     by_block: dict[str, int]
     """Live bytes at the start of each block's backward, in forward order of the blocks."""
     tail_extra_bytes: int
-    """Bytes that the dropped blocks add to the end of backward: parameters, buffers and gradients."""
+    """Bytes that the blocks left out of the trace add at the end of backward: parameters, buffers and gradients."""
 
 
 def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
     """Choose the blocks that can be left out of traces of `model`. `profile` is the profile of the whole model.
 
-    If the configuration gives layers different types by their index, no block is left out, because removing a layer
-    would change the types of other layers. If any block is called more than once, no block is left out.
+    No block is left out if the configuration gives layers different types by their index, because removing a layer
+    would change the types of other layers. No block is left out either if any block is called more than once.
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
     is_uniform = len(set(types or ())) < 2 and max(calls_per_block(b.name for b in profile.blocks).values()) == 1
@@ -343,7 +346,7 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
 
 @contextmanager
 def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
-    """Remove the dropped blocks of `thinning` from `model` while the context is open."""
+    """Remove the blocks that `thinning` leaves out from `model` inside the `with` block."""
     parents = [model.get_submodule(path) for path in {_parent_module(name) for name in thinning.dropped}]
     original_modules = [(parent, dict(modules_of(parent))) for parent in parents]
     for name in thinning.dropped:
@@ -357,16 +360,15 @@ def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
 
 
 def _cached_bytes(profile: Profile, kind: int) -> int:
-    """Return the bytes of the casts that autocast caches for one block of this `kind` until the model's forward
-    ends."""
+    """Return the bytes of the casts that autocast caches for a block of `kind` until the model's forward ends."""
     return sum(value.nbytes for value in profile.kinds[kind].values if value.cached and value.producer is not None)
 
 
 def _parent_module(name: str) -> str:
-    """Return the path of the module that contains the fake model's block `name`."""
+    """Return the path of the module that contains the block called `name`."""
     return name.rpartition(".")[0]
 
 
 def _runs_of_blocks(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
-    """Return the runs of consecutive blocks that have the same kind and the same parent module."""
+    """Split `blocks` into runs: consecutive blocks that have the same kind and the same parent module."""
     return [list(run) for _, run in groupby(blocks, key=lambda block: (_parent_module(block.name), block.kind))]

@@ -1,6 +1,6 @@
-"""Search for the largest batch size or sequence length that fits, with few evaluations.
+"""Search for the largest batch size or sequence length that fits a memory budget, with few evaluations.
 
-Few evaluations suffice because the excess over the budget is nearly a polynomial of low degree.
+Few evaluations suffice, because the excess of memory over the budget is nearly a polynomial of low degree.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 NUM_INTERPOLATED = 3
-"""Number of points from which the next guess is interpolated. Memory is at most quadratic in the sequence length."""
+"""Number of known points through which a polynomial is laid for the next guess. Memory is at most quadratic in the
+sequence length."""
 MAX_STALLS = 3
-"""Number of consecutive guesses that may leave more than half of the search interval. After one more such guess, the
+"""Number of consecutive guesses that may shrink the search interval by less than half. After one more such guess, the
 interval is bisected."""
 
 MAX_GROWTH = 32
-"""Upper limit of the next guess, as a multiple of the largest n that is known to fit. Extrapolation beyond this limit
-is rough."""
+"""Upper limit of the next guess, as a multiple of the largest n that is known to fit. Extrapolation further than this
+is inaccurate."""
 
 
 def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
@@ -42,9 +43,10 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 
 
 def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return the polynomial through the points at `low` and `high` and the points with the smallest absolute excess.
+    """Return the polynomial through the points at `low`, at `high` and with the smallest absolute excess.
 
-    At most NUM_INTERPOLATED points are used. The interpolation uses Newton's divided differences.
+    Each of `points` is a number and its excess over the budget. At most NUM_INTERPOLATED points are used. The
+    interpolation uses Newton's divided differences.
     """
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))

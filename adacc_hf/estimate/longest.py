@@ -1,4 +1,4 @@
-"""The longest sequence that a device can train on, by method (`adacc plan --longest`)."""
+"""Longest sequences that a device can train on, by training method (`adacc plan --longest`)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from adacc_hf.solve.solver import solve_policy
 log = logging.getLogger(__name__)
 
 LONGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
-"""Methods that are compared: without a policy, and with exact and with all actions."""
+"""Training methods that are compared: without a policy (plain, recomputed, in tiles), and with exact or all actions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongestSequence:
-    """Longest sequence of one method within the budget."""
+    """Longest sequence that one training method fits into the budget."""
 
     method: str
     seq_len: int
-    """Tokens. 0 if no sequence fits."""
+    """Length of the sequence in tokens. 0 if no sequence fits."""
     is_at_limit: bool
-    """True if the model's context ends there, not the memory."""
+    """True if the model's context length limits the sequence, not the memory."""
     ms_per_token: float | None
-    """Predicted time of forward and backward per token at that length. None if no sequence fits."""
+    """Predicted time of forward and backward per token, for this sequence. None if no sequence fits."""
 
 
 def longest_sequences(request: Request) -> list[LongestSequence]:
-    """Return the longest sequence of each of LONGEST_METHODS within the budget of `request`, up to the model's context.
+    """Return, for each of LONGEST_METHODS, the longest sequence within the budget of `request` and the model's context.
 
     Raises the errors of `planning.plan`.
     """
@@ -67,7 +67,7 @@ def longest_sequences(request: Request) -> list[LongestSequence]:
 
 
 def _ms_per_token(planner: TrainingPlanner, method: str, seq_len: int) -> float | None:
-    """Return the predicted time per token of a step at `seq_len` tokens. None if the solver finds no policy."""
+    """Return the predicted time per token of a step on sequences of `seq_len` tokens, or None if no policy is found."""
     request = planner.request
     profile = planner.profile_at(seq_len)
     overhead_ms = 0.0
@@ -84,7 +84,7 @@ def _ms_per_token(planner: TrainingPlanner, method: str, seq_len: int) -> float 
 
 
 def longest_text(request: Request, longest: list[LongestSequence]) -> str:
-    """Return the table of `longest_sequences` as text."""
+    """Return the results of `longest_sequences` as a text table."""
     plain = next(each for each in longest if each.method == METHODS[0])
     rows = [("", "longest sequence", "of plain's", "ms per 1,000 tokens")]
     for each in longest:
@@ -100,7 +100,7 @@ def longest_text(request: Request, longest: list[LongestSequence]) -> str:
 
 
 def longest_json(request: Request, longest: list[LongestSequence]) -> dict[str, object]:
-    """Return the table of `longest_sequences` as a JSON record."""
+    """Return the results of `longest_sequences` as a JSON record."""
     return {
         "model": request.model,
         "batch_size": request.batch_size,

@@ -52,7 +52,7 @@ def build_model(
 ) -> PreTrainedModel:
     """Build the model in float32, with random weights from torch's current seed, or the hub's weights if `pretrained`.
 
-    `vocab_size` and `eos_token_id` are the tokenizer's. A model with random weights uses both numbers. Raises
+    `vocab_size` and `eos_token_id` are from the tokenizer. A model with random weights uses both numbers. Raises
     ValueError if the vocabulary of a pretrained model is smaller than `vocab_size`.
     """
     if pretrained:
@@ -66,8 +66,8 @@ def build_model(
 def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32") -> PreTrainedModel:
     """Build the classifier or language model of `config`, with random weights from torch's current seed.
 
-    If `attn_implementation` is None, Transformers chooses the attention. Raises ValueError if the architecture has
-    neither a classifier nor a language model, or does not have this attention.
+    If `attn_implementation` is None, Transformers chooses the attention implementation. Raises ValueError if the
+    architecture has neither a classifier nor a language model, or does not have this attention implementation.
     """
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):

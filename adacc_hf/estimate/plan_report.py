@@ -12,15 +12,17 @@ from adacc_hf.estimate.planning import LENGTH_STEP, TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
 
 WIDTH = 100
-"""Width of the text in characters."""
+"""Width of the output of `adacc plan` in characters."""
 
 MEASURED_SHARE = (0.87, 1.25)
-"""Measured memory on the device, without the CUDA context, divided by the predicted peak: the 10th and the 90th
-percentile over published measurements (first predictions, eval/results/cpu/published.json). Measured memory includes
-fragments of the allocator and temporary tensors of kernels, which the prediction leaves out."""
+"""Measured memory on the device, without the CUDA context, divided by the predicted peak.
+
+The two numbers are the 10th and the 90th percentile over published measurements (first predictions,
+eval/results/cpu/published.json). Measured memory includes fragments of the allocator and temporary tensors of kernels,
+which the prediction leaves out."""
 CONTEXT_BYTES = 1343 * 2**20
-"""Largest published size of the CUDA context with torch's kernels loaded (a V100, in Transformers' guide to training on
-one GPU). Other published sizes are some hundred megabytes."""
+"""Bytes of the largest CUDA context that was published, with torch's kernels loaded (a V100, in Transformers' guide to
+training on one GPU). Other published sizes are some hundred megabytes."""
 
 ASSUMPTIONS = (
     "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
@@ -138,8 +140,10 @@ def _expected_memory(plan: TrainingPlan) -> str:
 
 
 def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Return a (low, high) estimate of the GPU memory in use, or None for a CPU. Only `high` includes the CUDA
-    context."""
+    """Return a (low, high) estimate of the GPU memory in use, or None for a CPU.
+
+    Only `high` includes the CUDA context.
+    """
     if plan.request.workload.device.trace == "cpu":
         return None
     peak_bytes = plan.forecasts[_best_method(plan)].peak_bytes
@@ -148,7 +152,7 @@ def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
 
 
 def _best_method(plan: TrainingPlan) -> str:
-    """Return the method for which `adacc plan` predicts the memory in use."""
+    """Return the method whose memory in use `adacc plan` predicts: "plain" if plain training fits, else "adacc"."""
     return "plain" if plan.forecasts["plain"].fits else "adacc"
 
 
@@ -221,7 +225,7 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
 
 
 def _host_note(plan: TrainingPlan) -> str:
-    """Return a note on the limit of host memory, and on the assumed rate and time of copies."""
+    """Return a note on the limit of host memory, and on the assumed bandwidth and time of copies to and from it."""
     workload = plan.request.workload
     limit = workload.adacc.host_limit(plan.profile.host_free_bytes)
     text = f"Up to {format_bytes(limit)} of host memory per device (--host-memory) may hold activations."
@@ -237,31 +241,31 @@ def _host_note(plan: TrainingPlan) -> str:
 
 
 def _plan_count(number: int | None) -> str:
-    """Return a number in the output of `adacc plan`, "-" if the number is not predicted."""
+    """Return a number as text for the output of `adacc plan`, or "-" if the number is not predicted."""
     return "-" if number is None else str(number)
 
 
 def _plan_length(number: int | None, limit: int | None) -> str:
-    """Return a predicted length in the output of `adacc plan`, marked if it equals the model's `limit`."""
+    """Return a predicted sequence length as text for `adacc plan`, marked if it equals the model's `limit`."""
     return f"{number} (the model's limit)" if number is not None and number == limit else _plan_count(number)
 
 
 def _plan_bytes(num_bytes: int | None) -> str:
-    """Return bytes in the output of `adacc plan`, "-" if the bytes are not predicted."""
+    """Return a number of bytes as text for the output of `adacc plan`, or "-" if the number is not predicted."""
     return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
-    """Return a ratio of predicted times in the output of `adacc plan`, "-" without a prediction."""
+    """Return the ratio of two predicted times as text for the output of `adacc plan`, or "-" without a prediction."""
     return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
 
 
 def plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return a table in the output of `adacc plan` as lines of aligned text."""
+    """Return a table as lines of aligned text, for the output of `adacc plan`."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_plan_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
 
 
 def _plan_cell(column: int, text: str, width: int) -> str:
-    """Return a cell of a table in the output of `adacc plan`, padded to its column."""
+    """Return `text` padded to the width of its column, for a table in the output of `adacc plan`."""
     return f"{text:{width}}" if column == 0 else f"{text:>{width}}"

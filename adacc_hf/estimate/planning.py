@@ -30,16 +30,16 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 log = logging.getLogger(__name__)
 
 METHODS = ("plain", "full recomputation", "adacc")
-"""Compared training methods: retaining every activation, torch's checkpoint around every block, and the solved
-policy."""
+"""Training methods that are compared: retaining every activation, torch's checkpoint around every block, and the policy
+from the solver."""
 EXACT, TILED = "adacc, exact", "recomputation, tiles and chunked head"
-"""Further methods of the search for the longest sequence."""
+"""Additional training methods that the search for the longest sequence compares."""
 _UNIFORM = {"plain": "retain", "quantization": "compress"}
-"""Action of the methods that apply one action to every activation."""
+"""Action that each method applies to every activation, for the methods with one action."""
 SEARCH_LIMIT = 2**20
 """Upper end of the searches for the largest batch size and the longest sequence."""
 LENGTH_STEP = 8
-"""Step in tokens of the search for the longest sequence. For lengths between multiples of 8, attention kernels pad
+"""Step in tokens of the search for the longest sequence. For other lengths than multiples of 8, attention kernels pad
 copies of the mask. A longer sequence may then take less memory than a shorter one, but the search needs memory that
 grows with the length."""
 
@@ -56,14 +56,15 @@ class Request:
     accumulates: bool = False
     """True if a step has several micro-batches. Gradients then stay allocated while the next micro-batch runs."""
     budget_bytes: int | None = None
-    """Budget in bytes per device. None means the device's memory, reduced by the fraction
+    """Budget in bytes per device. None means the device's memory minus a margin, the fraction
     `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
     """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
     find_largest: bool = True
-    """True to search for the largest batch and the longest sequence, which takes about a dozen additional traces."""
+    """True to search for the largest batch and the longest sequence, which takes about a dozen additional traces of the
+    model."""
     profile: Profile | None = None
-    """Saved profile to use instead of a trace. None to trace the model."""
+    """Saved profile to use instead of tracing the model, or None."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -83,23 +84,23 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Predicted memory and time of one training step with one of METHODS."""
+    """Predicted memory and time of one training step with one of the training METHODS."""
 
     fits: bool
     peak_bytes: int
-    """Peak of live bytes. For adacc, the smallest peak of any policy if no policy fits."""
+    """Peak of live bytes. For method "adacc", the smallest peak of any policy if no policy fits the budget."""
     step_ms: float | None
-    """Milliseconds of one forward and backward. None for adacc if no policy fits."""
+    """Milliseconds of one forward and backward. None for method "adacc" if no policy fits the budget."""
     reserved_bytes: int | None = None
-    """Bytes that the caching allocator reserves. None if the allocator is not simulated: for adacc, on several devices,
-    on a CPU and with a saved profile."""
+    """Bytes that torch's caching allocator reserves. None if the allocator is not simulated: for method "adacc", on
+    several devices, on a CPU, and with a saved profile."""
     largest_batch: int | None = None
     longest_seq_len: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Predictions for a training run: static memory, policy, and a forecast for each method."""
+    """Predictions for a training run: memory without activations, policy, and a forecast per training method."""
 
     request: Request
     attention: str
@@ -107,16 +108,16 @@ class TrainingPlan:
     static: StaticMemory
     profile: Profile
     policy: Policy | None
-    """Solved policy. None if no policy fits."""
+    """Policy from the solver. None if no policy fits the budget."""
     bound_bytes: int | None
-    """Lower bound on the peak of every policy. None if a policy fits."""
+    """Lower bound on the peak of every policy. None if a policy fits the budget."""
     forecasts: dict[str, Forecast]
     phases: dict[str, int]
     """Peak of live bytes in each phase of the step, under the policy, or under full recomputation if no policy fits."""
 
 
 def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
-    """Return the static memory of training, and the profile of one step of `request` on one device.
+    """Return the static memory (without activations), and the profile of one step of `request`, on one device.
 
     Pass the profile to `uniform_policy` for the peak of plain training or of recomputation. Raises the same errors as
     `plan`.
@@ -127,9 +128,9 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
 
 
 def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
-    """Return the bytes that the caching allocator reserves for plain steps of `request`, or for checkpointed steps.
+    """Return the bytes that torch's caching allocator reserves for steps of `request`, plain or checkpointed.
 
-    The allocator is not simulated on several devices, on a CPU and with a saved profile. In these cases, return None.
+    Return None on several devices, on a CPU, and with a saved profile, because the allocator is not simulated then.
     Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
@@ -137,7 +138,7 @@ def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
 
 
 def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
-    """Return, for each of `methods`, the largest batch size within the budget and at the sequence length of `request`.
+    """Return, for each of `methods`, the largest batch size within the budget, at the sequence length of `request`.
 
     Allowed methods are METHODS, and "quantization", which compresses every activation that has a codec. The largest
     batch is 0 if no batch fits. Raises the same errors as `plan`.
@@ -149,8 +150,8 @@ def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
 def plan(request: Request) -> TrainingPlan:
     """Return the predictions for the training run of `request`.
 
-    Raises ValueError if the budget is below the static memory of training, and FakeDeviceError or AdaccError if the
-    model cannot be traced.
+    Raises ValueError if the budget is below the memory of training without activations, and FakeDeviceError or
+    AdaccError if the model cannot be traced.
     """
     log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
@@ -158,7 +159,7 @@ def plan(request: Request) -> TrainingPlan:
 
 
 class TrainingPlanner:
-    """Predictions for one request, with the fake model and the profiles of the batch shapes traced so far."""
+    """Planner of one training run, with its fake model and the profiles of the batch shapes traced so far."""
 
     def __init__(self, request: Request, model: FakeModel) -> None:
         self.request = request
@@ -169,9 +170,10 @@ class TrainingPlanner:
         )
         self._traced: dict[tuple[int, int], Profile] = {}
         """Profiles by (batch size, sequence length). Profiles that were traced for methods other than "adacc" may lack
-        the chunked head."""
+        the chunked head (output layer and loss)."""
         self._with_all_heads: set[tuple[int, int]] = set()
-        """Shapes in `_traced` whose profiles have all heads."""
+        """Shapes (batch size, sequence length) whose profiles have all heads (output layer and loss: plain and
+        chunked)."""
         self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
@@ -201,17 +203,22 @@ class TrainingPlanner:
         )
 
     def trace(self) -> None:
-        """Trace the requested batch shape, from which the searches start. Raise ValueError for a budget that is below
-        the memory of training without activations."""
+        """Trace the requested batch shape, from which the searches for larger shapes start.
+
+        Raise ValueError for a budget that is below the memory of training without activations.
+        """
         _check_budget(self.request, self.static)
         self._add_traced(self.profile())
 
     def profile_at(self, seq_len: int) -> Profile:
-        """Return the profile of one step at another sequence length, with times."""
+        """Return the profile of one step at the sequence length `seq_len`, with times."""
         return self._for_training(self.model.profile(self.request.batch_size, seq_len))
 
     def _add_traced(self, profile: Profile) -> None:
-        """Use `profile`, of the requested batch shape and with all heads, in the searches for the largest shapes."""
+        """Make `profile` available to the searches for the largest shapes.
+
+        `profile` is for the requested batch shape and has all heads (plain and chunked).
+        """
         shape = (self.request.batch_size, self.request.seq_len)
         self._traced[shape] = profile
         self._with_all_heads.add(shape)
@@ -222,7 +229,7 @@ class TrainingPlanner:
         return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
 
     def _for_training(self, profile: Profile) -> Profile:
-        """Return `profile` with the static memory, sharded gradients and optimizer step of one device of the run."""
+        """Return `profile` with the memory of one device's parameters, gradients and optimizer state in the run."""
         extra_bytes = self.static.resting_bytes - self._state_bytes(profile)
         gradients = self._finished_gradient_bytes([block.name for block in profile.blocks])
         if self.request.accumulates:
@@ -245,7 +252,7 @@ class TrainingPlanner:
     def _finished_gradient_bytes(self, blocks: list[str]) -> dict[str, int]:
         """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts.
 
-        The key "tail" has the bytes at the end of the last block's backward. Gradients of the output embedding and of
+        The key "tail" has the bytes at the end of the backward of all blocks. Gradients of the output embedding and of
         norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are complete
         after the blocks' gradients. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
         gradients only after backward.
@@ -268,10 +275,10 @@ class TrainingPlanner:
         return {**bytes_at_start, "tail": finished_bytes}
 
     def _state_bytes(self, profile: Profile) -> int:
-        """Return the static bytes that `profile` includes.
+        """Return the bytes in `profile` that are allocated before the step.
 
-        A traced profile includes parameters and buffers. A saved profile, which was measured, includes everything that
-        was allocated before the step.
+        In a traced profile, these are parameters and buffers. In a saved profile, which was measured, they include
+        everything that was allocated.
         """
         if profile is self.request.profile:
             return profile.static_bytes
@@ -325,7 +332,7 @@ class TrainingPlanner:
     def longest_seq_len(self, method: str, start: int) -> int:
         """Return the longest sequence, in tokens, whose peak under `method` is within the budget, or 0.
 
-        The search begins at `start` tokens. Call `trace` first, to trace the shape that the planner's request names.
+        The search begins at `start` tokens. Call `trace` first, to trace the batch shape of the request.
         """
         request = self.request
         longest = request.longest_seq_len or SEARCH_LIMIT
@@ -343,19 +350,18 @@ class TrainingPlanner:
         return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
 
     def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
-        """Return peak minus budget in bytes under `method`, by (batch size, sequence length), for the shapes traced so
-        far.
+        """Return peak minus budget in bytes under `method`, by (batch size, sequence length) of each traced shape.
 
         The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
-        bytes that stay allocated during the whole step, minus the budget. For method "adacc", the number of a shape
-        whose profile lacks a head would take another trace, and is left out.
+        bytes that stay allocated during the whole step, minus the budget. For method "adacc", shapes whose profile
+        lacks a head are left out, because they would take another trace.
         """
         shapes = list(self._with_all_heads if method in ("adacc", EXACT, TILED) else self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
         return estimate | {shape: self._excess(method, *shape) for shape in shapes}
 
     def config_of(self, method: str) -> AdaccConfig:
-        """Return the config of adacc's methods."""
+        """Return the config that the solver uses for `method`, one of the methods with a policy from the solver."""
         config = self.request.workload.adacc
         return config.with_overrides(actions=("retain", "recompute"), head="plain") if method == EXACT else config
 
@@ -363,9 +369,9 @@ class TrainingPlanner:
         return self._peak(method, batch_size, seq_len) - self.request.budget
 
     def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
-        """Return the smallest peak in bytes that a method can reach at this batch shape, traced if necessary.
+        """Return the smallest peak in bytes that `method` can reach at this batch shape, which is traced if necessary.
 
-        For "adacc", a peak that is far from the budget is an estimate.
+        For method "adacc", a peak that is far from the budget is an estimate.
         """
         shape, is_adacc = (batch_size, seq_len), method in ("adacc", EXACT, TILED)
         if shape not in (self._with_all_heads if is_adacc else self._traced):
@@ -385,8 +391,8 @@ class TrainingPlanner:
 def fully_recomputed(profile: Profile) -> Outcome:
     """Return the simulated outcome of a step in which torch's checkpoint runs every block.
 
-    Blocks with collectives are checkpointed too, and all ranks run these blocks again in backward. A policy never
-    checkpoints such blocks.
+    Blocks with collective communication are checkpointed too, and all ranks run these blocks again in backward. A
+    policy never checkpoints such blocks.
     """
     return simulate_checkpointed(with_checkpointing(profile))
 
@@ -403,14 +409,17 @@ def with_checkpointing(profile: Profile) -> Profile:
 
 
 def tiled_checkpointing(profile: Profile) -> Outcome:
-    """Return the simulated outcome of a step in which torch's checkpoint runs every block, with the row-wise module of
-    each block in tiles, and with a chunked head, where the profile has them."""
+    """Return the simulated outcome of a step with every block checkpointed, with tiles and a chunked head.
+
+    Each block's row-wise module, such as its MLP, runs in tiles (on some rows at a time). Tiles and the chunked head
+    are used where the profile has them.
+    """
     head = next((name for name in profile.heads if name == "chunked"), profile.head)
     return fully_recomputed(most_tiled(profile.with_head(head)))
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
-    """Predict the memory that the caching allocator reserves on the GPU, or return None if that cannot be predicted."""
+    """Predict the memory that torch's caching allocator reserves on the GPU, or return None if impossible."""
     if request.workload.sharding.method != "none" or request.workload.trace == "cpu" or request.profile is not None:
         return None
     return reserved_bytes(
@@ -448,7 +457,7 @@ def _check_profile(request: Request, model: FakeModel) -> None:
 
 
 def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """Return (policy, peak of the policy, None) for a policy of a fake model within `budget`.
+    """Solve for a policy within `budget`, and return (policy, peak of the policy, None).
 
     If no policy fits, return (None, smallest feasible budget, lower bound of all peaks).
     """
@@ -460,9 +469,9 @@ def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple
 
 
 def plain_ms(profile: Profile) -> float:
-    """Return the milliseconds of a plain step.
+    """Return the milliseconds of a plain step, in which nothing is recomputed.
 
-    The profiled step also recomputes, so the time of recomputation is subtracted from the time of the profiled step.
+    The step in the profile also recomputes, so the time of recomputation is subtracted from its time.
     """
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
@@ -477,5 +486,5 @@ def _phase_peaks(outcome: Outcome) -> dict[str, int]:
 
 
 def _trained_bytes(module: nn.Module) -> int:
-    """Return the bytes of the trained parameters in a module of the fake model."""
+    """Return the bytes of the trained parameters in `module`."""
     return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)

@@ -1,5 +1,4 @@
-"""Model sizes by name: the GPT models of the paper's Table 3, LLaMA, T5 and small demos. Importing this module does not
-import torch."""
+"""Model sizes by name: the GPT models of the paper's Table 3, LLaMA, T5 and small demos. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Size:
-    """Shape of a GPT-2. Other settings are GPT2Config's defaults (dropout 0.1, tied embeddings)."""
+    """Shape of a GPT-2 model. Other settings are GPT2Config's defaults (dropout 0.1, tied embeddings)."""
 
     n_layer: int
     n_embd: int
@@ -30,7 +29,7 @@ class Gpt2Size:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSize:
-    """Shape of a LLaMA. Other settings are LlamaConfig's defaults (no dropout)."""
+    """Shape of a LLaMA model. Other settings are LlamaConfig's defaults (no dropout)."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -49,7 +48,7 @@ class LlamaSize:
 
 @dataclass(frozen=True, kw_only=True)
 class T5Size:
-    """Shape of a T5 with equal numbers of encoder and decoder layers. Other settings are T5Config's defaults (dropout
+    """Shape of a T5 model with as many encoder as decoder layers. Other settings are T5Config's defaults (dropout
     0.1)."""
 
     num_layers: int
@@ -131,7 +130,7 @@ def check_model(name: str) -> None:
 
 
 def unknown_model(name: str, error: Exception) -> str:
-    """Return the error message for a model `name` whose configuration could not be loaded because of `error`."""
+    """Return the error for a model `name` whose configuration could not be loaded because of `error`."""
     reason = str(error).strip().partition("\n")[0]
     names = ", ".join(PRESETS)
     return f"--model={name} is not a preset ({names}), and could not be loaded as a hub id or folder: {reason}"

@@ -1,11 +1,11 @@
-"""Linear layers with 4-bit weights for fake models, with the memory and the operators of bitsandbytes.
+"""Linear layers with 4-bit weights for fake models, with the same memory and operators as in bitsandbytes.
 
 No kernels of bitsandbytes are needed.
 
 The rules are taken from bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
 `integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the
-product has more than 1536 rows (`_gemm_4bit_use_custom_cuda`), and uses a fused kernel for fewer rows. In this module
-the weight is always dequantized. Values are not computed, and a dequantized weight is 0.
+matrix product has more than 1536 rows (`_gemm_4bit_use_custom_cuda`), and uses a fused kernel for fewer rows. In this
+module the weight is always dequantized. Values are not computed, and a dequantized weight is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 BLOCK = 64
 """Number of weights that share a scale: bitsandbytes' default `blocksize` of 4-bit weights on NVIDIA's devices."""
 NESTED_BLOCK = 256
-"""Number of scales that share a second scale, with `bnb_4bit_use_double_quant`."""
+"""Number of scales that share a scale of their own, if `bnb_4bit_use_double_quant` is set."""
 _NUM_CODES = 16
 _NUM_NESTED_CODES = 256
 
@@ -33,7 +33,8 @@ class Quantization:
     """Settings of a model with 4-bit weights."""
 
     has_nested_scales: bool = False
-    """True for `bnb_4bit_use_double_quant`. A scale then has 8 bits, and NESTED_BLOCK scales share a second scale."""
+    """True if `bnb_4bit_use_double_quant` is set. A scale then has 8 bits, and NESTED_BLOCK scales share a scale of
+    their own."""
     skipped_modules: tuple[str, ...] = ()
     """Names of modules whose weights are not quantized, in addition to the output embedding."""
 
@@ -71,7 +72,7 @@ def quantize_linear_layers(model: PreTrainedModel, quantization: Quantization) -
 
 
 class QuantizedLinear(nn.Linear):
-    """Linear layer of a fake model with a frozen weight of 4 bits, two weights in each byte."""
+    """Linear layer of a fake model (without data) with a frozen 4-bit weight, two elements in each byte."""
 
     scales: Tensor
     nested_scales: Tensor
@@ -101,8 +102,10 @@ class QuantizedLinear(nn.Linear):
         return product.to(hidden.dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor with the shape of the dequantized weight. Nested scales are first dequantized to
-        float32."""
+        """Return a tensor of `dtype` with the shape of the dequantized weight.
+
+        If scales are quantized too, they are first dequantized to float32.
+        """
         scales = self.scales
         if self.has_nested_scales:
             scales = dequantize(scales, self.nested_scales, [scales.numel()], torch.float32)
@@ -111,7 +114,7 @@ class QuantizedLinear(nn.Linear):
 
 @torch.library.custom_op("adacc_hf::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros of `shape` in `dtype`, which take as much memory as the dequantized codes."""
+    """Return zeros of `shape` and `dtype`, which take as much memory as the weight dequantized from `codes`."""
     return torch.zeros(shape, dtype=dtype, device=codes.device)
 
 
@@ -121,7 +124,7 @@ def _(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Te
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """Product with a 4-bit weight. Forward and backward each dequantize the weight, and free the result after use."""
+    """Matrix product with a 4-bit weight. Forward and backward each dequantize the weight, and free it after use."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -135,7 +138,7 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def follow_bitsandbytes(adapted: nn.Module) -> None:
-    """Replace the forward of the LoRA layers around 4-bit weights by the forward of PEFT's layers for bitsandbytes."""
+    """Replace the forward of LoRA layers around 4-bit weights by the forward that PEFT uses for bitsandbytes."""
     from peft.tuners.lora import Linear
 
     class LoraOfQuantized(Linear):

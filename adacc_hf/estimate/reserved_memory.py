@@ -1,4 +1,4 @@
-"""Simulation of torch's caching allocator: predict the reserved GPU memory of training on a fake model.
+"""Simulation of torch's caching allocator, to predict the GPU memory that training reserves. The model is fake.
 
 The driver and `nvidia-smi` see the segments that the allocator reserved, which are more than the live bytes. The
 difference depends on the order of allocations and frees. Therefore whole steps run on fake tensors, including gradients
@@ -22,17 +22,17 @@ from adacc_hf.estimate.static_memory import state_bytes, update_bytes
 from adacc_hf.torch_glue.memory import forward_loss
 
 STEPS = 2
-"""Number of simulated steps. At the end of the first step, the optimizer's state is allocated where activations were.
-In the second step, the activations are therefore allocated elsewhere. A third step reserved nothing more in any of the
-published runs."""
+"""Number of simulated steps. At the end of the first step, the optimizer's state is allocated in memory that
+activations used. In the second step, the activations are therefore allocated elsewhere. A third step reserved nothing
+more in any of the published runs."""
 
 
 def reserved_bytes(
     model: FakeModel, batch_size: int, seq_len: int, optimizer: str, keeps_gradients: bool, is_checkpointed: bool
 ) -> int:
-    """Return the GPU bytes that the caching allocator reserves in steps of plain training.
+    """Return the GPU bytes that torch's caching allocator reserves in steps of training without a policy.
 
-    With `is_checkpointed`, torch's checkpoint is around each block. With `keeps_gradients`, gradients stay allocated
+    If `is_checkpointed`, torch's checkpoint is around each block. If `keeps_gradients`, gradients stay allocated
     between the steps. Sharding is not simulated, so the model must be on one device. Call this function inside the
     `with` block of `fake_model` that created the model.
     """
@@ -78,7 +78,7 @@ def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]
 
 
 def _allocate_state(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Allocate `nbytes` in the simulated allocator, as tensors of the size of `parameter`. The last may be smaller."""
+    """Allocate `nbytes` as tensors of the size of `parameter`, the last of which may be smaller."""
     sizes = [min(_tensor_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _tensor_nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
@@ -91,20 +91,20 @@ def _tensor_nbytes(tensor: torch.Tensor) -> int:
 class AllocatorMeter(FakeMemoryMeter):
     """Meter of fake tensors that passes every allocation and every free to a simulated allocator.
 
-    A step whose allocations are all freed at its end is repeated without the model: the next step allocates and frees
-    the same sizes in the same order. If a tensor of the step stays alive, for example a gradient, the next step may
-    differ, so the step cannot be repeated.
+    If all allocations of a step are freed at its end, the step is repeated without running the model: the next step
+    would allocate and free the same sizes in the same order. If a tensor of the step stays alive, for example a
+    gradient, the next step may differ, so the step cannot be repeated.
     """
 
     def __init__(self, memory_bytes: int) -> None:
         super().__init__()
         self.allocator = CachingAllocator(memory_bytes)
         self.can_repeat = False
-        """True if `repeat` has the same effect as another step."""
+        """True if repeating the recorded allocations has the same effect as another step of the model."""
         self._events: list[tuple[int, int | None]] = []
-        """Recorded events: (number of the allocation in the step, its bytes, or None for a free)."""
+        """Recorded allocations and frees, as (number of the allocation in the step, its bytes, or None for a free)."""
         self._numbers: dict[int, int] = {}
-        """Numbers of the recorded allocations that are live, by the storage's key."""
+        """Numbers of the recorded allocations that are live, by the key of the allocated storage."""
         self._is_recording = False
 
     def begin_recording(self) -> None:
@@ -116,7 +116,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
     @contextmanager
     def not_recorded(self) -> Iterator[None]:
-        """Leave out the allocations inside the `with` block from the recorded step."""
+        """Do not record the allocations inside the `with` block as part of the step."""
         self._is_recording = False
         try:
             yield
@@ -150,7 +150,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
 @contextmanager
 def _checkpointed_fake_blocks(model: FakeModel) -> Iterator[None]:
-    """Checkpoint each block of a fake model while the context is open, as torch's checkpoint does."""
+    """Run each block of a fake model under a checkpoint like torch's, inside the `with` block."""
     for block in model.blocks:
         block.forward = _FakeCheckpoint(model, block.forward)
     try:
@@ -161,12 +161,14 @@ def _checkpointed_fake_blocks(model: FakeModel) -> Iterator[None]:
 
 
 class _RecomputedError(Exception):
-    """Signal that ends a recomputation early, when all tensors that backward needs are recomputed."""
+    """Exception that ends a recomputation early, when all tensors that backward needs are recomputed."""
 
 
 class _FakeCheckpoint:
-    """Checkpointed forward of a block of fake tensors. Backward runs the forward again, up to the last tensor that
-    autograd saves."""
+    """Forward of a block of fake tensors under a checkpoint, as torch runs it.
+
+    Backward runs the forward again, up to the last tensor that autograd saves.
+    """
 
     def __init__(self, model: FakeModel, forward: Callable[..., Any]) -> None:
         self._model = model
@@ -219,20 +221,20 @@ class _FakeCheckpoint:
 # reserves more than the live bytes. It returns segments only when the driver is out of memory.
 
 _BLOCK_UNIT = 512
-"""Unit of block sizes in bytes. Every block size is a multiple of this unit."""
+"""Unit in bytes of the sizes of the caching allocator's blocks. Every block size is a multiple of this unit."""
 _MAX_SMALL_BLOCK = 2**20
-"""Maximum size in bytes of a block of the small pool, whose segments have `_SMALL_SEGMENT` bytes."""
+"""Maximum size in bytes of a block in the allocator's small pool, whose segments have `_SMALL_SEGMENT` bytes."""
 _SMALL_SEGMENT = 2 * 2**20
 _MIN_LARGE_BLOCK = 10 * 2**20
-"""Size in bytes from which a block gets a new segment of the block's size, if no free block is large enough. New
+"""Minimum size in bytes of a block that gets a new segment of its own size, if no free block is large enough. New
 segments for smaller blocks of the large pool have `_MEDIUM_SEGMENT` bytes."""
 _MEDIUM_SEGMENT = 20 * 2**20
 _SEGMENT_UNIT = 2 * 2**20
-"""Unit in bytes of the sizes of segments for large blocks."""
+"""Unit in bytes of the sizes of the allocator's segments for large blocks."""
 
 
 class _SegmentBlock:
-    """Contiguous part of a segment of reserved memory, linked with the adjacent parts of the segment."""
+    """Part of a segment that the caching allocator has reserved, linked with the adjacent parts."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 
@@ -245,23 +247,25 @@ class _SegmentBlock:
 
 
 class CachingAllocator:
-    """Simulation of torch's caching allocator on a device of `memory_bytes`. Allocations beyond the device's memory
-    succeed too."""
+    """Simulation of torch's caching allocator on a device of `memory_bytes`.
+
+    Allocations that exceed the device's memory succeed too.
+    """
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
         self.most_reserved_bytes = 0
-        """Peak of the reserved bytes."""
+        """Maximum so far of the bytes that the allocator has reserved."""
         self._reserved_bytes = 0
         self._allocated: dict[Hashable, _SegmentBlock] = {}
         self.free_blocks: dict[bool, list[tuple[int, int, _SegmentBlock]]] = {True: [], False: []}
         """Free blocks of the small pool (True) and the large pool (False), sorted by size, then by age."""
         self._free_numbers: set[int] = set()
-        """Numbers of the free blocks."""
+        """Identifying numbers of the free blocks."""
         self._num_blocks = 0
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
-        """Allocate a block of `nbytes`, which `free(key)` frees. Raises ValueError if `key` has a block already."""
+        """Allocate a block of `nbytes`, to be freed by `free(key)`. Raises ValueError if `key` has a block already."""
         if key in self._allocated:
             raise ValueError(f"key {key!r} has a block already: free the block before another allocation")
         if nbytes == 0:
@@ -275,9 +279,9 @@ class CachingAllocator:
         self._allocated[key] = block
 
     def free(self, key: Hashable) -> None:
-        """Free the block of `key`, and merge the block with free neighbours.
+        """Free the block that was allocated for `key`, and merge the block with free neighbours.
 
-        A key without a block has no effect, because allocations of 0 bytes have no block.
+        Do nothing if `key` has no block, because allocations of 0 bytes have no block.
         """
         block = self._allocated.pop(key, None)
         if block is None:
@@ -316,7 +320,7 @@ class CachingAllocator:
         return self._new_block(segment, is_small)
 
     def _release_segments(self) -> None:
-        """Return to the driver every segment that consists of a single free block."""
+        """Return to the driver every segment that consists of a single free block, as torch's allocator does."""
         for pool in self.free_blocks.values():
             for _, _, block in list(pool):
                 if block.previous is None and block.next is None:
@@ -346,7 +350,7 @@ class CachingAllocator:
 
 
 def _merge_segment_blocks(first: _SegmentBlock, second: _SegmentBlock) -> _SegmentBlock:
-    """Merge the block `second` of a reserved segment into `first`, the adjacent block before. Return `first`."""
+    """Merge `second` into `first`, the block before it in the same segment. Return `first`."""
     first.size += second.size
     first.next = second.next
     if second.next is not None:

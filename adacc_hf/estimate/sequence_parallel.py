@@ -1,7 +1,8 @@
 """Attention of a fake model whose sequences are shared by several ranks, as in DeepSpeed's Ulysses (`sp_size`).
 
-Each rank has a part of every sequence. Before attention, the ranks exchange tokens for heads: each rank then has all
-tokens and a part of the heads. After attention, the ranks exchange heads for tokens. Source: arXiv 2309.14509.
+Each rank has a part of the tokens of every sequence. Before attention, the ranks exchange tokens for heads: each rank
+then has all tokens and a part of the heads. After attention, the ranks exchange heads for tokens. Source: arXiv
+2309.14509.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from adacc_hf.torch_glue.private import all_to_all
 
 SDPA = "sdpa"
 GROUP = "ranks of a sequence"
-"""Name of a group of ranks that does not exist, because fake tensors are not exchanged."""
+"""Name of a process group that does not exist. Collectives on fake tensors exchange nothing, so no group is needed."""
 
 
 def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
@@ -44,7 +45,7 @@ def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
 
 
 def check_attention(model: nn.Module, num_ranks: int) -> None:
-    """Raise ValueError if `num_ranks` devices share sequences, and the attention of `model` is not fused.
+    """Raise ValueError if `num_ranks` devices share sequences, but the attention of `model` is not fused.
 
     The plan simulates Ulysses by replacing fused attention (sdpa). Eager attention is not replaced, so each device
     would seem to attend to its own tokens only.
@@ -74,7 +75,10 @@ def shared_sequences(num_ranks: int) -> Iterator[None]:
 
 
 def _exchanging_attention(attention: Callable[..., Any], num_ranks: int) -> Callable[..., Any]:
-    """Return a function like `attention`, whose arguments and result hold a rank's part of the sequences."""
+    """Return `attention`, extended by the exchange of tokens and heads among `num_ranks` ranks.
+
+    The arguments and the result of the returned function have one rank's part of the sequences.
+    """
 
     def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value = (all_tokens(states, num_ranks) for states in (query, key, value))

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 FLOAT32_BYTES = 4
 _INT8_MIN_ELEMENTS = 4096
-"""Minimum number of elements of a parameter with 8-bit optimizer state. bitsandbytes keeps the state of smaller
-parameters in float32."""
+"""Minimum number of elements of a parameter for 8-bit optimizer state. For smaller parameters, bitsandbytes keeps the
+state in float32."""
 _INT8_BLOCK = 256
 """Number of elements of 8-bit optimizer state that share one float32 scale."""
 _REDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this number of elements for
-any model."""
+"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this number of elements
+whatever the model's size."""
 _NUM_BACKWARD_BUCKETS = 2
 """Number of gradient buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate
-set. DeepSpeed's default for these stages is no `overlap_comm`, with one bucket (`setup_buckets` in
+set. By default, DeepSpeed does not set `overlap_comm` for these stages, and has one bucket (`setup_buckets` in
 runtime/zero/stage_1_and_2.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Parallel training method, and the number of devices."""
+    """Method of parallel training, and the number of devices."""
 
     method: str = "none"
     """Name of the method: none, ddp, fsdp, zero1, zero2 or zero3."""
@@ -67,7 +67,7 @@ class Sharding:
 
     @property
     def num_reduce_buckets(self) -> int:
-        """Number of DeepSpeed's buckets for the reduction of gradients, or 0 for other methods."""
+        """Number of buckets in which DeepSpeed reduces gradients, or 0 for other methods of parallel training."""
         return {"zero1": _NUM_BACKWARD_BUCKETS, "zero2": _NUM_BACKWARD_BUCKETS, "zero3": 1}.get(self.method, 0)
 
     @property
@@ -75,14 +75,14 @@ class Sharding:
         """True if mixed precision computes with 16-bit copies of float32 weights.
 
         Accelerate's FSDP gathers 16-bit copies. DeepSpeed keeps the float32 weights and the 16-bit copies. With other
-        methods, autocast casts weights at each use.
+        methods of parallel training, autocast casts weights at each use.
         """
         return self.is_deepspeed or self.method == "fsdp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMemory:
-    """Bytes of training on one device that do not depend on the batch."""
+    """Memory of training on one device that does not depend on the batch."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -91,15 +91,15 @@ class StaticMemory:
     """Bytes of the optimizer's state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Bytes of gathered parameters: the parameters outside the blocks, of the running block and of one prefetched
-    block. 0 if parameters are not sharded."""
+    """Bytes of the parameters that are gathered at the same time: those outside the blocks, of the running block, and
+    of one prefetched block. 0 if parameters are not sharded."""
     buckets_bytes: int
-    """Bytes of gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has one
-    bucket."""
+    """Bytes of the gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has
+    one bucket."""
     backward_buckets_bytes: int
     """Bytes of the gradient buckets of ZeRO-1 and ZeRO-2, which are freed before the optimizer's step."""
     update_bytes: int
-    """Bytes of the temporaries of the optimizer's step."""
+    """Bytes of the temporaries in the optimizer's step."""
 
     @property
     def resting_bytes(self) -> int:
@@ -122,19 +122,19 @@ class StaticMemory:
 
 @dataclass(frozen=True)
 class _OptimizerBytes:
-    """Static memory of an optimizer, for predictions without a device."""
+    """Functions that predict the bytes of an optimizer's state and of its step's temporaries."""
 
     state_bytes: Callable[[torch.Tensor], int]
     update_bytes: Callable[[Sequence[torch.Tensor]], int]
 
 
 def _state_nbytes(tensor: torch.Tensor) -> int:
-    """Return the predicted bytes of one optimizer state in the dtype of `tensor`."""
+    """Return the predicted bytes of one state of an optimizer, such as a moment, in the dtype of `tensor`."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def _int8_state_bytes(tensor: torch.Tensor) -> int:
-    """Return the predicted bytes of one optimizer state in bitsandbytes' 8 bits."""
+    """Return the predicted bytes of one state of an optimizer, such as a moment, in bitsandbytes' 8-bit format."""
     if tensor.numel() < _INT8_MIN_ELEMENTS:
         return FLOAT32_BYTES * tensor.numel()
     return tensor.numel() + FLOAT32_BYTES * -(-tensor.numel() // _INT8_BLOCK)
@@ -149,7 +149,7 @@ def _factored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _no_state_bytes(_: Sequence[torch.Tensor]) -> int:
-    """Return 0, the temporary bytes in the step of an optimizer that needs none."""
+    """Return 0, for an optimizer whose step needs no temporaries."""
     return 0
 
 
@@ -167,14 +167,13 @@ _OPTIMIZERS = {
     "sgd": _OptimizerBytes(lambda p: 0, _no_state_bytes),
     "sgd_momentum": _OptimizerBytes(_state_nbytes, _no_state_bytes),
 }
-"""Bytes of state per parameter, and bytes of temporaries of one step, for each optimizer.
+"""Functions for each optimizer that predict the bytes of state per parameter and of the temporaries of one step.
 
 - adamw is torch's fused AdamW, the Trainer's default, which needs no temporaries.
 - adamw_foreach allocates the square roots of all second moments at once.
-- compact is CompAct, which trains cores instead of weights. Its step allocates the cores, and the square roots of the
-  cores' second moments.
-- adafactor squares and scales one gradient at a time.
-"""
+- compact is CompAct, which trains small `core` parameters instead of weights. Its step allocates the cores, and the
+  square roots of the cores' second moments.
+- adafactor squares and scales one gradient at a time."""
 
 OPTIMIZERS = tuple(_OPTIMIZERS)
 
@@ -203,9 +202,9 @@ def update_bytes(name: str, parameters: Sequence[torch.Tensor]) -> int:
 def static_memory(
     model: nn.Module, blocks: Sequence[nn.Module], optimizer: str, sharding: Sharding, master_weights: bool
 ) -> StaticMemory:
-    """Return the static memory of training `model` on each device.
+    """Return the memory of training `model` on each device that does not depend on the batch.
 
-    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the float32
+    If `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the float32
     weights and the 16-bit copies. FSDP keeps float32 weights and gradients, and gathers 16-bit copies of the layers in
     use. The model may be on meta, or fake. Raises ValueError if `optimizer` is unknown.
     """
@@ -240,15 +239,17 @@ def static_memory(
 
 
 def _float32_on_meta(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same shapes in float32, on meta."""
+    """Return new tensors in float32 on the meta device, of the same shapes as `tensors`."""
     import torch
 
     return [torch.empty_like(tensor, dtype=torch.float32, device="meta") for tensor in tensors]
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes of the parameters that are gathered at the same time: all parameters outside the blocks, and the
-    parameters of the two largest blocks."""
+    """Return the bytes of the parameters that are gathered at the same time when parameters are sharded.
+
+    These are all parameters outside the blocks, and the parameters of the two largest blocks.
+    """
     from adacc_hf.torch_glue.memory import distinct_bytes
 
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)
@@ -256,5 +257,5 @@ def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Mod
 
 
 def _shard_bytes(nbytes: int, num_shards: int) -> int:
-    """Return the predicted bytes of one rank's part of a sharded tensor."""
+    """Return the predicted bytes of one rank's part of a sharded tensor of `nbytes`."""
     return -(-nbytes // num_shards)

@@ -1,7 +1,7 @@
 """Cross entropy of a linear layer's outputs in chunks of rows, without the full logits in memory.
 
-For each chunk, forward computes the logits, the loss and the gradients. So every matrix product runs once, as in plain
-training. Recomputing the logits in backward would need the same peak memory, and a fourth product in addition to three.
+For each chunk, forward computes the logits, the loss and the gradients. So each of the three matrix products runs once,
+as in plain training. Recomputing the logits in backward would need the same peak memory, and a fourth product.
 
 torch 2.13 has `F.linear_cross_entropy`, which does the same, but torch 2.11 does not have this function. This
 implementation stays until 2.13 is the oldest supported release and both implementations were compared on a GPU.
@@ -23,13 +23,13 @@ from adacc_hf.torch_glue.compat import adds_into_wider
 from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
 COLUMNS = 64
-"""Rows of logits are padded to a multiple of this number of columns: 128 bytes in half precision.
+"""Number of columns to a multiple of which the logits are padded: 128 bytes in half precision.
 
 cuBLAS' kernels for Hopper need rows that start at multiples of 16 bytes. Rows of 50257 half-precision numbers, for
 example, would start at any even address."""
 MIN_CHUNK_ROWS = 64
-"""Minimum number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
-weight's gradient once."""
+"""Minimum number of rows per chunk. With fewer rows the matrix products are slow, because each chunk reads and writes
+the weight's gradient once."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
@@ -72,7 +72,7 @@ def chunked_cross_entropy(
     Args:
         rows: [N, D], the input of the output layer.
         target: [N], class indices.
-        dtype: dtype of the matrix products. Everything else is computed in float32, or in `dtype` if that is wider.
+        dtype: dtype of the matrix products. Everything else is computed in float32, or in `dtype` if `dtype` is wider.
         ignore_index: class index of the rows that the loss ignores.
         reduction: "mean" or "sum".
         num_rows: number of rows per chunk. None uses `chunk_rows`.
@@ -88,7 +88,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Autograd function of the chunked loss: the sum of the losses of rows whose label is not `ignore_index`."""
+    """Autograd function of the chunked loss: the sum of the losses of all rows whose label is not `ignore_index`."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ def _forward_in_chunks(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses).
 
-    `gradients` are the gradients of rows, weight and bias. A gradient is None if it is not `needed`.
+    `gradients` are the gradients of rows, weight and bias. A gradient that `needed` marks False is None.
     """
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)
@@ -169,7 +169,7 @@ def _forward_in_chunks(
 
 
 def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits of one chunk. If rows would not be aligned in memory, columns of -inf are appended.
+    """Return the logits of one chunk, padded with columns of -inf if rows would not be aligned in memory.
 
     The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes, the logits are not padded,
     because most of a row would be padding.
@@ -191,8 +191,8 @@ def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
     """Add `outputs.T @ inputs` to `total` in place.
 
-    If the GPU supports a product with a wider sum, the product's kernel itself adds to `total`, and `total` is read and
-    written only once.
+    If the GPU has a matrix product that adds to a `total` of a wider dtype, its kernel reads and writes `total` only
+    once.
     """
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)

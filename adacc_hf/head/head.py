@@ -1,7 +1,7 @@
-"""Chunked output layer: the layer returns lazy logits, and the loss is computed without the full logits.
+"""Chunked output layer: the layer returns lazy logits (without memory), and the loss is computed in chunks from them.
 
-Only training steps with gradients enabled are chunked. Chunked and plain results are equal up to the order of sums.
-`remove` restores the layer completely.
+Only training steps with gradients enabled are chunked. Chunked and plain results are equal except for rounding, because
+sums are added in a different order. `remove` restores the layer completely.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ _NEXT_STEP = 'train with AdaccConfig(head="plain") or "auto"'
 
 
 class ChunkedHead:
-    """Chunked output layer of `model`: returns lazy logits until `remove()` is called, and the loss runs in chunks.
+    """Output layer of `model`, made to return lazy logits, which take no memory, until `remove()` is called.
 
-    Raises ChunkedHeadError, with the reason, if the model has no output layer that can be chunked.
+    The loss of lazy logits is computed in chunks. Raises ChunkedHeadError, with the reason, if the model has no output
+    layer that can be chunked.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.is_on = True
-        """True while the layer returns lazy logits. If False, the layer runs plainly."""
+        """True while the layer returns lazy logits (without memory). If False, the layer runs plainly."""
         self.is_trial = False
-        """True during a trial run that finds out if the head can be chunked, and that must log no warning."""
+        """True during a trial run that tests if the head can be chunked. No warning is logged then."""
         self.num_losses = 0
         """Number of losses that were computed in chunks."""
         self.num_full_logits = 0
@@ -47,7 +48,7 @@ class ChunkedHead:
         self._layer = None
 
     def check_used(self) -> None:
-        """Raise ChunkedHeadError unless the model has computed a chunked loss, and never its full logits."""
+        """Raise ChunkedHeadError unless the model has computed a loss in chunks, and never the full logits."""
         if self.num_full_logits or not self.num_losses:
             raise ChunkedHeadError(
                 f"the model computes something else from its logits than a cross entropy: {_NEXT_STEP}"
@@ -71,7 +72,7 @@ class ChunkedHead:
 
 
 class HeadForward:
-    """Callable that replaces an output layer's forward, and returns lazy logits in training.
+    """Callable that replaces an output layer's forward, and returns lazy logits (without memory) in training.
 
     A copied or pickled layer runs its original forward.
     """
@@ -91,7 +92,7 @@ class HeadForward:
 
 
 def _can_defer(layer: nn.Linear, rows: Tensor) -> bool:
-    """Return True if the output layer can return lazy logits for the input `rows`."""
+    """Return True if `layer` can return logits without memory, to be computed later, for the input `rows`."""
     if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     # If the input does not fit the layer, let the layer's own forward raise its error.

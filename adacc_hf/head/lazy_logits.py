@@ -1,8 +1,8 @@
 """Lazy logits: a tensor subclass whose values are computed only if code other than the loss reads them.
 
-`LazyLogits` refers to the rows and the weight that the logits are computed from. Casts, reshapes and slices that keep
-the vocabulary dimension stay lazy. `F.cross_entropy` is computed in chunks. Any other use computes the full logits,
-once, and continues with them as plain training does.
+`LazyLogits` refers to the output layer's input rows and weight, from which the logits are computed. Casts, reshapes and
+slices that keep the vocabulary dimension stay lazy. `F.cross_entropy` is computed in chunks. Any other use computes the
+full logits, once, and continues with them as plain training does.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class HeadCall:
     listener: LogitsListener
 
     def full_logits(self) -> Tensor:
-        """Compute the logits with their autograd graph, as the plain layer does, and notify the listener."""
+        """Compute the logits with their autograd graph, as the plain layer does, and notify the `LogitsListener`."""
         self.listener.note_full_logits()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(self.rows.device.type, enabled=False):
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def full_logits_from(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the logits as `full_logits` does, but from the arguments instead of the tensors of the call."""
+        """Compute the logits as `full_logits` does, but from these `rows`, `weight` and `bias`."""
         return replace(self, rows=rows, weight=weight, bias=bias).full_logits()
 
 
@@ -60,13 +60,13 @@ class LossCall:
 
     call: HeadCall
     rows: Tensor
-    """[N, D]: the rows of the layer's input whose logits are in the loss."""
+    """[N, D]: the rows of the output layer's input that the logits of this loss are computed from."""
     target: Tensor
     ignore_index: int
     reduction: str
 
     def on(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossCall:
-        """Return a copy of this loss with these rows, weight and bias."""
+        """Return a copy of this loss for other `rows`, `weight` and `bias`."""
         return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
     def chunked(self) -> Tensor:
@@ -94,9 +94,9 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class LazyLogits(Tensor):
-    """Tensor without memory in place of the logits of `rows`, or of a view or cast of these logits.
+    """Tensor without memory that stands for the logits of `rows`, or for a view or cast of these logits.
 
-    `compute()` returns the real tensor.
+    `compute()` returns the logits as an ordinary tensor.
 
     Lazy logits are an output of an autograd function, so C++ code that reads the autograd graph (DDP, other autograd
     functions) can follow the graph back to the layer.
@@ -106,10 +106,10 @@ class LazyLogits(Tensor):
     rows: Tensor
     compute: Callable[[], Tensor]
     real_logits: Tensor | None
-    """The real tensor, or None if the real tensor was not computed yet."""
+    """Logits as an ordinary tensor, or None before they are computed."""
     is_function_output: bool = False
-    """True if an autograd function returned this tensor. A loss of this tensor cannot be chunked, because the gradient
-    must pass through that function."""
+    """True if another autograd function returned this tensor. A loss of this tensor cannot be chunked, because the
+    gradient must pass through that function."""
 
     @staticmethod
     def of(call: HeadCall) -> LazyLogits:
@@ -128,13 +128,16 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
-        """Create lazy logits. `recompute(*sources)` computes the logits again for a backward through C++ code."""
+        """Create lazy logits.
+
+        If C++ code runs backward through the lazy logits, `recompute(*sources)` computes the logits again for it.
+        """
         lazy = _LazyPlaceholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy
 
     def materialize(self) -> Tensor:
-        """Return the real tensor, computed at the first call."""
+        """Return the logits as an ordinary tensor. They are computed at the first call only."""
         if self.real_logits is None:
             with torch.enable_grad():
                 self.real_logits = (
@@ -154,7 +157,7 @@ class LazyLogits(Tensor):
         return lazy
 
     def derive(self, function: Callable[[Tensor], Tensor], rows: Tensor, dtype: torch.dtype) -> LazyLogits:
-        """Return the lazy result of `function(logits)`, for a function that keeps the vocabulary dimension.
+        """Return the result of `function(logits)` as lazy logits. The function must keep the vocabulary dimension.
 
         `rows` are the rows of the layer's input that belong to the result.
         """
@@ -225,17 +228,17 @@ class _LazyPlaceholder(torch.autograd.Function):
 
 
 def _free_sources(ctx: Any) -> None:
-    """Free the tensors that lazy logits are computed from, when autograd frees saved tensors.
+    """Free the tensors (sources) that lazy logits are computed from, when autograd frees saved tensors.
 
-    The freed tensors are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself.
-    Saved-tensor hooks would read such a source, and so compute the full logits.
+    The sources are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself. Saved-tensor
+    hooks would read such a source, and so compute the full logits.
     """
     if not keeps_graph():
         ctx.recompute, ctx.sources = None, ()
 
 
 class _ComputedLogits(torch.autograd.Function):
-    """Autograd function that returns computed logits, but passes their gradient to the lazy logits in the graph."""
+    """Autograd function that returns computed logits, but passes their gradient back to the lazy logits."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lazy: LazyLogits) -> Tensor:
@@ -247,17 +250,17 @@ class _ComputedLogits(torch.autograd.Function):
 
 
 def _materialize(leaf: Any) -> Any:
-    """Compute the logits if `leaf` is lazy."""
+    """Return `leaf` unchanged or, if it is lazy logits, the logits as an ordinary tensor."""
     return leaf.materialize() if isinstance(leaf, LazyLogits) else leaf
 
 
 def _materialize_detached(leaf: Any) -> Any:
-    """Compute the logits if `leaf` is lazy, and detach them from the graph."""
+    """Return `leaf` unchanged or, if it is lazy logits, the logits as an ordinary tensor, detached from the graph."""
     return leaf.materialize().detach() if isinstance(leaf, LazyLogits) else leaf
 
 
 def _is_hook_of_deepspeed(hook: Any) -> bool:
-    """Return True for the hook that DeepSpeed puts on the outputs of a model, and that would compute lazy logits.
+    """Return True for DeepSpeed's hook on the outputs of a model, which would read lazy logits and so compute them.
 
     The hook can be ignored, because DeepSpeed also puts the hook on the loss.
     """
@@ -265,7 +268,7 @@ def _is_hook_of_deepspeed(hook: Any) -> bool:
 
 
 def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
-    """Return NotImplemented, for functions that need computed logits."""
+    """Return NotImplemented, as the handler of torch functions that need computed logits."""
     return NotImplemented
 
 
@@ -292,7 +295,7 @@ def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
-    """Return a lazy clone.
+    """Return a clone that is lazy too.
 
     If DDP is set to detect unused parameters, its autograd function clones each output.
     """
@@ -300,7 +303,7 @@ def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _reshape(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return the lazy `view` or `reshape` if the last dimension stays, else NotImplemented."""
+    """Return the result of `view` or `reshape` as lazy logits if the last dimension stays, else NotImplemented."""
     sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else args
     if kwargs or not all(isinstance(size, int) for size in sizes) or not sizes or sizes[-1] != lazy.shape[-1]:
         return NotImplemented
@@ -331,8 +334,8 @@ def _cross_entropy(
 ) -> Any:
     """Compute `F.cross_entropy` of lazy logits in chunks. Return NotImplemented if the arguments are not supported.
 
-    Targets must be class indices, without class weights and label smoothing. The loss is computed in float32, also for
-    bfloat16 logits.
+    Targets must be class indices, and class weights and label smoothing are not supported. The loss is computed in
+    float32, also for bfloat16 logits.
     """
     is_supported = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     is_supported = is_supported and reduction in ("mean", "sum") and not isinstance(target, LazyLogits)

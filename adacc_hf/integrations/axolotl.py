@@ -26,12 +26,13 @@ OFFLOADING = ("activation_offloading", "layer_offloading")
 
 
 class CheckedSettings(BaseModel):
-    """Base model that checks a whole axolotl configuration before the language model is loaded."""
+    """Pydantic base class of `AdaccArgs` that checks a whole axolotl configuration before the language model is
+    loaded."""
 
     @model_validator(mode="before")
     @classmethod
     def _check(cls, settings: Any) -> Any:
-        """Check Adacc's settings in axolotl's configuration."""
+        """Check Adacc's settings in axolotl's configuration, and return the configuration."""
         config_of(settings)
         refuse_offloading(settings)
         return settings
@@ -76,7 +77,7 @@ def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
 
 def refuse_offloading(settings: Mapping[str, Any]) -> None:
     """Raise ValueError if axolotl's offloading is on, because offloading moves activations or weights that the policy
-    handles."""
+    itself stores or moves."""
     offloading = {name: settings.get(name) for name in OFFLOADING}
     if settings.get("gradient_checkpointing") in ("offload", "offload_disk"):  # older forms of the first setting
         offloading["gradient_checkpointing"] = settings["gradient_checkpointing"]

@@ -42,7 +42,7 @@ OUT_OF_MEMORY = (
     "or write a loop of your own with AdaccSession.run, which repeats the step under a tighter policy"
 )
 SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
-"""Strategies whose ranks hold parts of the parameters."""
+"""Lightning's strategies that shard the parameters over the ranks."""
 FILES = "files"
 """Key of the session's files in the callback's state. The value at this key is a dict from file names to bytes."""
 
@@ -72,16 +72,16 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
             model: the submodule that `training_step` calls with keyword arguments and that returns the loss. None means
                 the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
-                is used instead of the solver, and never changes during the run.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy from a Profile. The
+                policy is used instead of the solver, and never changes during the run.
 
         Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
         super().__init__(config, policy, overrides)
         self._model = model
         self._files: dict[str, bytes] = {}
-        """Contents of the session's files by file name. The contents are read from a checkpoint before a run, and saved
-        at the end of a run."""
+        """Contents of the session's files, by file name: the files from a checkpoint before a run, and the final files
+        after a run."""
         self._is_in_step = False
 
     # Lightning's hooks, in the order in which they are called.
@@ -104,7 +104,8 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         self._session.hooks.begin(watches_optimizer=False)
 
     def _resumes(self, session: AdaccSession) -> bool:
-        """Load the checkpoint's files into the session. Return True if the run begins with the checkpoint's policy."""
+        """Load the checkpoint's files into the session. Return True if the run can begin with the checkpoint's
+        policy."""
         if self._is_policy_given or not self._files:
             return False
         with TemporaryDirectory(prefix="adacc_hf-") as folder:

@@ -1,7 +1,7 @@
-"""Registration of AdaccCallback in ms-swift, for a file of `--external_plugins`. Needs the package `ms-swift`.
+"""Registration of AdaccCallback in ms-swift, from a file passed as `--external_plugins`. Needs the package `ms-swift`.
 
-ms-swift makes its callbacks by name and passes no settings. Therefore a Python file registers the callback with its
-settings:
+ms-swift creates its callbacks by name and passes no settings to them. Therefore a Python file registers the callback
+with its settings:
 
     # adacc_plugin.py
     from adacc_hf.integrations.ms_swift import register

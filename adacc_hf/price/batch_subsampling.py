@@ -1,4 +1,5 @@
-"""The profiled batch and smaller parts of it, on which blocks are recorded and memory is measured."""
+"""The profiled batch, and smaller parts of this batch. Blocks are recorded, and memory is measured, on the parts
+too."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ from adacc_hf.torch_glue.batch_shapes import (
 from adacc_hf.torch_glue.memory import batch_bytes
 
 LEAST_TOKENS = 8
-"""Minimum length in tokens of sequences that are cut."""
+"""Minimum length, in tokens, that a sequence must have to be cut."""
 FEW_TOKENS = 16
-"""Length in tokens of the sequences in the smallest part. If a quarter of the batch's length is less, the quarter is
-used."""
+"""Maximum length, in tokens, of the sequences in the smallest part. If a quarter of the batch's length is less than
+this number, the sequences are cut to the quarter."""
 ALIGNED = 16
-"""Alignment of sequence lengths on a GPU: multiples of this number and other lengths have separate tapes (see
-`symbolic_tape.CallSizes`)."""
+"""Alignment of sequence lengths on a GPU. A block may run different operators on multiples of this number than on other
+lengths, so aligned and other lengths have separate tapes, the records of a block's operators."""
 
 MEDIA = ("image", "video", "audio", "speech")
-"""Words in the names of config settings that hold the id of an image or audio token."""
+"""Words in the names of those config settings that are the id of an image or audio token."""
 
 UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
-"""Errors that models raise if the tensors in a part of a batch do not fit together."""
+"""Types of the errors that models raise if the tensors in a part of a batch do not fit together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +47,17 @@ class Batch:
 
     @cached_property
     def shapes(self) -> BatchShapes:
-        """Shapes of the profiled batch's tensors."""
+        """Names and shapes of the batch's tensors."""
         return batch_shapes(self.tensors)
 
     @property
     def sizes(self) -> Shapes:
-        """Shapes of the tensors, in the format of `Profile.measured`."""
+        """Names and shapes of the batch's tensors, in the format of `Profile.measured`."""
         return to_profile_shapes(self.shapes)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the distinct storages of all tensors."""
+        """Bytes of the storages of all tensors of the batch, each storage counted once."""
         return batch_bytes(self.tensors)
 
     @property
@@ -71,24 +72,24 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens: elements of the largest tensor of (samples, length). 0 if there is no such tensor."""
+        """Number of tokens in the batch: elements of the largest tensor of shape (samples, length), or 0 without such a
+        tensor."""
         if not isinstance(self.tensors, Mapping):  # the entry of the profiler refuses such a batch in words
             return 0
         return max((prod(shape.size) for shape in self.shapes if len(shape.size) == 2), default=0)
 
     @property
     def lengths(self) -> list[int]:
-        """The distinct lengths of the sequences, in order."""
+        """Distinct lengths of the batch's sequences, in order."""
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
-        """Return the batch cut or repeated to `shapes`.
+        """Return a copy of the batch in which each tensor is cut or repeated to its shape in `shapes`.
 
-        Masks keep some masked positions, and rows of several documents stay rows of several documents.
-
-        If no position of a cut mask is masked, an eighth of its positions are masked, because models drop a mask
-        without masked positions. A single position may not be enough, because one position of audio input is shorter
-        than an audio feature.
+        If a mask has masked positions, the cut mask has some too: if the cut leaves none, an eighth of the positions of
+        one sample are masked, because models drop a mask without masked positions. A single position may not be enough,
+        because one position of audio input is shorter than an audio feature. If rows hold several documents each, the
+        cut rows hold several documents too.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
         for shape in self.shapes:
@@ -104,11 +105,11 @@ class Batch:
 
 
 def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:
-    """Return `batch` with the image and audio positions moved to the start of all sequences, and the number of these
-    positions.
+    """Return a copy of `batch` with image and audio positions moved to the start of each sequence, and the number of
+    these positions.
 
-    A model with images rejects a sequence from which some of these positions were cut. The operators and the memory do
-    not depend on the order of the positions.
+    A model that reads images rejects a sequence from which some image positions were cut, so only the text after these
+    positions can be cut. The operators and the memory do not depend on the order of the positions.
     """
     ids, media_tokens = batch.tensors.get("input_ids"), _media_tokens(model)
     if not media_tokens or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -133,17 +134,19 @@ def _media_tokens(model: nn.Module) -> list[int]:
 
 
 def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) -> list[list[Batch]]:
-    """Return lists of small parts of a batch. The profile of the whole batch can be extrapolated from each list alone.
+    """Return alternative lists of small parts of a batch. From each list alone, the profile of the whole batch can be
+    extrapolated.
 
     No part is larger than half of the batch, and a list's smallest part comes first. If the batch has no sequences of
-    tokens, a batch of fewer than four samples has no parts. Otherwise, the parts differ in the number of samples (a
-    quarter of the batch, and one more) and in length. With `has_pairs`, or if the labels' length differs from the
-    inputs', the second sequence's length varies independently. The first `uncut_tokens` tokens of each sequence are
-    never cut, and are left out of the limit of a half.
+    tokens and fewer than four samples, there are no parts. Otherwise, the parts differ in the number of samples (a
+    quarter of the batch, and one more) and in length. If `has_pairs` is True, the model is an encoder-decoder, and the
+    lengths of the encoder's and the decoder's sequence vary independently. The same holds if the labels' length differs
+    from the inputs' length. The first `uncut_tokens` tokens of each sequence are never cut, and do not count towards
+    half of the batch.
 
-    Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
-    operators on one sample. For sequences, a later list has parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the
-    larger of two sums is predicted less accurately from these parts.
+    Later lists are for batches whose first list takes too much memory, and for models that run different operators on
+    one sample than on several. For sequences, a later list has parts of 2/8, 3/8 and 4/8 of the tokens. If a peak is
+    the larger of two sums, its prediction from these parts is less accurate.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -162,7 +165,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     more_samples = few_samples + 1 if num_samples > 1 else few_samples
     has_many = num_samples >= 3 * few_samples and num_samples > 1
     few_longest, more_longest = (min(8, 4 * num_samples // count) for count in (few_samples, more_samples))
-    """Longest part of a sequence, in eighths, that keeps `few_samples` and `more_samples` within half of the batch."""
+    """Longest length of a part with `few_samples` or `more_samples` samples, in eighths of the sequence. Longer parts
+    would be larger than half of the batch."""
     if is_text and second_texts:
         # Five different (samples, length) pairs per text: the polynomial of a number that depends on one text has
         # three terms.
@@ -231,11 +235,11 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
 
 
 def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
-    """Return about `eighths` / 8 of `length`.
+    """Return about `eighths` / 8 of the sequence length `length`.
 
-    If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
-    suit a value mostly stay the same too, because a codec's support depends on multiples of eight. Short sequences are
-    cut to distinct lengths of at least 3 tokens.
+    If `is_aligned` and `length` is a multiple of ALIGNED, the result is a multiple of ALIGNED too. A block on a GPU
+    then runs the same operators at both lengths, and mostly the same codecs can encode its tensors, because many codecs
+    need dimensions that are multiples of eight. Short sequences are cut to distinct lengths of at least 3 tokens.
     """
     if eighths == 8:
         return length
@@ -254,7 +258,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     """Yield smaller copies of `batch` for profiling: one with half of each sequence, and one with two samples of few
-    tokens.
+    tokens each.
 
     If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's sequence and few tokens of
     the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the sequences
@@ -274,12 +278,12 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield one more copy of `batch` for profiling, with a batch size that no part in `profiled_parts` has.
+    """Yield one more copy of `batch` for profiling, with a number of samples that no copy from `profiled_parts` has.
 
     Yield nothing if the sequences are too short to be cut. A peak is a sum of three terms: attention's scores, other
-    tensors of the batch, and the weights. Three batch sizes determine the terms, and this fourth size checks the fit.
-    If the batch has one or two samples, the copy has twice as many, because all `profiled_parts` have as many samples
-    as the batch.
+    tensors of the batch, and the weights. The batch and the copies from `profiled_parts` determine the three terms, and
+    this further size checks the fit. If the batch has one or two samples, this copy has twice as many samples as the
+    batch, because all copies from `profiled_parts` have as many as the batch.
     """
     if _can_shorten_sequences(batch.lengths, is_pair):
         part_samples, quarters = (2, 3) if batch.num_samples > 2 else (2 * batch.num_samples, 1)
@@ -288,7 +292,8 @@ def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def _is_decoder_tensor(name: str) -> bool:
-    """Return True if the batch's tensor `name` has the length of the decoder's sequence in an encoder-decoder model."""
+    """Return True if the batch's tensor `name` is as long as the decoder's sequence (the model is an
+    encoder-decoder)."""
     return name == "labels" or name.startswith("decoder_")
 
 
@@ -297,10 +302,12 @@ def _can_shorten_sequences(lengths: list[int], is_pair: bool) -> bool:
 
 
 def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
-    """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second sequence.
+    """Return a copy of `batch` with `num_samples` samples, cut to sequences of about `tokens` (first, second) tokens.
 
-    If `tokens` is None, no sequence is cut. Each length of the batch maps to a distinct length. The two sequences of a
-    pair map to distinct lengths even if their lengths are equal.
+    If `is_pair`, the first number of `tokens` is for the encoder's sequence, and the second for the decoder's sequence.
+    Otherwise, the first number is for all sequences. Tensors of different lengths are cut to different lengths, and the
+    two sequences of a pair get different lengths even if their lengths in `batch` are equal. If `tokens` is None, no
+    sequence is cut.
     """
     lengths = batch.lengths
 
@@ -317,20 +324,20 @@ def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, i
 
 
 def _shorter_length(length: int, target: int) -> int:
-    """Return a sequence length of about `target` tokens.
+    """Return a sequence length of about `target` tokens, to which a sequence of `length` tokens is cut.
 
     If `length` is a multiple of ALIGNED, and at least 3 * ALIGNED, the result is a multiple of ALIGNED. Otherwise the
-    result is odd. Aligned and other lengths have separate tapes.
+    result is odd. A block may run different operators on aligned lengths than on others.
     """
     return max(ALIGNED, target // ALIGNED * ALIGNED) if length % ALIGNED == 0 and length >= 3 * ALIGNED else target | 1
 
 
 def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return `part`, positions cut from `whole`.
+    """Restart position ids in `part`, a tensor cut from `whole`, if the cut has lost the documents in its rows.
 
-    If rows of `whole` hold several documents, rows of the result hold several documents too. A document begins where
-    positions do not increase. If `part` holds one document per row, a second document is started in each row, because a
-    model masks other documents only in rows with several documents.
+    A row holds several documents if its position ids decrease or repeat somewhere: a new document begins there. If
+    `whole` has such rows and `part` has none, return a copy of `part` with a second document that begins in the middle
+    of each row, because models mask other documents only if a row holds several. Otherwise return `part`.
     """
 
     def has_documents(positions: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""CachingMeasurement: a measurement in real runs with a cache of measured times and codec costs."""
+"""Measurement in real runs (`CachingMeasurement`) that stores measured times and codec costs in a cache on disk."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class CachingMeasurement(Measurement):
 
 
 def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> PriceKey:
-    """Return the key under which the measured times of the operators and codecs of `tape` are cached."""
+    """Return the key under which the cache stores the measured times and codec costs of the block recorded on
+    `tape`."""
     settings = (
         config.actions,
         [*map(codecs_suiting, ROLES), precise_codec()] if config.codecs is None else config.codecs,
@@ -105,7 +106,8 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
 
 
 def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
-    """Return `prices`, measured times and codec costs, as JSON values with names for human readers."""
+    """Convert `prices`, the measured times and codec costs of a recorded block, to JSON values with names for human
+    readers."""
     return {
         "operators": [
             {"name": operator.name, "ms": ms, "workspace_bytes": nbytes}
@@ -125,7 +127,7 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
 
 
 def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
-    """Return the measured times and codec costs in `record`, as written by `prices_to_json`.
+    """Return the measured times and codec costs in `record`, a result of `prices_to_json` for `tape`.
 
     Raises KeyError, TypeError or ValueError if the record does not belong to `tape`.
     """
@@ -144,15 +146,15 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name in the key of cached prices. A CPU's includes torch's number of threads, on which times
-    depend."""
+    """Return the device's name, a part of the key of cached times. A CPU's name includes torch's number of threads,
+    because times depend on this number."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor_name()}, {torch.get_num_threads()} threads"
 
 
 def _processor_name() -> str:
-    """Return the processor's name, which is part of the key of cached prices."""
+    """Return the processor's name, which is part of the key of cached times."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -162,5 +164,5 @@ def _processor_name() -> str:
 
 
 def _price_key_digest(value: object) -> str:
-    """Return the digest of one part of the key of cached prices."""
+    """Return a short hash of `value`, to use as one part of the key of cached times."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

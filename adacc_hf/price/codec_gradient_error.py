@@ -1,13 +1,14 @@
-"""Gradient errors of single operators whose backward reads a decoded value, or a value replayed from decoded values.
+"""Measurement of the gradient errors that lossy codecs cause: backward reads a decoded or recomputed tensor.
 
 The round-trip error of a codec does not predict the gradient's error. The backward of fused attention recomputes its
 softmax, which takes the exponential of scores. If the scores are large, queries and keys with a relative error of 10 %
-destroy the softmax. A softmax replayed from such queries and keys sums to one, but the gradient of a sharp softmax
-depends on the difference from one, which is mostly lost. The recorded operators are therefore run once more. The
-backward of each operator runs once on exact values, and once for each tensor that may replace a saved tensor.
+destroy the softmax. A softmax recomputed from such queries and keys sums to one, but the gradient of a sharp softmax
+depends on the difference from one, which is mostly lost. The operators of a recorded block are therefore run once more.
+The backward of each operator runs once on exact tensors, and once for each inexact tensor that may replace a saved
+tensor.
 
-The relative error of a product's gradient equals the relative error of the replaced factor. Products are therefore not
-run.
+The relative error of a matrix product's gradient equals the relative error of the replaced factor. Matrix products are
+therefore not run.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convoluti
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """Relative L2 errors of operators' gradients.
+    """Relative L2 errors of operators' gradients, by the saved value that is replaced by an inexact tensor.
 
-    The error of a value is the largest among all operators that saved the value.
+    If several operators saved the value, the error is the largest among these operators.
     """
 
     codecs: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Error if a codec stores the value, keyed by (value index, codec name)."""
+    """Gradient error if a codec stores the value, keyed by (value index, codec name)."""
     replay: dict[int, float] = field(default_factory=dict)
-    """Error by value index if the value is replayed from values that the coarsest accurate codecs have decoded."""
+    """Gradient error if the value is recomputed from values that a codec has decoded, by value index. The codec is the
+    coarsest one that is accurate enough."""
 
 
 @torch.no_grad()
 def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> GradientErrors:
-    """Measure the gradient errors that codecs and replay cause, on the recorded tensors `bases` of one block.
+    """Measure the gradient errors that codecs and recomputation cause in one recorded block, on its recorded tensors
+    `bases`.
 
-    `codecs` has the lossy codecs of each activation, the coarsest first. All codecs are measured. The errors of replay
-    are for values decoded by the coarsest codec whose error is at most DEGRADED_ERROR.
+    `codecs` has the lossy codecs of each activation, the coarsest first. All codecs are measured. The errors of
+    recomputation are for inputs decoded by the coarsest codec whose error is at most DEGRADED_ERROR.
     """
     codec_errors: dict[tuple[int, str], float] = {}
     while any(codecs.values()):
@@ -64,15 +67,16 @@ def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[i
 
 
 def is_accurate_enough(errors: Mapping[tuple[int, str], float], value: int, codec: str) -> bool:
-    """Return True if the codec's error on the value is at most DEGRADED_ERROR. Codecs that were not measured count as
-    accurate."""
+    """Return True if `codec` causes a gradient error of at most DEGRADED_ERROR on `value`, or if the error was not
+    measured."""
     return errors.get((value, codec), 0.0) <= DEGRADED_ERROR
 
 
 def _measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]
 ) -> GradientErrors:
-    """Measure the gradient errors of codecs for each operator of the tape, once."""
+    """Run through the operators of the tape once, and measure the gradient errors of codecs and replay for each
+    operator."""
     worst_errors = GradientErrors()
     stand_ins = _StandIns(tape, bases, codecs)
     for operator in tape.operators:
@@ -90,8 +94,11 @@ def _raise_errors(
     stand_ins: _StandIns,
     worst_errors: GradientErrors,
 ) -> None:
-    """Update the maxima in `worst_errors` with the gradient errors of `backward` if `stand_ins` replace the saved
-    tensors of `values`."""
+    """Raise the maxima in `worst_errors` to the gradient errors that `backward` makes with inexact tensors.
+
+    For each of `values`, the saved tensor is replaced by the decoded and the recomputed tensors in `stand_ins`, one at
+    a time.
+    """
     if backward is None:
         return
     for value in values:
@@ -102,21 +109,22 @@ def _raise_errors(
 
 
 def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
-    """Keep the larger of the error measured so far and `error`."""
+    """Set `errors[key]` to `error` if `error` is larger than the error measured so far."""
     errors[key] = max(error, errors.get(key, 0.0))
 
 
 class _StandIns:
-    """Tensors that may replace a tape's saved values: decoded values and replayed values, computed operator by
-    operator.
+    """Inexact tensors that may replace a recorded block's saved tensors in backward: decoded tensors, and recomputed
+    tensors.
 
-    A replayed value is computed from the decoded activations that its operator reads, because replay may start
-    anywhere.
+    They are computed operator by operator. Each operator is recomputed from the decoded activations that it reads,
+    because under a policy, recomputation may start at any activation.
     """
 
     def __init__(self, tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> None:
         self.recomputed: dict[int, torch.Tensor] = {}
-        """Replayed saved values, until the last operator that may have saved them has run."""
+        """Recomputed tensors of saved values. A tensor is freed after the last operator that may have saved its
+        value."""
         self._tape = tape
         self._bases = bases
         self._codecs = {
@@ -146,7 +154,7 @@ class _StandIns:
         return self._decoded[value]
 
     def run(self, operator: TapeOperator) -> None:
-        """Compute the operator's results from the current inputs, if replay may run the operator."""
+        """Compute the results of `operator` from inexact inputs, if replay may recompute them."""
         results, environment = operator.results(), self._environment
         has_inexact_input = not self._inexact.isdisjoint(operator.inputs())
         is_ready = has_inexact_input and all(environment[value] is not None for value in operator.inputs())
@@ -162,8 +170,8 @@ class _StandIns:
             self._set_current(value)
 
     def _set_current(self, value: int) -> None:
-        """Store the tensor that later operators read: the decoded value of the coarsest codec, or else the recorded
-        value."""
+        """Set the tensor of `value` that later operators read: decoded by the coarsest codec, else recomputed, else as
+        recorded."""
         if value in self._codecs:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]
@@ -180,14 +188,15 @@ class _StandIns:
 
 
 def _decoded_base(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> torch.Tensor:
-    """Return a value after the codec's round trip, to measure the codec's gradient error."""
+    """Return a recorded value's tensor after encoding and decoding by `codec`, to measure the codec's gradient
+    error."""
     tensor = view(base, encode_view(tape, value))
     codec.fit(tensor)
     return view(codec.decode(codec.encode(tensor)), tape.values[value].ref)
 
 
 def _is_value_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> bool:
-    """Return True if a recorded value can no longer be read to measure codecs."""
+    """Return True if a value's recorded tensor was overwritten or freed, so that codecs cannot be measured on it."""
     return tape.values[value].overwritten or is_freed(bases[value], tape.values[value])
 
 
@@ -212,7 +221,7 @@ def _make_backward(
 
 
 class _ProductBackward:
-    """Backward of a matrix product or convolution. The gradient error is computed without running the backward."""
+    """Backward of a matrix product or convolution, whose gradient error is computed without running the backward."""
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
         self._factors = {value: bases[value] for value in operator.inputs()}
@@ -227,7 +236,7 @@ class _ProductBackward:
 
 
 class _OperatorBackward:
-    """Autograd graph of one operator that was run again. Backward can read other tensors in place of the saved
+    """Autograd graph of one operator that was run again, whose backward can read other tensors in place of the saved
     tensors."""
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
@@ -237,7 +246,7 @@ class _OperatorBackward:
         # The graph holds these two functions. A reference to `self` in either one would be a cycle that is never freed.
         replacements: dict[int, torch.Tensor] = {}
         self._replacements = replacements
-        """Replacement tensors by the address of the storage that they replace."""
+        """Tensors that backward reads in place of saved tensors, by the address of the saved tensor's storage."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved_addresses.add(_storage_address(tensor))
@@ -270,7 +279,7 @@ class _OperatorBackward:
     def error(self, value: int, replacement: torch.Tensor) -> float:
         """Run the operator's backward with `replacement` in place of the saved tensor of `value`.
 
-        Return the relative L2 error of all gradients. Return 0 if the operator did not save the value.
+        Return the relative L2 error of all gradients, or 0 if the operator did not save the value.
         """
         if value not in self._saved:
             return 0.0
@@ -292,12 +301,13 @@ class _OperatorBackward:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a recorded tensor's storage, which tells which value backward has saved."""
+    """Return the address of a recorded tensor's storage, which identifies the value of a saved tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _random_gradients(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a fixed random gradient for each output, to measure a codec's gradient error."""
+    """Yield a random gradient with a fixed seed for each of an operator's outputs, to measure a codec's gradient
+    error."""
     for output in outputs:
         generator = torch.Generator(output.device).manual_seed(0)
         yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)

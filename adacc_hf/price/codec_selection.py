@@ -1,6 +1,6 @@
-"""Selection of codecs for each activation by role (paper, section 3.2), and measurement of the codecs' costs.
+"""Selection of codecs for each activation by its role (paper, section 3.2), and measurement of the codecs' costs.
 
-The costs are measured on the recorded tensors while profiling.
+The costs are measured on recorded tensors while the model is profiled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 from adacc_hf.torch_glue.tensors import relative_error
 
 OUTLIER_SHARE = 0.01
-"""Assumed share of outliers among the channels, used if no data is available to count outliers in."""
+"""Assumed share of outlier channels among all channels, used if no data is available in which outliers could be
+counted."""
 
 
 def storable_values(tape: Tape) -> list[int]:
-    """Return the values that a policy may act on: saved values that the block computed, and the block's inputs.
+    """Return the indices of the values that a policy may store: values that the block computed and saved, and its
+    inputs.
 
     The list is empty if the block's operators cannot be replayed.
     """
@@ -38,13 +40,14 @@ def storable_values(tape: Tape) -> list[int]:
 
 
 def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
-    """Return the names of the codecs that may compress each value of `storable_values`. Keys are value indices."""
+    """Return, for each value that a policy may store, the names of the codecs that may compress it. Keys are value
+    indices."""
     sensitive = precision_sensitive_values(tape)
     return {value: _codec_names(tape, value, config, value in sensitive) for value in storable_values(tape)}
 
 
 def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool) -> list[str]:
-    """Return the names of the codecs to price for a recorded value."""
+    """Return the names of the codecs whose costs are measured for a recorded value."""
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
@@ -55,8 +58,8 @@ def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool
 
 
 def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-    """Return the number of outlier channels (paper, equation 1) of each activation that may have a codec with
-    outliers."""
+    """Return the number of outlier channels (paper, equation 1) of each activation for which a codec that stores
+    outliers separately is considered."""
     if not config.outliers:
         return {}
     return {
@@ -66,7 +69,8 @@ def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: Ad
 
 
 def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
-    """Return, by value index, the codec with outliers of each activation that may have one."""
+    """Return, by value index, the codec that stores outlier channels separately, for each activation that may use this
+    codec."""
     return {
         value: make_codec(name, config, 0)
         for value, names in codec_candidates(tape, config).items()
@@ -83,14 +87,15 @@ def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
 
 
 def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
-    """Return the assumed number of outliers among `channels`, for use if no data is available to count outliers in."""
+    """Return the number of outliers to assume among `channels` channels if no data is available to count outliers
+    in."""
     return math.ceil(share * channels) if config.outliers else 0
 
 
 def codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the codec options of each value of `storable_values`.
+    """Return the codecs with measured costs for each value that a policy may store, by value index.
 
     Encoding and decoding are timed on the recorded tensor. `resource` selects the measured time: the device's or the
     host's.
@@ -118,7 +123,8 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccC
 def precise_codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return, for each of `values` that the 8-bit codec supports, the option of this codec (`precise_codec`).
+    """Measure the 8-bit codec (`precise_codec`) on each of `values` that it supports, and return the results by value
+    index.
 
     Return an empty dict if the settings name the allowed codecs.
     """
@@ -133,11 +139,10 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return the codec `options` for a value with `num_outliers` outlier channels, with updated predictions of payload
-    bytes.
+    """Return copies of the codec `options` of `value` for `num_outliers` outlier channels, with updated payload bytes.
 
     Codecs with outliers store these channels uncompressed. `num_outliers` is the largest number of outlier channels of
-    `value` in any block of the kind.
+    `value` in any of the blocks that share these options.
     """
     size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
     codecs = [make_codec(option.codec, config, num_outliers) for option in options]
@@ -148,7 +153,7 @@ def with_outliers(
 
 
 def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
-    """Measure the price of a codec for `tensor`: bytes, times and error."""
+    """Measure the costs of a codec on `tensor`: payload bytes, times and error."""
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
@@ -163,7 +168,7 @@ def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> Co
 
 
 def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
-    """Measure the codec's relative error on `tensor`, as a part of its price."""
+    """Measure the relative error of `tensor` after encoding and decoding by `codec`."""
     return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
@@ -176,7 +181,7 @@ _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_rel
 
 
 def role_of(tape: Tape, value: int) -> str:
-    """Return the role of a value, from the operators that produce and read it.
+    """Return the role of a recorded value, determined from the operators that produce and read the value.
 
     The role is one of ROLES, or "parameter" for parameters and values computed from parameters alone, or "generator"
     for a random generator's state.
@@ -235,8 +240,8 @@ def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
     """Return the names of the codecs for values of `role`.
 
-    If the settings name codecs, only these codecs are considered. Otherwise the result has the codecs that suit the
-    role on any data.
+    If the settings name codecs, only these codecs are considered. Otherwise, return the codecs that suit the role
+    whatever the data is.
     """
     if config.codecs is not None:
         return [name for name in config.codecs if _may_encode(codec_type(name), role)]
@@ -247,9 +252,9 @@ def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
 
 
 def _may_encode(codec: type[Codec], role: str) -> bool:
-    """Return True if a codec that the settings name applies to values of `role`.
+    """Return True if a codec that the settings name may encode values of `role`.
 
-    Masks need a codec that suits masks. A codec that suits only masks applies to masks alone.
+    Values of the role MASK need a codec that suits masks. A codec that suits only masks encodes no other values.
     """
     return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 

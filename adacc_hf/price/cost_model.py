@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prices:
-    """Times of a block's operators, and the codecs of its activations.
+    """Measured times of a block's operators, and the codecs of the block's activations with their costs.
 
-    Blocks with equal tapes share one `Prices` object.
+    Blocks with equal tapes (records of their operators) share one `Prices` object.
     """
 
     operator_ms: list[float]
     operator_bytes: list[int]
-    """Bytes that each operator allocates in addition to its results: temporaries, and Python numbers converted to
-    tensors."""
+    """Bytes that each operator allocates in addition to its results, such as temporaries, and Python numbers converted
+    to tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
     bottleneck: Bottleneck = "device_ms"
     """Resource that limits the speed of a step: the device, or the host. All times in this object are times of this
@@ -49,9 +49,10 @@ def price_tape(
     outliers: dict[int, int],
     run_block: Callable[[], object] | None = None,
 ) -> Prices:
-    """Measure the times of the operators on `tape`, and the codecs of activations, on the recorded tensors.
+    """Measure, on the recorded tensors `bases`, the times of the operators on `tape` and the costs of the activations'
+    codecs.
 
-    The times of the limiting resource are used: device or host.
+    The times are the device's or the host's, whichever limits the speed of a step.
 
     `run_block` runs the block itself, or is None if the block cannot run again.
     """
@@ -67,10 +68,11 @@ def price_tape(
 def measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig
 ) -> GradientErrors:
-    """Return the gradient errors that codecs and replay cause in one block with the measured times and codecs `prices`.
+    """Return the gradient errors that codecs and replay cause in the block recorded on `tape`.
 
-    If no codec is accurate enough for a value, a more precise codec is timed and added to `prices`. Measuring takes
-    memory on top of the recording. If this memory is not available, the errors are empty, and a warning is logged.
+    If no codec in `prices` is accurate enough for a value, a more precise codec is timed and added to `prices`.
+    Measuring takes memory on top of the recorded tensors. If this memory is not available, the errors are empty, and a
+    warning is logged.
     """
     codecs = _lossy_codecs(prices.codecs)
     if not any(codecs.values()):
@@ -96,7 +98,7 @@ def measure_gradient_errors(
 
 
 def _lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
-    """Return the lossy codecs of each value, the coarsest first."""
+    """Return the lossy codecs among the `options` of each value, the coarsest codec first."""
     codecs = {}
     for value, value_options in options.items():
         lossy_options = sorted(
@@ -113,9 +115,9 @@ def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Co
 
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:
-    """Time a whole block call while profiling, because the call's tape lacks some operators.
+    """Time a whole block call while the model is profiled, because the call's tape lacks some of its operators.
 
-    `run` repeats the call. In the result, the call counts as one operator.
+    `run` repeats the call. In the result, the whole call counts as one operator.
     """
     with torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward):
         return Prices([median_ms(run, device)], [0])
@@ -132,7 +134,7 @@ def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> 
 def host_ms_of(run: Callable[[], object], device: torch.device) -> float:
     """Return the milliseconds that the host takes for `run` with gradients enabled.
 
-    Tensors saved for backward are dropped.
+    Tensors that autograd saves for backward are dropped.
     """
     drop_saved_tensors = torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward)
     with torch.enable_grad(), drop_saved_tensors:
@@ -140,7 +142,7 @@ def host_ms_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _drop_tensor(_: object) -> None:
-    """Drop a saved tensor of a call that has no backward."""
+    """Drop a tensor that autograd saves, for a call that has no backward."""
 
 
 def _refuse_backward(_: object) -> torch.Tensor:
@@ -149,11 +151,11 @@ def _refuse_backward(_: object) -> torch.Tensor:
 
 
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
-    """Return the median times of each operator of `tape` on the recorded tensors, or 0 for operators that never run
-    again.
+    """Return the median times of each operator of `tape`, run on the recorded tensors `bases`.
 
-    If the tape cannot be replayed, all operators are timed, because torch's checkpoint runs all of them again.
-    Operators that replace a recorded tensor's storage take negligible time, and are not run.
+    Operators that are never run again in training get 0. If the tape cannot be replayed, all operators are timed,
+    because torch's checkpoint runs all of them again. Operators that replace a recorded tensor's storage take
+    negligible time, and are not run.
     """
     timings = [Timing(0.0, 0.0)] * len(tape.operators)
     for index, run in _timed_operators(tape, bases):
@@ -164,10 +166,10 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
     """Return the bytes that each operator allocates at its peak in addition to inputs and results.
 
-    Operators that never run again get 0.
+    Operators that are never run again in training get 0.
 
-    The bytes are measured by the allocator, because one operator may run several others inside (a safe softmax also
-    allocates masks and a second result).
+    The allocator counts the bytes, because one operator may run several others inside (a safe softmax also allocates
+    masks and a second result).
     """
     workspaces = [0] * len(tape.operators)
     with MemoryMeter.for_device(bases[0].device) as meter:
@@ -184,8 +186,7 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield the operators to time, in order, each with a function that runs the operator any number of times before the
-    next one."""
+    """Yield each operator to time, in order, with a function that runs the operator any number of times."""
     is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
     environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):

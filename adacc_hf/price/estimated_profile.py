@@ -34,8 +34,8 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
 
 RECORDING_PASSES = 1.5
-"""Time to record a part of the batch and to measure the memory of its forward, as a multiple of the time of one forward
-and backward."""
+"""Time to record a part of the batch and to measure its forward's memory, as a multiple of the time of one forward and
+backward of the part."""
 
 
 def estimate_profile(
@@ -47,10 +47,10 @@ def estimate_profile(
 ) -> Profile:
     """Estimate the profile of `batch` from the profiles of a few small parts of the batch.
 
-    Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
-    the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
-    `Profile.sizes`. If a list of parts does not fit into memory, or is predicted to exceed a budget in bytes, a list of
-    smaller parts replaces it.
+    Times and codec costs are measured on the smallest part, because recording and timing together take the most memory.
+    Times are scaled by the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are
+    extrapolated by `Profile.sizes`. If a list of parts does not fit into memory, or is predicted to exceed a budget in
+    bytes, a list of smaller parts replaces it.
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """
@@ -101,11 +101,12 @@ def estimate_profile(
 
 
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
-    """Predict the time to profile `parts`, as (seconds, number of plain steps on the batch `whole` that take as long).
+    """Predict the time to profile `parts`. Return (seconds, number of plain steps on the batch `whole` that take as
+    long).
 
-    `first` is the profile of the first part, which took `first_seconds`. The times of its profiled step and of its
-    plain step are scaled by the elements of the batch. The profiled step takes longer than a plain step, because it
-    recomputes and its memory is recorded. The number of steps is 0.0 if the profile has no times.
+    `first` is the profile of the first part, and `first_seconds` the time that it took. The times of a profiled step
+    and of a plain step in `first` are scaled by the numbers of elements. A profiled step takes longer than a plain
+    step, because it recomputes and its memory is recorded. The number of steps is 0.0 if the profile has no times.
     """
     ms_per_element = first.step_ms / num_elements(parts[0].shapes)
     num_passes = RECORDING_PASSES + 1 + len(first.other_heads)
@@ -116,16 +117,17 @@ def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first
 
 
 def describe_duration(num_parts: int, seconds: float, num_steps: float) -> str:
-    """Return the message on the time that profiling takes, given after the first of `num_parts` parts."""
+    """Return the message on the predicted time of profiling `num_parts` parts. It is shown after the first part is
+    profiled."""
     duration = f"profiling takes about {seconds:.1f} s in all"
     steps = f", as long as about {max(1, round(num_steps))} plain steps on this batch" if num_steps else ""
     return f"{duration}{steps} (estimated after 1 of {num_parts} small parts of the batch)"
 
 
 def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
-    """Predict `profile` for batches of `shapes`, with the codecs that support the resized values.
+    """Predict the profile of batches of `shapes` from `profile`, with the codecs that support the resized values.
 
-    `shapes` must have a size class (`profile.sizes.size_class`).
+    The profile must be valid for batches of these shapes: `profile.sizes.size_class` must find a size class.
     """
     assert profile.sizes is not None
     resized_profile = profile.sizes.profile_at(profile, shapes)
@@ -140,7 +142,8 @@ def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
 
 
 def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
-    """Yield the codec options of a value of the profile at the value's new size."""
+    """Yield the codec options of `before`, a profiled value, that also support `after`, the same value at the new
+    size."""
     dtype = getattr(torch, after.dtype)
     ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
     for option in after.codecs:

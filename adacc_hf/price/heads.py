@@ -1,4 +1,5 @@
-"""Profiling of a model's heads (full or chunked logits), and of models whose forward does not return a loss."""
+"""Profiling of a model's heads (output layer and loss, with full or chunked logits), and of models that return no
+loss."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ batch."""
 
 
 class ModelWithLoss(nn.Module):
-    """Wrapper that gives `model` an output with a `loss`, returned by `compute_loss(model, batch)`."""
+    """Wrapper of a `model` that returns no loss. The wrapper's output has a `loss`, computed by `compute_loss(model,
+    batch)`."""
 
     def __init__(self, model: nn.Module, compute_loss: ComputeLoss) -> None:
         super().__init__()
@@ -43,12 +45,12 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
     """Profiler of a model's heads: the output layer and the loss, with full or chunked logits. Restores the model on
     exit.
 
-    Raises ChunkedHeadError if the config allows only a chunked head, and the model cannot have a chunked head.
+    The constructor raises ChunkedHeadError if the config allows only a chunked head, and the model cannot have one.
     """
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self.profiled_head = config.heads[0]
-        """Name of the head with which the profile's passes run."""
+        """Name of the head ("plain" or "chunked") with which the model runs while it is profiled."""
         self._head: ChunkedHead | None = None
         if "chunked" not in config.heads:
             return
@@ -65,7 +67,7 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             self._head.remove()
 
     def check_own(self) -> None:
-        """Raise ChunkedHeadError if the config requires a chunked head and the model's forward did not use this
+        """Raise ChunkedHeadError if the model is profiled with the chunked head and its forward did not use this
         head."""
         if self._head is not None and self.profiled_head == "chunked":
             self._head.check_used()
@@ -73,10 +75,10 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
     def measure_chunked_head(
         self, measure: Callable[[], T], run_forward: Callable[[], object], measurement: Measurement
     ) -> tuple[T, dict[str, float]] | None:
-        """Measure the chunked head: return the result of `measure` with this head, and the times of both heads.
+        """Measure the chunked head. Return the result of `measure()` with this head, and the times of both heads.
 
-        The times are of the plain and the chunked head in `run_forward`. Return None if the profile's own head is
-        chunked, or if the model cannot have a chunked head.
+        The times are those of the plain and the chunked head on the losses in `run_forward`. Return None if the model
+        is profiled with the chunked head anyway, or if the model cannot have a chunked head.
         """
         head = self._head
         if head is None or self.profiled_head == "chunked":
@@ -94,8 +96,10 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
 
 
 def _losses_of_head(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
-    """Run a forward, and return its losses. Call this outside measurements of memory, because the losses keep tensors
-    alive."""
+    """Run a forward, and return the losses that `head` (output layer and loss) computes.
+
+    Do not call this function while memory is measured, because the losses keep tensors alive.
+    """
     losses: list[LossCall] = []
     head.on_loss = lambda loss: losses.append(_detached_loss(loss))
     try:
@@ -106,6 +110,7 @@ def _losses_of_head(head: ChunkedHead, run_forward: Callable[[], object]) -> lis
 
 
 def _detached_loss(loss: LossCall) -> LossCall:
-    """Return a copy of a recorded loss whose rows are detached from the graph, to time the head."""
+    """Return a copy of a recorded loss whose rows (inputs of the output layer) are detached from the graph, to time the
+    head."""
     rows = loss.rows.detach().requires_grad_(loss.rows.requires_grad)
     return loss.on(rows, loss.call.weight, loss.call.bias)

@@ -19,33 +19,36 @@ from adacc_hf.torch_glue.host_memory import free_host_bytes, has_own_memory
 log = logging.getLogger(__name__)
 
 MEASURED_BYTES = 32 * 2**20
-"""Size of the copies whose bandwidth is measured."""
+"""Size of the copies with which bandwidth is measured."""
 SMALL_BYTES = 4 * 2**10
-"""Size of the copies whose latency is measured."""
+"""Size of the copies with which latency is measured."""
 
 
 def free_bytes_for(model: nn.Module) -> int:
-    """Return the free bytes of host memory for payloads of `model`.
+    """Return the bytes of host memory that are free for payloads (stored tensors) of `model`.
 
-    They include the pool of this process, except for the bytes that payloads of other models have reserved.
+    The free bytes include the pool of pinned memory that this process holds already, except for the bytes in the pool
+    that payloads of other models have reserved.
     """
     return max(0, free_host_bytes() + host_pool.nbytes - host_pool.reserved_for_others(model))
 
 
 def common_host_limit(config: AdaccConfig, model: nn.Module) -> int:
-    """Return the least of all ranks' limits in bytes on payloads of `model` in host memory. All ranks must call this
-    function."""
+    """Return the limit in bytes on payloads (stored tensors) of `model` in host memory: the least of all ranks' limits.
+
+    All ranks must call this function.
+    """
     if config.host_memory is None:
         return 0
     return min(gather_from_all_ranks(config.host_limit(free_bytes_for(model))))
 
 
 def measure_host_link(device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
-    """Return (cost of payloads in host memory, free bytes of host memory for payloads of `model`).
+    """Return (cost of copies to and from host memory, free bytes of host memory for payloads of `model`).
 
-    Return (None, 0) if `config` stores nothing in host memory, or if `device` has no memory of its own. Log a warning
-    if `config.host_memory` exceeds the free memory. In a distributed run, all ranks of a host measure at about the same
-    time, because in training all ranks copy at the same time too.
+    A payload is what is stored of a tensor. Return (None, 0) if `config` stores nothing in host memory, or if the
+    memory of `device` is the host's. Log a warning if `config.host_memory` exceeds the free memory. In a distributed
+    run, all ranks of a host measure at about the same time, because in training all ranks copy at the same time too.
     """
     if config.host_memory is None or not has_own_memory(device):
         return None, 0
@@ -63,7 +66,7 @@ def measure_host_link(device: torch.device, config: AdaccConfig, model: nn.Modul
 
 
 def time_copies(device: torch.device) -> HostLink:
-    """Time copies of two sizes between `device` and a pool, in both directions."""
+    """Time copies of two sizes between `device` and pinned memory of the host, in both directions."""
     pool = HostPool()
     pool.reserve(pool, MEASURED_BYTES)
     times = {}

@@ -1,8 +1,8 @@
-"""Idle blocks: blocks that run without gradients in the profiled batch, such as a teacher's blocks, or that do not run.
+"""Idle blocks: blocks that do not run in the profiled batch, or run without gradients, such as a teacher's blocks.
 
-An idle block stores nothing for backward, and a policy has nothing to decide for the block. The profile lists idle
-blocks as blocks without activations. If a later step does train an idle block, torch's checkpoint runs the block until
-a profile of such a step exists.
+An idle block stores nothing for backward, so a policy has nothing to decide for it. The profile lists idle blocks as
+blocks without activations. If a later step does train an idle block, the block runs under torch's checkpoint until such
+a step has been profiled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adacc_hf.torch_glue.compat import class_name
 
 
 class ExecutedBlocks:
-    """Names of the `blocks` that ran, with or without gradients, recorded until `remove()`."""
+    """Names of those of `blocks` that ran, with or without gradients, recorded until `remove()` is called."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.names: set[str] = set()
@@ -41,7 +41,7 @@ class ExecutedBlocks:
 
 
 class _NameRecorder:
-    """Hook that records a block's name while a batch is profiled.
+    """Forward hook that records a block's name while a batch is profiled.
 
     The hook has no reference to the model, so that a copied hook does not copy the model.
     """
@@ -55,7 +55,8 @@ class _NameRecorder:
 
 
 def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
-    """Return `profile` with the idle blocks appended: the blocks of `installation` that the profile does not have."""
+    """Return a copy of `profile` with the blocks of `installation` that it lacks. They are added as idle: without
+    activations."""
     profiled_names = {block.name for block in profile.blocks}
     classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
     kinds = {
@@ -79,7 +80,7 @@ def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
 
 
 def _idle_kind(block_class: str) -> KindProfile:
-    """Return the profile of a kind of blocks that store nothing for backward."""
+    """Return the profile for blocks of `block_class` that store nothing for backward."""
     return KindProfile(
         digest=IDLE_KIND,
         block_class=block_class,

@@ -1,4 +1,7 @@
-"""The profile of a kind of block, built from recorded blocks: activations, and the actions that a policy may choose."""
+"""Construction of the profile of one kind of block from recorded blocks: activations, and the actions open to a policy.
+
+Blocks of one kind run the same operators.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,11 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 
 
 class KindProfileBuilder:
-    """Builder of the profile of one kind of block. The recorded blocks of the kind have equal tapes and share the same
-    tensors with other blocks. The memory of forward and backward is measured later."""
+    """Builder of the profile of one kind of block, from the recorded blocks of the kind.
+
+    The blocks of one kind have equal tapes (records of their operators), and share the same tensors with other blocks.
+    The memory of forward and backward is measured later.
+    """
 
     def __init__(
         self, group: Sequence[RecordedBlock], shared_tensors: SharedTensors, prices: Prices, config: AdaccConfig
@@ -43,11 +49,12 @@ class KindProfileBuilder:
         input_values = {value.index for value in self.tape.values if self.tape.is_block_input(value.index)}
         own_values = {value for value in storable_values(self.tape) if self.shared_records.get(value) is None}
         self.activations = own_values & (self.saved_values | input_values)
-        """Values that the block may store. Values that only `dead_slots` saved are left out."""
+        """Values that the block may store for backward. Values that only `dead_slots` saved are left out, because
+        autograd frees them before backward."""
         self.held_values = held_values
         self.optional = self.activations - held_values
-        """Activations that a policy may compress or recompute. An output, a cast or any other value that code outside
-        the block holds is always live, and takes no additional memory."""
+        """Activations that a policy may compress or recompute. Values that code outside the block holds, such as an
+        output or autocast's cast, are left out: they are always live, so storing them takes no additional memory."""
         self.recomputable = obtainable_values(self.tape, self.tape.recomputable, self.saved_values) - held_values
         self.block_actions = _block_actions(self.tape)
         self.shared_arguments = shared_argument_records(block, shared_tensors)
@@ -56,7 +63,7 @@ class KindProfileBuilder:
         self.errors = [block.errors for block in group]
 
     def build(self) -> KindProfile:
-        """Return the profile, without the memory of its forward and backward."""
+        """Return the profile of the kind of block, without the memory of forward and backward."""
         tape = self.tape
         return KindProfile(
             digest=tape.kind,
@@ -108,9 +115,9 @@ class KindProfileBuilder:
         )
 
     def _is_movable(self, index: int) -> bool:
-        """Return True if the value may be stored in host memory.
+        """Return True if the value `index` may be stored in host memory.
 
-        Parameters and states of generators must stay on the device.
+        Small values, parameters and states of random generators stay on the device.
         """
         record = self.tape.values[index]
         is_large = record.nbytes >= self.config.min_compress_bytes and record.nbytes > 0
@@ -118,7 +125,8 @@ class KindProfileBuilder:
         return index in self.optional and is_large and is_own and record.is_encodable
 
     def _place(self, index: int) -> Place:
-        """Return the path of a block input among a call's arguments, or () if no codec can encode this argument."""
+        """Return the path of the block input `index` among a call's arguments. Return () for other values, and for
+        arguments that cannot be encoded."""
         record = self.tape.values[index]
         if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
             return ()
@@ -127,13 +135,13 @@ class KindProfileBuilder:
         return record.source.path if keeps_order and len(record.source.path) == 1 else ()
 
     def _gradient_error(self, index: int, codec: str) -> float:
-        """Return the largest gradient error of `codec` on this value in any block of the kind."""
+        """Return the largest gradient error that `codec` causes on the value `index` in any block of the kind."""
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the earlier activation with equal bits that replay reads instead of this value.
+        """Return the earlier activation with equal bits that replay reads in place of the value `index`.
 
-        The rule is the same as in `ExecutionPlan`.
+        `ExecutionPlan`, which runs the plan of a block, follows the same rule.
 
         Return None if no earlier activation has equal bits, or if the value must be stored.
         """
@@ -157,8 +165,11 @@ class KindProfileBuilder:
         )
 
     def _reused_bytes(self, operator: TapeOperator) -> int:
-        """Return the bytes that the operator overwrites in place. Replay overwrites a value if no other operator reads
-        the value. The result then needs no new memory."""
+        """Return the bytes that `operator` overwrites in place in replay, and for which its results therefore need no
+        new memory.
+
+        Replay overwrites a value only if no other operator reads the value. Otherwise, replay works on a copy.
+        """
         return sum(
             self.tape.values[old].nbytes
             for old, _ in operator.mutations
@@ -169,10 +180,10 @@ class KindProfileBuilder:
 
 
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
-    """Return the actions allowed on a whole block that runs the operators of `tape`.
+    """Return the actions allowed for a block as a whole: to run plainly, and possibly to run under torch's checkpoint.
 
-    Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if all of the block's
-    operators are reproducible (rule R7) and none is a collective.
+    Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if all operators on the
+    block's `tape` are reproducible (rule R7) and none is a collective.
     """
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

@@ -1,9 +1,10 @@
 """The profile of a batch, measured in a few passes.
 
-One forward records every block's tape, verifies replay and measures prices. Further passes measure memory. One pass is
-a forward. Each other pass is a forward and backward under full recomputation, for a group of kinds of blocks. In this
-pass, one block of each kind in the group, the watched block, retains its activations instead. The first forward and
-backward is also timed.
+One forward records every block's operators, verifies that they can be replayed, and measures times and codec costs.
+Further passes measure memory. The first of them is a forward alone. Each other pass is a forward and backward in which
+all blocks are recomputed, except one block of each kind in a group of kinds: this watched block retains its
+activations, and its memory is recorded. (Blocks of one kind run the same operators.) The first forward and backward is
+also timed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from adacc_hf.torch_glue.distributed import is_sharded
 log = logging.getLogger(__name__)
 
 OtherSizes = Literal["ignored", "recorded", "measured"]
-"""Use of smaller parts of the batch: none, recording of tapes at other batch sizes, or measurement of memory too."""
+"""Use of smaller parts of the profiled batch: none, recording of operators at other batch sizes, or measurement of
+memory too."""
 
 
 def measure_profile(
@@ -52,7 +54,7 @@ def measure_profile(
     measurement: Measurement,
     other_sizes: OtherSizes = "ignored",
 ) -> Profile:
-    """Profile `batch` with the readings of `measurement`. Raises the errors of `profile_model`."""
+    """Profile `batch` with the times and bytes that `measurement` reads. Raises the errors of `profile_model`."""
     with profiled_model(model, batch, config, step, measurement) as profiled:
         recording = record_model(profiled, batch)
         profile = _measure(profiled, batch, recording)
@@ -65,7 +67,7 @@ def measure_profile(
 
 
 def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache) -> Profile:
-    """Return `profile` with the numbers measured on parts of `batch`, until the model rejects a part."""
+    """Return a copy of `profile` with numbers measured on parts of `batch` too, until the model rejects a part."""
     model = profiled.installation.model
     if is_sharded(model):  # a forward that fails midway would leave other ranks waiting
         return profile
@@ -88,20 +90,21 @@ def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, t
 
 @dataclass(frozen=True, kw_only=True)
 class _Readings:
-    """Results of the passes that measure memory and time."""
+    """Results of the runs in which memory and time are measured for a profile."""
 
     forward: ForwardLayout
     step: StepLayout
     step_ms: float
-    """Milliseconds of a step under full recomputation."""
+    """Milliseconds of a step in which every block is recomputed."""
     coming_bytes: int
     """Bytes of state that the optimizer has yet to create."""
     chunked_head: tuple[StepLayout, dict[str, float]] | None
-    """The step with the chunked head, and the milliseconds of each head. None if the profile has one head."""
+    """The memory of the step with the chunked head, and the milliseconds of each head. A head is the output layer and
+    loss. None if only one head was measured."""
 
 
 def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
-    """Measure the memory and the time of a step, and return the profile."""
+    """Measure the memory and the time of a step on `batch`, whose blocks are in `recording`, and return the profile."""
     measurement, installation = profiled.measurement, profiled.installation
     profiled.heads.check_own()
     installation.expect(block.name for block in recording.blocks)
@@ -135,9 +138,11 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 def _measure_blocks(
     profiled: ProfiledModel, batch: Batch, recording: ModelRecording, groups: Sequence[tuple[str, ...]]
 ) -> tuple[ModelRecording, ForwardLayout, StepLayout]:
-    """Measure the memory of forward and backward. Return the recording with complete kinds, and both measurements.
+    """Measure the memory of forward and backward. Return the recording with this memory in each kind, and both
+    measurements.
 
-    The watched blocks of a group in `groups` retain their activations in one measured step.
+    A watched block is the last block of a kind, on which the kind's memory is measured. Each group in `groups` is
+    measured in one step, in which the watched blocks of the group retain their activations.
     """
     forward = measure_forward(profiled, batch, recording)
     recording = recording.with_forwards(forward.events)
@@ -152,18 +157,18 @@ def _measure_blocks(
 
 
 def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[KindProfile]:
-    """Measure the memory of all kinds of a recording, and return the kinds."""
+    """Measure the memory of all kinds of blocks in `recording`, and return the kinds with this memory."""
     profiled.installation.expect(block.name for block in recording.blocks)
     groups = _watched_groups(recording) if profiled.measurement.watches_one_block else [tuple(recording.watched_names)]
     return _measure_blocks(profiled, batch, recording, groups)[0].kinds
 
 
 def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
-    """Divide the watched blocks (one per kind) into groups. The blocks of a group retain their activations in one
-    measured step.
+    """Divide the watched blocks into groups. The blocks of a group retain their activations in the same measured step.
 
-    No group retains more bytes than the largest block. Otherwise a model with many kinds would retain the activations
-    of nearly all blocks at the same time.
+    A watched block is the last block of a kind, on which the kind's memory is measured. No group retains more bytes
+    than the largest block. Otherwise a model with many kinds would retain the activations of nearly all blocks at the
+    same time.
     """
     nbytes = {
         name: sum(value.nbytes for value in kind.activations if value.saved)
@@ -179,7 +184,8 @@ def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
 
 
 def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: ModelRecording) -> KindProfile:
-    """Return `kind` with the backward that was measured at `name`, the watched block call of this kind."""
+    """Return a copy of `kind` with the backward that was measured at the block call `name`, which represents the
+    kind."""
     if kind.untrusted is not None:
         peak = step.peaks.get(name)
         extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])
@@ -188,7 +194,7 @@ def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: Mo
 
 
 def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, readings: _Readings) -> Profile:
-    """Return the profile of the recorded calls."""
+    """Return the profile made of the recorded block calls and the readings of the measured passes."""
     forward, step, shared = readings.forward, readings.step, recording.shared
     resident_bytes = profiled.base_bytes + batch.nbytes
     between_steps_bytes = resident_bytes + profiled.other_batches_bytes + readings.coming_bytes
@@ -203,7 +209,8 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
     head, chunked_head = profiled.heads.profiled_head, readings.chunked_head
 
     def fields_of_head(layout: StepLayout) -> dict[str, Any]:
-        """Return the fields of a profile that depend on the head."""
+        """Return the fields of a profile that depend on the head (output layer and loss), from the memory of a step
+        with it."""
         return {
             "outside_stored_bytes": layout.outside_stored_bytes - saved_shared_bytes,
             "outside_peak_bytes": static_bytes + layout.outside_peak_bytes,

@@ -44,19 +44,21 @@ class Measurement:
     """Source of all times, bytes and errors in a profile, measured in real runs."""
 
     rng_use: type[RngUse] = RngUse
-    """Class that detects whether an operator draws random numbers."""
+    """Class whose objects detect if an operator draws random numbers."""
     records_other_sizes = True
-    """True if profiling also records tapes on parts of the batch, to train at other batch sizes without new
+    """True if profiling also records blocks on parts of the batch, so that training at other batch sizes needs no new
     recordings."""
     watches_one_block = True
-    """True if at most one block retains its activations while memory is measured."""
+    """True if only one block at a time retains its activations while memory is measured, as far as block sizes
+    allow."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """Return the values of the profiled `tape` that replay recomputes bit for bit (rule R7)."""
+        """Return the values of the profiled `tape` that replay of its operators recomputes bit for bit (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        """Return the number of outlier channels of each activation whose codec keeps outliers."""
+        """Return the number of outlier channels of each activation for which a codec that stores outliers separately is
+        considered."""
         return count_outlier_channels(tape, bases, config)
 
     def price(
@@ -67,7 +69,7 @@ class Measurement:
         outliers: dict[int, int],
         run_block: Callable[[], object] | None = None,
     ) -> Prices:
-        """Return the time of each operator of `tape`, and the codecs of each activation with their times.
+        """Measure the time of each operator of `tape`, and the codecs of each activation with their times.
 
         `run_block` runs the block itself, or is None if the block cannot run again.
         """
@@ -76,12 +78,15 @@ class Measurement:
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
     ) -> GradientErrors:
-        """Return the gradient errors that codecs and replay cause in a block. If no codec is accurate enough for a
-        value, a more precise codec is added to `prices`."""
+        """Measure the gradient errors that codecs and replay cause in the block recorded on `tape`.
+
+        If no codec in `prices` is accurate enough for a value, a more precise codec is added to `prices`.
+        """
         return measure_gradient_errors(tape, bases, prices, config)
 
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
-        """Time a whole block call while profiling, if the call's tape lacks some operators. `run` repeats the call."""
+        """Time a whole block call while the model is profiled, if the call's tape lacks some operators. `run` repeats
+        the call."""
         return price_call(run, device)
 
     def meter(self, device: torch.device) -> MemoryMeter:
@@ -101,27 +106,29 @@ class Measurement:
         backward(loss)
 
     def seconds_at(self, device: torch.device) -> float:
-        """Return the time once `device` has finished all of its work."""
+        """Return the clock's time in seconds once `device` has finished all of its work."""
         return seconds_at(device)
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
-        """Return the milliseconds of one forward and backward under full recomputation.
+        """Return the milliseconds of one forward and backward in which every block is recomputed.
 
-        This method returns `measured_ms`, the time of the step whose memory was measured. Subclasses may run the model
-        again.
+        This method returns `measured_ms`, the time of the step whose memory was measured. A subclass may run `model` on
+        `batch` again instead.
         """
         return measured_ms
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        """Return the milliseconds of the output layer and the loss, forward and backward, by the name of the head.
+        """Time each head: the output layer and the loss, forward and backward. Return the milliseconds by the name of
+        the head.
 
-        `find_losses` runs a forward and returns the losses of a step.
+        `find_losses` runs a forward and returns the step's calls of the loss, which are repeated with each head.
         """
         losses = find_losses()
         return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in PRICED_HEADS.items()}
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        """Return the milliseconds of `compute(loss)`, which runs the output layer and the loss."""
+        """Return the milliseconds of forward and backward of `compute(loss)`, which runs the output layer and the
+        loss."""
         return head_ms(loss, compute)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
@@ -134,9 +141,9 @@ class Measurement:
         return available_bytes(device, static_bytes)
 
     def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
-        """Return (cost of payloads in host memory, free bytes of host memory for this process).
+        """Return (cost of copies to and from host memory, free bytes of host memory for payloads of `model`).
 
-        Return (None, 0) if payloads must stay on the device.
+        A payload is what is stored of a tensor. Return (None, 0) if payloads must stay on the device.
         """
         return measure_host_link(device, config, model)
 
@@ -146,8 +153,8 @@ class Measurement:
 
 
 HEAD_REPEATS = 3
-"""Number of timed runs of a head. Few runs are enough, because a head takes long compared to the clock's noise. With
-several runs, one interruption does not decide which head is faster."""
+"""Number of timed runs of a head (output layer and loss). Few runs are enough, because a head takes long compared to
+the clock's noise. With several runs, one interruption does not decide which head is faster."""
 
 # Times of a model's output layer and loss on one batch, with full logits and with chunked logits.
 
@@ -156,14 +163,16 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
     """Return the milliseconds of forward and backward of one loss, computed by `compute`: the median of HEAD_REPEATS
     runs.
 
-    One warm-up run comes first, because a GPU loads each kernel at its first run, and a library may try several
-    kernels.
+    A warm-up run comes first, because a GPU loads each kernel at its first run, and a library may try several kernels.
     """
     return median_ms(lambda: _head_gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
 def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of the output layer's inputs and parameters, on detached copies, to time the head."""
+    """Compute the loss and return the gradients of the output layer's inputs and parameters, to time the head.
+
+    The inputs and parameters are detached first, so the model's own gradients do not change.
+    """
     detached_loss = detach_inputs(loss)
     with torch.enable_grad():
         value = compute(detached_loss)
@@ -172,7 +181,8 @@ def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tu
 
 
 def detach_inputs(loss: LossCall) -> LossCall:
-    """Return a copy of `loss` on detached leaf tensors. Backward of the copy ends at the output layer's inputs."""
+    """Return a copy of `loss` whose inputs are leaf tensors, so that backward of the copy ends at the output layer's
+    inputs."""
     bias = loss.call.bias
     return loss.on(
         _detached_leaf(loss.rows), _detached_leaf(loss.call.weight), None if bias is None else _detached_leaf(bias)
@@ -180,12 +190,13 @@ def detach_inputs(loss: LossCall) -> LossCall:
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:
-    """Return a detached copy of a tensor whose gradient is measured."""
+    """Return a tensor that shares the elements of `tensor`, but is a leaf of a new autograd graph. `requires_grad`
+    stays."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def full_logits_loss(loss: LossCall) -> Tensor:
-    """Return the loss, computed from full logits, to time the plain head."""
+    """Compute the loss from full logits, to time the plain head."""
     dtype, bias = loss.call.dtype, loss.call.bias
     with torch.autocast(loss.rows.device.type, enabled=False):
         logits = F.linear(loss.rows.to(dtype), loss.call.weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -193,11 +204,12 @@ def full_logits_loss(loss: LossCall) -> Tensor:
 
 
 PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
-"""Functions that compute the loss with each head, by the head's name."""
+"""Functions that compute the loss with each head (plain or chunked), by the head's name."""
 
 
 class MemoryOnlyMeasurement(Measurement):
-    """Measurement of memory alone. Times and codec errors are measured on another batch of the same profile."""
+    """Measurement of memory alone, for a further batch of a profile whose times and codec errors were measured on
+    another batch."""
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement

@@ -1,4 +1,5 @@
-"""Strategies for profiling memory. A meter records when a block's saved tensors are packed, unpacked and freed."""
+"""Strategies that run a block while its memory is measured: a meter records when saved tensors are packed, unpacked and
+freed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class TrackedTensor:
         self.slot = slot
         self.tensor = tensor
         self.companion = companion
-        """Inputs of a replay, kept alive until autograd has freed all saved tensors of the block."""
+        """Inputs that replay of the block reads, kept alive until autograd has freed all saved tensors of the block."""
         self.mark = mark
 
     def __del__(self) -> None:
@@ -41,8 +42,8 @@ class SlotProbe:
     """Strategy that retains all saved tensors of a block, and records in a meter when autograd unpacks and frees each
     tensor.
 
-    The probe also keeps alive the shared inputs found at `sources`, because the other blocks of the kind keep these
-    inputs for replay.
+    `sources` says where a call finds those inputs of the block that other blocks read too. The probe also keeps these
+    inputs alive, as replay of a block would.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:
@@ -75,7 +76,8 @@ class SlotProbe:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the probed block's activations that live until the end of the model's forward under every policy."""
+        """Bytes of the probed block's saved activations that something besides autograd keeps alive until the end of
+        the model's forward, under every policy."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
 
     def _mark_tiles(self, moment: str, module: int) -> None:
@@ -87,7 +89,8 @@ class SlotProbe:
 
 
 class ForwardPass:
-    """Shared state of the ForwardProbes of one forward: the meter, and the shared inputs that replay would hold."""
+    """Shared state of all `ForwardProbe`s of one forward: the meter, and the inputs of several blocks that replay would
+    hold."""
 
     def __init__(self, meter: MemoryMeter, shared: Sequence[Shared], last_name: str) -> None:
         self.meter = meter
@@ -95,22 +98,23 @@ class ForwardPass:
         self.last_name = last_name
         """Name of the last block call in the forward."""
         self.replay_inputs: list[torch.Tensor | None] = []
-        """Shared inputs that replay would read, kept alive until the last block call ends."""
+        """Inputs that several blocks share and that replay would read, kept alive until the last block call ends."""
 
 
 class ForwardProbe:
-    """Strategy that stores nothing and records in a meter when a value is first saved, and when forward frees the
-    value.
+    """Strategy that stores nothing for backward, and records in a meter when a value is first saved and when forward
+    frees the value.
 
-    Because nothing is stored, no backward can follow. The probe keeps the shared inputs at `sources` alive, as blocks
-    that replay do.
+    Because nothing is stored, no backward can follow. `sources` says where a call finds those inputs of the block that
+    other blocks read too. The probe keeps these inputs alive, as replay of a block would.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source], forward_pass: ForwardPass) -> None:
         self.name = name
         self.kind = kind
         self.shared_values = {value.index for value in kind.values if value.shared in forward_pass.nonempty_records}
-        """Values whose tensors other blocks hold too. These tensors are counted once, in `Profile.shared`."""
+        """Values whose tensors other blocks hold too. The profile counts each of these tensors once, in
+        `Profile.shared`."""
         self.sources = sources
         self.forward_pass = forward_pass
 
@@ -148,9 +152,9 @@ class ForwardProbe:
 
 
 def refuse_backward(_: Any) -> torch.Tensor:
-    """Raise ValueError if autograd unpacks a tensor in a profiling pass without backward.
+    """Raise ValueError, because autograd unpacks a tensor in a profiling pass without backward.
 
-    The cause is a backward that the model's own code runs before the loss is returned.
+    The cause is a backward that the model's own code runs before it returns the loss.
     """
     raise ValueError(
         "the loss runs a backward of its own before it is returned, within a block or around it (a gradient penalty, "
@@ -161,7 +165,8 @@ def refuse_backward(_: Any) -> torch.Tensor:
 
 
 class CallMarker:
-    """Wrapper of a strategy. Records in a meter when the block's forward ends and when the block's backward starts."""
+    """Wrapper of a block's strategy that records in a meter when the block's forward ends and when its backward
+    starts."""
 
     def __init__(
         self, name: str, inner: Strategy, meter: MemoryMeter, measurement: Measurement, is_first: bool

@@ -1,9 +1,10 @@
 """The memory of one measured step, divided into the blocks' stored tensors and everything else.
 
 Memory other than the blocks' stored tensors does not depend on the policy. The simulator can therefore add the stored
-tensors of any policy. One forward that stores nothing shows when forward itself frees each value. Then forward and
-backward run under full recomputation, except that the last block of each kind retains everything. These steps show when
-backward unpacks and frees each saved tensor, and how much memory gradients and temporaries take at that time.
+tensors of any policy. Two passes are measured. First, one forward that stores nothing shows when forward itself frees
+each value. Then, one forward and backward runs in which every block is recomputed, except that the last block of each
+kind (blocks that run the same operators) retains everything. This step shows when backward unpacks and frees each saved
+tensor, and how much memory gradients and temporaries take at that time.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class ForwardLayout:
     """The memory of a forward that stored nothing, in bytes relative to the forward's start."""
 
     first_peak_bytes: int
-    """Peak before the first block, for example in a teacher's forward."""
+    """Peak before the first block runs, for example in a teacher's forward."""
     bases: dict[str, int]
-    """Live bytes at the start of each block."""
+    """Live bytes at the start of each block's forward, by block call."""
     outside_peak_bytes: int
-    """Peak from the end of the last block on. The shared inputs that replay would read are freed before the last block
-    ends."""
+    """Peak from the end of the last block on. Inputs that several blocks share are kept for replay during the pass, but
+    are freed before the last block ends."""
     events: dict[str, tuple[ForwardEvent, ...]]
-    """Memory events in the forward of each watched block (the last block of each kind)."""
+    """Memory events in the forward of each watched block (the last block of each kind), by block call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +48,35 @@ class StepLayout:
     """The memory of the measured step without the blocks' stored tensors, in bytes relative to the step's start."""
 
     bases: dict[str, int]
-    """Live bytes at the start of each block's backward, without stored tensors."""
+    """Live bytes at the start of each block's backward, without the tensors that blocks stored."""
     outside_stored_bytes: int
-    """Live bytes at the start of backward, without the blocks' stored tensors and the loss."""
+    """Live bytes at the start of backward, without the tensors that blocks stored and without the loss."""
     outside_peak_bytes: int
     loss_peak_bytes: int
     tail_peak_bytes: int
     gradient_bytes: int
     """Bytes of all gradients at the end of backward."""
     earlier_bytes: int
-    """Bytes that earlier micro-batches of the step left: gradients, and more if ranks have not exchanged the gradients
-    yet. 0 if the step has one micro-batch."""
+    """Bytes that earlier micro-batches of the step left: gradients, and further bytes if ranks have not exchanged the
+    gradients yet. 0 if the step has one micro-batch."""
     trained: tuple[nn.Parameter, ...]
     """Parameters that have a gradient after the step."""
     events: dict[str, tuple[BackwardEvent, ...]]
-    """Memory events in the backward of each watched block."""
+    """Memory events in the backward of each watched block (the last block of each kind), by block call."""
     ms: float
     """Milliseconds of the step."""
     peaks: dict[str, int]
-    """Peak in the backward of each block, without the stored tensors of this block and earlier ones. Blocks that have
-    no backward are left out."""
+    """Peak in the backward of each block, without the tensors that this block and earlier ones stored. Blocks without a
+    backward are left out."""
 
     @staticmethod
     def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
-        """Merge the layouts of several measured steps. A step's key has the names of the step's watched blocks, which
-        retained their activations."""
+        """Merge the layouts of several measured steps into one.
+
+        A step's key has the names of the step's watched blocks, which retained their activations. The merged layout
+        takes each block's events and peak from the step in which the block was watched, and everything else from the
+        first step.
+        """
         first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
         own_peaks = {
@@ -81,8 +86,8 @@ class StepLayout:
 
 
 TILES = ("begin tiles", "end tiles")
-"""First labels of the marks at which a module begins and ends to run in tiles (`memory_probes.py`). The second label is
-the module's index."""
+"""First parts of the labels that a meter gets when a module begins and when it stops running in tiles (groups of
+rows). The second part is the module's index in `Tiling.modules`."""
 
 
 def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> ForwardLayout:
@@ -115,8 +120,8 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
     """Return the memory events of one block call's forward, from the forward's start to its end.
 
     `name` is the call, and `points` are the measurements of the whole model's forward. If `owns_rest`, the events after
-    the call are included, until the next call starts. The value of an event is -1 if the event belongs to another call,
-    for example the release of another call's value.
+    the call are included, until the next call starts. An event that belongs to another call, for example the release of
+    another call's value, has the value -1.
     """
     begin, leave = (
         next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")
@@ -144,11 +149,11 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
 def measure_step(
     profiled: ProfiledModel, batch: Batch, recording: ModelRecording, watched_names: Collection[str] = ()
 ) -> StepLayout:
-    """Run one forward and backward under full recomputation, and return the measured memory by block.
+    """Run one forward and backward in which every block is recomputed, and return the measured memory by block.
 
-    The calls in `watched_names` retain all saved tensors instead, and a `SlotProbe` records when these tensors are
-    freed. If the step accumulates gradients, gradients of an earlier micro-batch must be live during the measurement.
-    If an earlier measurement has not produced these gradients, another micro-batch runs first.
+    The block calls in `watched_names` are not recomputed, but retain all saved tensors, and a `SlotProbe` records when
+    these tensors are freed. If the step accumulates gradients, gradients of an earlier micro-batch must be live during
+    the measurement. If an earlier measurement has not produced these gradients, another micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions
@@ -200,14 +205,14 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 @dataclass
 class _StepReadings:
-    """The memory points of a measured step, and the bytes that each block stored in the step."""
+    """The meter's readings in a measured step, and the bytes that each block stored in the step."""
 
     points: Sequence[MemoryPoint]
     names: list[str]
     probes: Sequence[SlotProbe]
     stored: dict[str, int]
     live: dict[str, int]
-    """Part of `stored` by block, without tensors that live until the end of the forward under any policy."""
+    """Stored bytes by block, without the tensors that live until the end of the forward under any policy."""
 
     def layout(
         self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...], ms: float
@@ -233,7 +238,7 @@ class _StepReadings:
         )
 
     def _backward_peak(self, name: str) -> int:
-        """Return the peak from the start of a block's backward to the start of the next block's backward."""
+        """Return the peak from the start of the backward of block `name` to the start of the next block's backward."""
         start = next(i for i, point in enumerate(self.points) if point.label == ("backward", name))
         later_points = self.points[start + 1 :]
         end = next(
@@ -245,7 +250,8 @@ class _StepReadings:
         return (point for point in self.points if point.label[0] == moment)
 
     def _peak(self, first: tuple[str, ...], until: str | None) -> int:
-        """Return the peak from the mark `first` to the next mark whose label begins with `until`, or to the end.
+        """Return the peak from the mark labelled `first` to the next mark whose label begins with `until`, or to the
+        end.
 
         Return 0 if there is no mark `first`.
         """
@@ -288,7 +294,8 @@ class _StepReadings:
 
 
 class _LiveSlots:
-    """Counter of the bytes of a block's activations that at least one saved-tensor slot still holds."""
+    """Counter of the activation bytes of a block that autograd still holds. `release` subtracts an activation once all
+    of its saved tensors are freed."""
 
     def __init__(self, kind: KindProfile) -> None:
         self._nbytes = {value.index: value.nbytes for value in kind.activations if value.saved}
@@ -311,11 +318,15 @@ class _LiveSlots:
 # on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
-"""Names of the parts of a step outside the blocks' backward. A block's backward has the name of the block call."""
+"""Names of the parts of a training step outside the blocks' backward. The backward of a block is a part too, with the
+name of the block call."""
 
 
 class StepMarker:
-    """Recorder that marks the parts of a training step in `meter` until `remove()`. `functions` are the block calls."""
+    """Recorder that marks the parts of each training step in `meter` until `remove()` is called.
+
+    The parts are the blocks' backward, the optimizer's step, and the rest. `functions` are the block calls.
+    """
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []
@@ -326,7 +337,8 @@ class StepMarker:
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Stop marking steps: restore the blocks' earlier strategies, unless other code has set new strategies since.
+        """Stop marking training steps. Restore each block's earlier strategy, unless other code has set a new one
+        since.
 
         Further calls have no effect.
         """
@@ -338,10 +350,10 @@ class StepMarker:
 
 
 def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
-    """Return the peak in each part of a training step, in bytes above the step's start, over all micro-batches.
+    """Return the peak in each part of a training step (such as a block's backward), over all micro-batches.
 
-    `points` are the readings of a meter with a `StepMarker`. If an optimizer steps parameter by parameter during
-    backward, the memory of the optimizer's step counts for the part of the step in which it runs.
+    Peaks are in bytes above the step's start. `points` are the readings of a meter with a `StepMarker`. If an optimizer
+    updates each parameter during backward, its memory counts for the part of the step in which it runs.
     """
     last_backward = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
     moment, peaks = FORWARD, dict[str, int]()
@@ -360,7 +372,10 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
 
 
 def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the predicted peak in each part of a step under `policy`, static memory included."""
+    """Return the predicted peak in each part of a training step (such as a block's backward) under `policy`.
+
+    Static memory is included.
+    """
     names = {f"backward {block.name}": block.name for block in profile.blocks}
     names |= {moment: moment for moment in (AFTER, OPTIMIZER)}
     peaks: dict[str, int] = {}
@@ -371,15 +386,19 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
 
 
 def missing_bytes(profile: Profile, policy: Policy, measured: Mapping[str, int]) -> dict[str, int]:
-    """Return, for each part of a step, the bytes by which the measured peak exceeds the peak predicted for `policy`.
-    Parts without excess are left out."""
+    """Return the bytes by which the `measured` peak exceeds the peak predicted for `policy`, for each part of a
+    training step.
+
+    Parts in which the measured peak is not higher are left out.
+    """
     predicted = predicted_peaks(profile, policy)
     excess = {moment: peak - predicted.get(moment, 0) for moment, peak in measured.items()}
     return {moment: nbytes for moment, nbytes in excess.items() if nbytes > 0}
 
 
 def with_missing_bytes(profile: Profile, missing: Mapping[str, int]) -> Profile:
-    """Return `profile` with the bytes in `missing` added to the live bytes of each part of the step."""
+    """Return a copy of `profile` in which the live bytes of each part of the training step are larger by the bytes in
+    `missing`."""
     at_blocks = [missing.get(block.name, 0) for block in profile.blocks]
     return replace(
         profile.with_extra_live_bytes(missing.get(FORWARD, 0), at_blocks, missing.get(AFTER, 0)),

@@ -1,4 +1,5 @@
-"""Recording of a model's blocks in one forward: tapes, measured times and codecs, and tensors shared between blocks."""
+"""Recording of a model's blocks in one forward: operators, measured times and codecs, and tensors shared between
+blocks."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_DRAWS = 8
-"""Maximum number of forwards without gradients that search for random numbers with which all blocks run. The search is
-needed if the model skips blocks at random."""
+"""Maximum number of random states that are tried to find one with which all blocks run. The search is needed if the
+model skips blocks at random. Each try is a forward without gradients."""
 
 
 def record_model(
@@ -57,11 +58,12 @@ def record_model(
     tape_cache: TapeCache | None = None,
     tilings: Mapping[str, Tiling] | None = None,
 ) -> ModelRecording:
-    """Record every block in one forward, to price the blocks. All passes of the profile will repeat this forward.
+    """Record every block in one forward, and measure the times of the blocks' operators and codecs.
 
-    If the model skips blocks at random, search for random numbers with which all blocks run. `tape_cache` is the cache
-    of an earlier recording of the model, or None. `tilings` has the tiles in which modules of the blocks run, by block
-    call. Raises UncalledBlocksError if no forward runs all blocks.
+    If the model skips blocks at random, search for random numbers with which all blocks run. All later passes of the
+    profile repeat the recorded forward. `tape_cache` is the cache of an earlier recording of the model, or None.
+    `tilings` has the tiles (groups of rows) in which modules of the blocks run, by block call. Raises
+    UncalledBlocksError if no forward runs all blocks.
     """
     installation = profiled.installation
     tables: frozenset[Any] = frozenset()
@@ -85,18 +87,18 @@ def record_model(
 
 
 def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
-    """Return an empty cache for the tapes of the profiled model."""
+    """Return a cache without tapes, for the records of the profiled model's blocks."""
     tape_cache = TapeCache(profiled.measurement.verify)
     tape_cache.expect_same_orders(profiled_tapes(profiled.installation.model))
     return tape_cache
 
 
 def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
-    """Check that a forward without gradients runs all blocks, also blocks that the batch does not train, such as a
+    """Check that a forward without gradients runs all blocks, including blocks that the batch does not train, such as a
     teacher's blocks.
 
     If the forward draws random numbers and skips blocks, try other random states. Return True if later passes will
-    start from a different random state. Raises UncalledBlocksError if some block never runs.
+    start from a different random state than before. Raises UncalledBlocksError if some block never runs.
     """
     modules, no_trace = profiled.installation.modules, profiled.no_trace
     for num_draws in range(1 + MAX_DRAWS):
@@ -112,7 +114,8 @@ def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
 
 
 def record_other_sizes(model: nn.Module, batch: Batch, installation: Installation, tape_cache: TapeCache) -> None:
-    """Record every block on parts of `batch`, until the model rejects a part."""
+    """Record every block on smaller parts of `batch`, until the model rejects a part, so that other sizes are known
+    too."""
     if is_sharded(installation.model):  # a forward that fails midway would leave other ranks waiting
         return
     for part in profiled_parts(batch, is_encoder_decoder(installation.model)):
@@ -133,8 +136,10 @@ def record_other_sizes(model: nn.Module, batch: Batch, installation: Installatio
 
 
 class RecordingStrategy:
-    """The strategy that records every call of a block to profile it. Saved tensors are freed immediately, because no
-    backward follows."""
+    """Strategy that records every call of a block while the model is profiled, with times and codecs.
+
+    Saved tensors are freed immediately, because no backward follows.
+    """
 
     expects_outer_hooks = True
 
@@ -151,7 +156,10 @@ class RecordingStrategy:
 
 
 class TapeRecordingStrategy:
-    """The strategy that records every call of a block into a tape cache while profiling. No backward follows."""
+    """Strategy that records every call of a block while the model is profiled, without times. No backward follows.
+
+    The record of the operators, the tape, goes to a tape cache.
+    """
 
     expects_outer_hooks = True
 
@@ -171,10 +179,10 @@ class TapeRecordingStrategy:
 
 
 class ModelRecorder:
-    """Recorder of all blocks' tapes, of the tensors that blocks share, and of measured times and codecs.
+    """Recorder of one forward of a model: all blocks' operators, the tensors that blocks share, and times and codecs.
 
-    The strategies of the model's blocks refer to the recorder. The recorder does not refer to the model, to avoid a
-    reference cycle.
+    The strategies that run the model's blocks refer to the recorder. The recorder does not refer to the model, to avoid
+    a reference cycle.
     """
 
     def __init__(
@@ -184,15 +192,16 @@ class ModelRecorder:
         self._tilings = tilings
         self.blocks: list[RecordedBlock] = []
         self.is_sharded = False
-        """True if the model's forward needs all ranks."""
+        """True if the model's parameters are sharded among ranks, so that its forward needs all ranks."""
         self._config = config
         self._measurement = measurement
         self.tile_memory: dict[str, dict[str, TileMemory]] = {}
-        """Memory of one tile of a block's row-wise module, by the digest of the tape with the module in tiles."""
+        """Memory of one tile (group of rows) of each row-wise module of a block, by the digest of the block's tape with
+        the modules in tiles, and by the module's path. A row-wise module computes each row from that row alone."""
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
-        """Storages saved by the rest of the model. A weak reference keeps the address from being reused without keeping
-        the memory alive: logits would otherwise be live throughout the profile."""
+        """Weak references to storages saved by the rest of the model, by address. A weak reference keeps the address
+        from being reused, but does not keep the memory alive: logits would otherwise be live throughout the profile."""
         self._previous_results: list[torch.Tensor] = []
         """Tensors that the previous recorded block call returned."""
         self._shared_tensors = SharedTensors([], set(), set(), set())
@@ -221,15 +230,17 @@ class ModelRecorder:
         self._shared_tensors = SharedTensors(self.blocks, self._outside_storages.keys(), state_keys, batch_keys)
 
     def recording(self) -> ModelRecording:
-        """Return the recording, and free the tensors of the recorded forward."""
+        """Return the recording of the forward, and free the tensors of the forward."""
         recording = ModelRecording.of(self.blocks, self._shared_tensors, self._prices, self._config, self.tape_cache)
         return replace(recording, tile_memory=self.tile_memory)
 
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run and record one call of a block, and return the call's result. If no earlier call has an equal tape, also
-        measure the times of operators and codecs."""
+        """Run and record one call of a block, and return the call's result.
+
+        If no earlier call ran the same operators, also measure the times of operators and codecs.
+        """
         known_shapes = KnownShapes(self.tape_cache.untraceable)
         tiling = self._tilings.get(name)
         # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
@@ -279,7 +290,7 @@ class ModelRecorder:
         return result
 
     def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_again: Callable[[], Any]) -> Prices:
-        """Measure the prices of a recorded block's operators and codecs."""
+        """Measure the times of a recorded block's operators, and the costs of its activations' codecs."""
         bases = recorder.bases
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
@@ -293,7 +304,8 @@ class ModelRecorder:
     def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
     ) -> dict[str, TileMemory]:
-        """Measure the memory of one tile of each module of the block that ran in tiles, by the module's path."""
+        """Measure the memory of one tile (group of rows) of each module in `tiling` that ran in tiles. The keys are the
+        paths of the modules."""
         memory: dict[str, TileMemory] = {}
         for path, rows in tiled_inputs(tape, tiling).items():
             tensor = view(recorder.bases[rows.value], rows)
@@ -305,19 +317,20 @@ class ModelRecorder:
         return memory
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record the storage of a tensor saved outside the blocks. Used as a saved-tensor hook while profiling."""
+        """Record the storage of a tensor that autograd saves outside the blocks. Used as a saved-tensor hook while
+        profiling."""
         self._note_outside_storage(tensor)
         return tensor.detach()
 
     def _note_outside_storage(self, tensor: torch.Tensor) -> None:
-        """Record a storage that tensors outside the blocks use."""
+        """Record the storage of `tensor` as one that code outside the blocks holds."""
         storage = storage_of(tensor)
         if storage_key(storage) not in self._outside_storages:
             self._outside_storages[storage_key(storage)] = StorageWeakRef(storage)
 
 
 def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, torch.Tensor]:
-    """Return the first tensor of each storage among the `arguments`, detached."""
+    """Return a copy of `arguments` with only the first tensor of each storage, detached."""
     first_sources: dict[int, Source] = {}
     for source, tensor in arguments.items():
         first_sources.setdefault(storage_key_of(tensor), source)
@@ -325,23 +338,23 @@ def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, t
 
 
 def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, torch.Tensor]:
-    """Return the saved values that the profiled block computed and returned."""
+    """Return the saved values that the profiled block computed and returned, each with a tensor."""
     saved = set(tape.saved_values())
     tensors = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {value: tensor for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
 
 
 def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
-    """Return the saved values that the profiled block computed from its parameters alone."""
+    """Return the saved values that the profiled block computed from its parameters alone, each with a tensor."""
     computed_values = [value for value in tape.saved_values() if tape.values[value].producer is not None]
     return {value: recorder.bases[value] for value in computed_values if is_parameter_cast(tape, value)}
 
 
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:
-    """Return the storages of the saved values that the profiled block computed, without the values of `excluded`.
+    """Return the storages of the saved values that the profiled block computed, except for the values in `excluded`.
 
-    If the block runs code that records no operators, the results of this code have an unknown source on the tape, and
-    are included too.
+    If the block runs code whose operators cannot be recorded, the results of this code have an unknown source on the
+    tape, and are included too.
     """
     hidden = tape.untrusted in HIDDEN
     computed_values = [

@@ -1,4 +1,4 @@
-"""The result of a recorded forward: the calls of blocks, and their kinds."""
+"""The result of a recorded forward: the calls of blocks, and their kinds (blocks that run the same operators)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from adacc_hf.tape.tape_cache import TapeCache
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecording:
-    """The calls of blocks in one forward, grouped by kind, without the tensors of the forward."""
+    """The calls of blocks in one recorded forward, grouped by kind, without the forward's tensors."""
 
     blocks: list[RecordedBlock]
-    """The calls in the order of the forward."""
+    """The recorded block calls, in the order of the forward."""
     kinds: list[KindProfile]
-    """Profile of each kind, at the index `RecordedBlock.kind`."""
+    """Profile of each kind of block. `RecordedBlock.kind` is the index of a call's kind in this list."""
     shared: tuple[Shared, ...]
-    """Records of the tensors that calls share with each other and with the rest of the model."""
+    """Records of the tensors that block calls share with each other and with the rest of the model."""
     replay_sources: dict[str, list[Source]]
-    """Sources of the shared inputs that each call holds for replay under full recomputation."""
+    """Sources of the inputs shared with other blocks that each call holds if all blocks are recomputed. A source is the
+    place where a call finds the input, such as an argument."""
     calls_before_rest: set[str]
-    """Calls after which the rest of the model runs before the next call of a block."""
+    """Names of the calls after which other parts of the model run before the next call of a block."""
     saved_bytes: dict[str, int]
-    """Bytes that autograd saved in each call whose operators cannot be replayed."""
+    """Bytes that autograd saved, by call. Only calls whose operators cannot be replayed are included."""
     tape_cache: TapeCache
     tile_memory: Mapping[str, Mapping[str, TileMemory]] = field(default_factory=dict)
-    """Memory of one tile of each row-wise module of a block, by the digest of the tape with the modules in tiles and by
-    the module's path."""
+    """Memory of one tile (group of rows) of each row-wise module of a block, by the digest of the block's tape with the
+    modules in tiles, and by the module's path. A row-wise module computes each row from that row alone."""
 
     @staticmethod
     def of(
@@ -54,9 +55,11 @@ class ModelRecording:
         config: AdaccConfig,
         tape_cache: TapeCache,
     ) -> ModelRecording:
-        """Group `blocks` by kind, set each block's `kind`, and free the tensors of the recorded forward.
+        """Group the recorded calls `blocks` by kind, set each call's `kind`, and free the tensors of the recorded
+        forward.
 
-        `prices` maps the digest of each tape to the measured times of the tape's operators and codecs.
+        Calls of one kind run the same operators. `prices` maps the digest of each call's tape (its record) to the
+        measured times of operators and codecs.
         """
         groups: dict[Any, list[RecordedBlock]] = {}
         positions = _call_positions(blocks)
@@ -84,23 +87,23 @@ class ModelRecording:
 
     @property
     def watched_names(self) -> list[str]:
-        """Names of the calls at which memory is measured: the last block call of each kind, which represents the
+        """Names of the block calls at which memory is measured: the last call of each kind, which represents the
         kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
     @cached_property
     def outcomes(self) -> list[BlockOutcome]:
-        """Memory and time of a block under full recomputation, one `BlockOutcome` for each kind."""
+        """Memory and time of a recomputed block, one `BlockOutcome` for each kind."""
         return [recompute_outcome(kind) for kind in self.kinds]
 
     def kind_of(self, name: str) -> KindProfile:
-        """Return the profile of the kind of the call `name`."""
+        """Return the profile of the kind to which the block call `name` belongs."""
         return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
 
     def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return a copy of this recording with the memory events of a forward in each kind.
+        """Return a copy of this recording in which each kind has the memory events of one block's forward.
 
-        `events` has the memory events of the calls in `watched_names`.
+        `events` has the memory events of the calls in `watched_names`, one call per kind.
         """
         names = self.watched_names
         return replace(self, kinds=[_with_forward(kind, events[names[i]]) for i, kind in enumerate(self.kinds)])
@@ -108,10 +111,10 @@ class ModelRecording:
     def set_full_recompute_strategies(
         self, functions: Mapping[str, BlockFunction | LaterCall], watched_names: Collection[str]
     ) -> list[SlotProbe]:
-        """Set the strategy of every block call: a probe for `watched_names`, full recomputation for all other calls.
+        """Set each block call to be recomputed in backward, except that a probe runs the calls in `watched_names`.
 
-        Return the probes. A call in `watched_names` whose operators cannot be replayed has no probe, and recomputes
-        too.
+        A probe retains all saved tensors, and records when they are freed. Return the probes. A call in `watched_names`
+        whose operators cannot be replayed has no probe, and is recomputed too.
         """
         probes = []
         for block in self.blocks:
@@ -124,23 +127,23 @@ class ModelRecording:
         return probes
 
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
-        """Read the order in which backward unpacks saved tensors from `events`, the measured events of
-        `watched_names`."""
+        """Learn the order in which backward unpacks saved tensors from `events`, the memory events of one block call of
+        each kind."""
         for block in self.blocks:
             self.tape_cache.learn_order(block.tape, unpack_order(events.get(block.name, ())))
 
 
 def recompute_outcome(kind: KindProfile) -> BlockOutcome:
-    """Return the memory and time of a block of `kind` under full recomputation."""
+    """Return the memory and time of a block of `kind` that is recomputed in backward."""
     return run_block(kind, recompute_plan(kind))
 
 
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
-    """Return a dict from each call to the properties of its position in the step that affect its memory.
+    """Return, for each block call, those properties of its position in the step that affect its memory.
 
     A position is three truth values: the gradients of the call's parameters exist before its backward, and the rest of
-    the model runs before the call, and after it. The rest of the model runs before or after a call if the loss calls
-    the whole model several times.
+    the model runs before the call, and after it. The rest of the model runs between calls if the loss calls the whole
+    model several times.
     """
     names = [block.name for block in blocks]
     last = calls_per_block(names)
@@ -158,8 +161,11 @@ def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bo
 
 
 def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any, ...]:
-    """Return the key that blocks of one kind share: everything in the tape, or only the class and the arguments if
-    the block's operators may depend on data."""
+    """Return a key of a recorded block. Blocks with equal keys are of one kind.
+
+    The key contains everything on the block's tape, or only the class and the arguments if the block's operators may
+    depend on data.
+    """
     inputs = tuple(shared_tensors.record_index(tensor) for tensor in block.holdable_inputs())
     if block.tape.untrusted is not None:
         signatures = [(source, tensor.shape, tensor.dtype) for source, tensor in block.argument_tensors.items()]
@@ -176,7 +182,7 @@ def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any,
 def _build_kind(
     group: list[RecordedBlock], shared_tensors: SharedTensors, prices: Mapping[str, Prices], config: AdaccConfig
 ) -> KindProfile:
-    """Return the profile of the kind whose recorded blocks are `group`, without the memory of forward and backward."""
+    """Return the profile of one kind, whose recorded blocks are `group`, without the memory of forward and backward."""
     tape = group[0].tape
     if tape.untrusted is not None:
         times = [sum(prices[block.tape.digest].operator_ms) for block in group]
@@ -189,7 +195,10 @@ def _build_kind(
 
 
 def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
-    """Return `kind` with its measured forward. Parameter casts that the forward did not free are marked as cached."""
+    """Return a copy of `kind` with the measured memory events `forward`.
+
+    Casts of parameters that the forward did not free are marked as cached.
+    """
     if kind.untrusted is not None:
         return with_untrusted_forward(kind, forward)
     dead = {event.value for event in forward if event.death}

@@ -49,7 +49,7 @@ class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
 def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> int:
     """Clip the gradients to `max_norm`, if given, and take the optimizer's step. Return the peak of temporary bytes.
 
-    In one training step, call this function instead of clipping and `optimizer.step()`. Pass the result to
+    In one training step, call this function in place of clipping and `optimizer.step()`. Pass the result to
     `profile_model(optimizer_step_bytes=...)`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -61,8 +61,10 @@ def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | N
 
 
 def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
-    """Compute the norm for clipping the present gradients, and return the peak of temporary bytes. No gradient is
-    scaled, because scaling works in place and takes no memory."""
+    """Compute the norm of the present gradients, as clipping does, and return the peak of temporary bytes.
+
+    No gradient is scaled, because scaling works in place and takes no memory.
+    """
     # Use local parts of DTensors: a DTensor's norm waits for other ranks, and other gradients may be plain tensors.
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -75,12 +77,12 @@ def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of state that `optimizer` has yet to create for `trained` parameters, on their device.
+    """Return the bytes of state that `optimizer` has yet to create for the `trained` parameters, on their device.
 
-    Before the first step, the whole state is missing. Later, only the state of layers that layerdrop has skipped so far
-    is missing. A copy of the optimizer takes a step on one stand-in tensor for each size of parameter, one after the
-    other. The steps of the copy take less memory than the missing state. Raises OptimizerStateError if the copy cannot
-    step.
+    Before the first step, the whole state is missing. Later, only the state of parameters that no step has trained so
+    far is missing, for example in layers that layerdrop has skipped. To measure the state, a copy of the optimizer
+    takes a step on one stand-in tensor for each size of parameter, one after the other, which takes less memory than
+    the missing state. Raises OptimizerStateError if the copy cannot step.
     """
     trained = list(trained)
     members = component_optimizers(optimizer)
@@ -107,7 +109,7 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
 
 @dataclass(frozen=True)
 class _StateSlot:
-    """A parameter's position in an optimizer."""
+    """One parameter of an optimizer, with the index of its group and with its own settings."""
 
     group: int
     parameter: nn.Parameter
@@ -116,7 +118,7 @@ class _StateSlot:
 
     @property
     def size(self) -> Hashable:
-        """Key that is equal for parameters whose states have the same size."""
+        """Key that is equal for parameters whose optimizer states have the same size."""
         parameter = self.parameter
         return (
             self.group,
@@ -130,7 +132,7 @@ class _StateSlot:
 
 
 class _OptimizerCopy:
-    """A copy of an optimizer without state, hooks, and wrappers around its step (schedulers, Accelerate)."""
+    """Copy of an optimizer that lacks its state, its hooks, and wrappers around its step (schedulers, Accelerate)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._original = optimizer
@@ -142,9 +144,10 @@ class _OptimizerCopy:
                 vars(self._copy)[name] = _shallow_copy(value)
 
     def state_bytes(self, slot: _StateSlot) -> int:
-        """Return the bytes that a step allocates for the parameter of `slot` alone, on its device.
+        """Return the bytes of state that a step allocates on a parameter's device if the optimizer has only this
+        parameter.
 
-        Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
+        `slot` describes the parameter. Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
         """
         parameter, device = slot.parameter, slot.parameter.device
         stand_in = nn.Parameter(torch.ones_like(parameter.detach()))
@@ -175,10 +178,10 @@ class _OptimizerCopy:
         return sum(nbytes for storage, nbytes in self._shared_storages.items() if storage not in self._known_storages)
 
     def _set_parameter(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
-        """Prepare the optimizer's copy for a step on `stand_in`, a new tensor like the parameter of `slot`.
+        """Prepare the optimizer's copy for a step on `stand_in`, a new tensor of the size and dtype of a parameter.
 
-        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. During the
-        step, the copy has no other parameters.
+        `slot` describes the parameter. `stand_in` gets a gradient of ones, and the parameter's settings and existing
+        state. During the step, the copy has no other parameters.
         """
         gradient = torch.ones_like(stand_in.detach())
         # SparseAdam accepts only sparse gradients, and its state has all elements.
@@ -199,13 +202,14 @@ class _OptimizerCopy:
 
 
 _MANAGER = "mng"
-"""Attribute in which bitsandbytes optimizers keep the settings of single parameters."""
+"""Name of the attribute in which bitsandbytes optimizers keep the settings of single parameters."""
 
 
 def _parameter_settings(
     optimizer: torch.optim.Optimizer, group: int, place: int, parameter: nn.Parameter
 ) -> dict[str, Any]:
-    """Return the settings of one parameter of a bitsandbytes optimizer. The Trainer sets 32 bits for embeddings."""
+    """Return the settings that a bitsandbytes optimizer has for one parameter, such as the Trainer's 32 bits for
+    embeddings."""
     manager = getattr(optimizer, _MANAGER, None)
     if manager is None:
         return {}
@@ -222,7 +226,7 @@ def _bare_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -
 
 
 def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
-    """Return True if the optimizer has created its state of `parameter`, so that its memory can be measured."""
+    """Return True if the optimizer has already created its state for `parameter`."""
     holder = group["params"][0] if isinstance(optimizer, torch.optim.LBFGS) else parameter
     if tensors_in(list(optimizer.state.get(holder, {}).values())):
         return True
@@ -230,7 +234,8 @@ def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 
 def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> str:
-    """Return the message of an error if the memory of the optimizer's state cannot be predicted."""
+    """Return the error message that the memory of the optimizer's future state cannot be predicted because of
+    `error`."""
     reason = (str(error).strip().splitlines() or [""])[0]
     return (
         f"optimizer={type(optimizer).__name__}(...) has not created all of its state, whose size cannot be "
@@ -241,13 +246,13 @@ def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> 
 
 
 def _shallow_copy(value: Any) -> Any:
-    """Return `value`, or a shallow copy of a container, because the measured step may change the optimizer's
-    containers."""
+    """Return a shallow copy of `value` if it is a container, because the measured step may change it. Otherwise return
+    `value`."""
     return copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 def _bytes_by_storage(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the measured bytes of each storage of `tensors`, limited to tensors on `device` if it is given."""
+    """Return the bytes of each storage of `tensors`. If `device` is given, only tensors on this device count."""
     device_tensors = [tensor for tensor in tensors if device is None or tensor.device == device]
     storages = [part.untyped_storage() for tensor in device_tensors for part in parts_with_memory(tensor)]
     return {storage_key(storage): storage.nbytes() for storage in storages}

@@ -1,4 +1,4 @@
-"""Precision-sensitive values on a tape.
+"""Precision-sensitive values on a tape (the record of a block's operators).
 
 Precision-sensitive values must not be stored with a lossy codec, because gradients would degrade.
 """
@@ -16,29 +16,30 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 V = TypeVar("V")
 
 SUMMARY_RATIO = 8
-"""Minimum ratio of the numbers of elements of a source and its summary. A summary has fewer dimensions than its source.
-A codec saves little on a summary, and each element of a summary affects many other elements."""
+"""Minimum ratio of the number of elements of an operand to the number of elements of a summary computed from it, such
+as a mean. A summary has fewer dimensions than the operand. A codec would save few bytes on a summary, and each of its
+elements affects many other elements."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Operators whose backward exponentiates an input or a result, or uses an input as an angle."""
+"""Operators whose backward takes the exponential of an input or a result, or uses an input as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
-"""Names of the argument that fused attention adds to its scores."""
+"""Possible names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose gradient is divided by an input or a result, and for each operator the divisor's position among the
-arguments. None means any input or result."""
+"""Operators whose backward divides a gradient by an input or a result. Values are the divisor's position among the
+arguments, or None for any input or result."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 """Operators, on tapes and in compiled graphs, that map elements of 0 to 0."""
 
 
 def precision_sensitive_values(tape: Tape) -> set[int]:
-    """Return the values of a profiled tape that must not be compressed with a lossy codec."""
+    """Return the values on a profiled block's `tape` that must not be compressed with a lossy codec."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
     return summaries | _exponent_values(tape) | _attention_biases(tape) | _divisor_values(tape)
 
 
 def _is_summary(tape: Tape, value: int) -> bool:
-    """Return True if a recorded value summarizes many elements, so that no lossy codec may store it."""
+    """Return True if a recorded value summarizes many elements, such as a mean, so that no lossy codec may store it."""
     record = tape.values[value]
     operator = None if record.producer is None else tape.operators[record.producer]
     reads = [] if operator is None else [ref.geometry[0] for ref in tensor_refs((operator.args, operator.kwargs))]
@@ -46,9 +47,9 @@ def _is_summary(tape: Tape, value: int) -> bool:
 
 
 def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has only a few numbers for each row of its source.
+    """Return True if a tensor of shape `size` has only a few numbers for each row of a tensor of shape `source`.
 
-    `source` is the shape of the first operand of the operator that computes the value.
+    `source` is the first operand of the operator that computes the tensor.
 
     Examples are a mean, a norm, or the log-sum-exp of attention, possibly padded. The result of a product or an index
     is not a summary: the result has as many dimensions as its operand, even if it has few rows or columns.
@@ -59,21 +60,23 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
 
 def _exponent_values(tape: Tape) -> set[int]:
-    """Return the precision-sensitive values that backward exponentiates or uses as angles."""
+    """Return the recorded values of which backward computes the exponential, or which backward uses as angles."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
 
 
 def _attention_biases(tape: Tape) -> set[int]:
-    """Return the values that fused attention adds to its scores: a mask, whose -inf no scale can represent, or a
-    position bias."""
+    """Return the recorded values that fused attention adds to its scores: a mask, whose -inf no codec's scale can
+    represent, or a position bias."""
     biases = [attention_bias(operator.target, operator.args, operator.kwargs) for operator in tape.operators]
     return {ref.value for ref in biases if isinstance(ref, TensorRef)}
 
 
 def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument that a fused attention operator adds to its scores. Return None for other operators, and if
-    the call has no such argument."""
+    """Return the argument that a fused attention operator adds to its scores.
+
+    Return None for other operators, and if the call has no such argument.
+    """
     arguments = attention_arguments(target, args, kwargs)
     return next((arguments[name] for name in _BIAS if arguments.get(name) is not None), None)
 
@@ -91,7 +94,7 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _divisor_values(tape: Tape) -> set[int]:
-    """Return the values that backward divides by, and the values from which replay computes these divisors
+    """Return the recorded values that backward divides by, and those from which replay computes such divisors
     elementwise."""
     return divisors(
         (
@@ -104,7 +107,7 @@ def _divisor_values(tape: Tape) -> set[int]:
 
 
 def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
-    """Return the values that backward divides by, and the values whose zeros become zeros of a divisor.
+    """Return the values that backward divides by, and the values whose zeros become zeros of such a divisor.
 
     For example, a divisor computed by sqrt is zero wherever the input of sqrt is zero. A lossy codec may turn elements
     into zeros, so the input must be exact too. `operators` has a triple for each operator, from the last to the first:
@@ -130,5 +133,5 @@ def _operator_divisors(operator: TapeOperator) -> list[int]:
 
 
 def _values_read(argument: object) -> list[int]:
-    """Return the tape's values among an operator's arguments."""
+    """Return the values to which an operator's argument on a tape refers."""
     return [ref.value for ref in tensor_refs(argument)]

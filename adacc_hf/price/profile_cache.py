@@ -1,4 +1,4 @@
-"""Cache of measured times and codec costs of tapes: a folder that several processes may share.
+"""Cache of the measured times and codec costs of recorded blocks: a folder that several processes may share.
 
 This module does not import torch, so that `adacc profiles` starts at once. caching_measurement.py fills the cache.
 """
@@ -18,27 +18,28 @@ from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import PROFILES_VARIABLE, RecordFolder
 
 FORMAT_VERSION = 2
-"""Version of the stored records. The number is incremented with each change of the records' contents."""
+"""Version of the records in the cache, incremented with each change of their contents."""
 
 
 class ProfileCacheError(AdaccError):
-    """Error of a profile cache whose folder cannot be read or does not exist."""
+    """Error raised if the folder of a profile cache cannot be read or does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriceKey:
-    """Key of a cache entry. An entry is used only if all fields are equal."""
+    """Key of an entry in the cache of measured times. An entry is used only if all fields are equal."""
 
     tape: str
-    """Digest of the recorded operators, constants and slots."""
+    """Digest of the recorded operators, their constants, and the saved tensors."""
     shapes: str
-    """Digest of the sizes, strides and dtypes of all tensors."""
+    """Digest of the sizes, strides and dtypes of all tensors of the recorded block."""
     dtype: str
     device: str
     torch: str
     """Version of torch."""
     settings: str
-    """Digest of the settings that codecs depend on, the outlier channels, and this package's version."""
+    """Digest of everything else on which the codecs depend: settings, the outlier channels, and this package's
+    version."""
 
     @property
     def name(self) -> str:
@@ -48,20 +49,20 @@ class PriceKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One entry of the cache: a key, and the measured times and codec costs of a tape."""
+    """One entry of the cache: a key, and the measured times and codec costs of a recorded block."""
 
     key: PriceKey
     block_class: str
     created: str
     prices: dict[str, Any]
-    """JSON values, in the format of `prices_to_json`."""
+    """Times and codec costs as JSON values, in the format of `prices_to_json`."""
 
 
 def default_folder() -> Path:
     """Return the cache's folder: $ADACC_HF_PROFILES if it is set, else $XDG_CACHE_HOME/adacc_hf/profiles.
 
-    The parent folder also contains the compiled kernels. Raises ProfileCacheError for a user without a home folder, for
-    example in containers that run under an arbitrary user ID.
+    The parent of the second folder also contains the compiled kernels. Raises ProfileCacheError for a user without a
+    home folder, for example in containers that run under an arbitrary user ID.
     """
     configured_folder = os.environ.get(PROFILES_VARIABLE)
     if configured_folder:
@@ -76,7 +77,7 @@ def default_folder() -> Path:
 
 
 class ProfileCache:
-    """Cache of measured times and codec costs in `folder`, one file per row.
+    """Cache of measured times and codec costs in the folder `folder`, with one file per row.
 
     Methods raise ProfileCacheError or OSError if the folder is unusable.
     """
@@ -98,7 +99,7 @@ class ProfileCache:
         return row if row is not None and row.key == key else None
 
     def put(self, key: PriceKey, block_class: str, prices: dict[str, Any]) -> None:
-        """Store `prices` (measured times and codec costs) as a row, and replace the row of an equal key."""
+        """Store `prices` (measured times and codec costs) as a row, which replaces an existing row of an equal key."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._records.put(key.name, Row(key=key, block_class=block_class, created=created, prices=prices))
 

@@ -1,4 +1,4 @@
-"""A model prepared for the passes of a profile, and restored afterwards."""
+"""A model prepared for the runs of a profile, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from adacc_hf.torch_glue.memory import distinct_bytes, forward_loss
 from adacc_hf.torch_glue.no_trace import NoTrace
 
 _profiling_lock = threading.RLock()
-"""Lock held while a thread profiles. Profiling by a second thread would distort the times, and draw from the same
-random generators."""
+"""Lock held while a thread profiles a model. Profiling by a second thread at the same time would distort the times, and
+draw from the same random generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledModel:
-    """A model whose blocks are wrapped for the passes of a profile. Each pass starts from the same state."""
+    """A model whose blocks are wrapped for the runs of a profile. Each run starts from the same state."""
 
     model: nn.Module
-    """The model, or a wrapper that adds the loss to the model's output."""
+    """The model itself, or a wrapper that adds the loss to the model's output."""
     step: TrainingStep
     config: AdaccConfig
     measurement: Measurement
@@ -55,7 +55,7 @@ class ProfiledModel:
 def profiled_model(
     model: nn.Module, batch: Batch, config: AdaccConfig, step: TrainingStep, measurement: Measurement
 ) -> Iterator[ProfiledModel]:
-    """Prepare `model` for passes over `batch` and its parts, and restore the model at the end.
+    """Prepare `model` for runs on `batch` and its parts inside the `with` block, and restore the model at the end.
 
     Raises the errors that `profile_model` lists for a model, a batch and settings that cannot be profiled.
     """

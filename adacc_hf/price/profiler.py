@@ -40,24 +40,25 @@ def profile_model(
     no_sync: NoSync | None = None,
     all_sizes: bool = False,
 ) -> Profile:
-    """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
+    """Profile the blocks of `model` on `batch`, the keyword arguments of the model's forward, labels included.
 
     The model must be in train mode, and may be under autocast. The state of the model is restored, gradients, buffers
     and random generators included. If a step calls a block several times, because layers share weights or the loss
     calls the model again, the profile lists the block once per call. A block that runs only without gradients needs no
     decision.
 
-    Profiling takes the memory of one block's activations on top of full recomputation. If memory runs out, and the run
-    has one process, the profile is estimated from small parts of the batch, as by `estimate_profile`, and a warning is
-    logged.
+    Profiling takes the memory of one block's activations on top of a step in which every block is recomputed. If memory
+    runs out, and the run has one process, `estimate_profile` estimates the profile from small parts of the batch, and a
+    warning is logged.
 
     Args:
         optimizer: if given, the optimizer's state counts as static memory, and the optimizer's step as a part of the
             training step. State that the optimizer has yet to create is included.
         optimizer_step_bytes: temporary bytes of clipping and the optimizer's step (`measure_optimizer_step`).
-        optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more. None predicts the bytes.
+        optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more. If None, the number is
+            predicted.
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
-            the gradients of the first micro-batch.
+            the gradients of the first one.
         prefetched_batches: further batches for later steps that the loader keeps on the model's device.
         no_sync: context of all micro-batches but the last, if this context postpones the exchange of gradients (the
             `no_sync` of FSDP). Until the exchange, each rank holds whole gradients.

@@ -1,4 +1,4 @@
-"""Memory that profiling takes, predicted for the other parts of a batch from the profile of one small part."""
+"""Prediction of the memory that profiling further parts of a batch takes, from the profile of one small part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adacc_hf.torch_glue.batch_shapes import num_elements
 def peak_limit(config: AdaccConfig) -> int | None:
     """Return the bytes that the peak of a step may take, or None if the budget is not a number of bytes.
 
-    With the budget "auto", profiling may take all memory of the device, and an error shows if that is not enough.
+    With the budget "auto", profiling may use all memory of the device, and fails with an error if this is not enough.
     """
     budget = config.memory_budget
     if isinstance(budget, float) or budget == "auto":
@@ -27,14 +27,15 @@ def peak_limit(config: AdaccConfig) -> int | None:
 
 
 FIRST_SHARE = 0.25
-"""Largest share of the batch's elements in the first part under a budget in bytes. Nothing predicts the memory of the
-first part. Up to this share, the first part of T5, GPT-2 and LLaMA takes less than the least peak of the batch."""
+"""Largest share of the batch's elements in the first profiled part, if the budget is a number of bytes. Nothing
+predicts the memory of the first part. Up to this share, the first part of T5, GPT-2 and LLaMA takes less than the least
+peak that any policy reaches on the whole batch."""
 
 
 def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[Batch]]:
-    """Return the lists of parts, each with a first part of at most `FIRST_SHARE` of the batch, if some list has one.
+    """Return `choices`, lists of parts of the batch `whole`, with first parts of at most `FIRST_SHARE` of the batch.
 
-    The smallest part of all lists replaces a larger first part.
+    If a list's first part is larger, the smallest part of all lists replaces it, even if that one is too large as well.
     """
     smallest = min((parts[0] for parts in choices), key=lambda part: num_elements(part.shapes))
     limit = FIRST_SHARE * num_elements(whole.shapes)
@@ -42,10 +43,10 @@ def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[B
 
 
 def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]]) -> list[Batch]:
-    """Return the parts to profile, beginning with the first part of `choices[0]`, whose profile is `first`.
+    """Choose the parts to profile. The first is the first part of `choices[0]`, which is already profiled as `first`.
 
-    The other parts are from the first list of `choices` whose profiles are predicted to take at most `limit` bytes, or
-    from the last list.
+    The other parts are from the first list in `choices` whose parts are all predicted to take at most `limit` bytes to
+    profile, or from the last list.
     """
     profiled = choices[0][0]
     for parts in choices:
@@ -56,11 +57,11 @@ def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]])
 
 
 def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
-    """Predict the peak of profiling `other`, without prices, from `profile`, the profile of `part`.
+    """Predict the peak of profiling the batch `other`, without timing, from `profile`, the profile of the batch `part`.
 
-    Recording keeps all values that a block computes alive. The passes that measure memory recompute all blocks, and one
-    of them retains its activations. The prediction is an upper estimate: a dimension of a value counts as a length of
-    the batch if it is equal to one by chance, and parameters' gradients are scaled like activations.
+    Recording keeps all values that a block computes alive. The passes that measure memory recompute all blocks but one,
+    which retains its activations. The prediction is an upper estimate, for two reasons: a dimension of a value that
+    equals a length of the batch by chance is scaled too, and parameters' gradients are scaled like activations.
     """
     growth = _Growth.between(part, other)
     static_bytes = profile.static_bytes
@@ -80,12 +81,12 @@ def _is_computed(value: Value) -> bool:
 
 @dataclass(frozen=True)
 class _Growth:
-    """Ratios of the sizes of two parts of a batch."""
+    """Ratios of the sizes of two parts of a batch, the second to the first."""
 
     samples: float
     """Ratio of the numbers of samples."""
     lengths: Mapping[int, float]
-    """Ratio of the lengths of a sequence, by the length in the first part."""
+    """Ratio of the second part's sequence length to the first part's, by the length in the first part."""
 
     @classmethod
     def between(cls, part: Batch, other: Batch) -> _Growth:
@@ -98,10 +99,12 @@ class _Growth:
 
     @property
     def linear(self) -> float:
-        """Largest ratio of the bytes of a value that has the length of a sequence once, at least 1."""
+        """Largest ratio, at least 1, by which the bytes of a value grow if one of its dimensions is the length of a
+        sequence."""
         return max(1.0, self.samples * max(self.lengths.values(), default=1.0))
 
     def bytes_of(self, value: Value) -> int:
-        """Predict the bytes of a value in the other part, such as attention's scores, which have a length twice."""
+        """Predict the bytes of `value` in the second part. A value may have a length twice in its shape, as attention's
+        scores do."""
         ratios = [self.lengths[size] for size in value.shape if size in self.lengths]
         return int(value.nbytes * (max(1.0, self.samples * prod(ratios)) if ratios else self.linear))

@@ -23,25 +23,27 @@ from adacc_hf.torch_glue.tensors import storage_of
 
 @dataclass
 class RecordedBlock:
-    """One block call recorded to profile it: the tape, and the call's arguments, outputs and saved tensors."""
+    """One block call recorded while profiling: its tape (the record of its operators), arguments, outputs and saved
+    tensors."""
 
     name: str
     known_shapes: KnownShapes
-    """Keys of the block's calls and the tape of each key, filled by this recorded call and reused in training."""
+    """Table of the keys of the block's calls with the tape of each key. The recorded call adds its key, and training
+    reuses the table."""
     tape: Tape
     input_tensors: dict[int, torch.Tensor]
-    """The recorded argument of each input value. The references keep the addresses of the storages from being
-    reused."""
+    """The recorded tensor of each argument that the block reads, by value index. The references keep the addresses of
+    the storages from being reused."""
     argument_tensors: dict[Source, torch.Tensor]
     """All tensors among the arguments, one per storage, including tensors that the block does not read."""
     outputs: dict[int, torch.Tensor]
     """Saved values that the block computed and returned, each with a tensor on the value's storage."""
     casts: dict[int, torch.Tensor]
-    """Saved values computed from parameters alone, such as autocast's casts. Other calls may reuse these casts from
-    autocast's cache."""
+    """Saved values computed from parameters alone, such as autocast's casts, each with a tensor. Other calls may reuse
+    these casts from autocast's cache."""
     slot_refs: list[weakref.ref[Any]]
-    """For each slot, a weak reference to the packed object that autograd holds. The reference is dead once autograd has
-    freed the object."""
+    """For each tensor that autograd saves, a weak reference to the packed object. The reference is dead once autograd
+    has freed the object."""
     internal_storages: dict[int, StorageWeakRef]
     """Storages of saved values that the block computed and did not return."""
     outliers: dict[int, int]
@@ -49,16 +51,16 @@ class RecordedBlock:
     uses_previous_result: bool = False
     """True if an argument of this call is a result of the previous call."""
     dead_slots: frozenset[int] = frozenset()
-    """Slots that autograd freed before the forward's end, because no loss depends on the result of the operator that
-    saved the tensor."""
+    """Indices of saved tensors that autograd freed before the forward's end, because no loss depends on the result of
+    the operator that saved them."""
     externally_held: frozenset[int] = frozenset()
-    """Saved values that stay alive without a slot, because an autograd function's attribute or a module references
-    them."""
+    """Saved values that stay alive although autograd holds none of their tensors, because an autograd function's
+    attribute or a module references them."""
     kind: int = -1
 
     def note_liveness(self) -> None:
-        """Record, at the forward's end, which slots autograd has freed and which saved values stay alive without a
-        slot."""
+        """Record, at the end of the model's forward, which saved tensors autograd has freed (`dead_slots`), and which
+        values something else keeps alive (`externally_held`)."""
         self.dead_slots = frozenset(slot for slot, reference in enumerate(self.slot_refs) if reference() is None)
         self.externally_held = frozenset(
             value for value, storage in self.internal_storages.items() if not storage.expired()
@@ -69,11 +71,13 @@ class RecordedBlock:
         return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead_slots))
 
     def holdable_inputs(self) -> Iterable[torch.Tensor]:
-        """Return the inputs that a plan for the block may hold, all of which torch's checkpoint holds."""
+        """Return the block's inputs that a plan for the block may keep for backward. Torch's checkpoint keeps all of
+        them."""
         return (tensor for _, tensor in self.holdable_inputs_with_sources())
 
     def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, torch.Tensor]]:
-        """Return the inputs that a plan may hold, each with the source at which a call finds the input."""
+        """Return the inputs that a plan for the block may keep for backward, each with its source: where a call finds
+        the input."""
         if self.tape.untrusted:
             return self.argument_tensors.items()
         sources = ((self.tape.values[value].source, tensor) for value, tensor in self.input_tensors.items())
@@ -81,14 +85,14 @@ class RecordedBlock:
 
 
 class SharedTensors:
-    """Tensors that blocks share with each other and with the rest of the model. Each tensor is counted once.
+    """Tensors that blocks share with each other or with the rest of the model. Each tensor's bytes are counted once.
 
-    If a block saves its output and another block reads the output, the first block counts the tensor. Any other input
-    that several blocks read, or that the rest of the model holds, has a separate record in `records`.
+    If a block saves its output and another block reads the output, the tensor counts for the first block. Any other
+    input that several blocks read, or that the rest of the model holds, has a record of its own in `records`.
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
-        """Assign each shared tensor to an owner.
+        """Assign each tensor that the recorded `blocks` share to an owner, for which its bytes count.
 
         `outside`, `state` and `batch` are sets of storage addresses: of the tensors that the rest of the model saves,
         of the model's parameters and buffers, and of the model's input.
@@ -141,9 +145,10 @@ class SharedTensors:
         return self._index.get(storage_key_of(tensor))
 
     def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
-        """Return the sources at which `block` finds tensors of `records`.
+        """Return the sources at which `block` finds the tensors of `records`, given as indices. An example is an
+        argument's path.
 
-        Records of zero bytes are left out, because other references keep the tensors of these records alive.
+        Records of zero bytes are left out, because the model or the batch keeps their tensors alive anyway.
         """
         counted = {index for index in records if self.records[index].nbytes}
         return [
@@ -151,11 +156,12 @@ class SharedTensors:
         ]
 
     def is_shared_output(self, tensor: torch.Tensor) -> bool:
-        """Return True if other blocks or the rest of the model also hold this output of a block."""
+        """Return True if other blocks or the rest of the model also hold `tensor`, an output of a block."""
         return storage_key_of(tensor) in self._shared_outputs
 
     def is_shared_cast(self, cast: torch.Tensor) -> bool:
-        """Return True if other calls or the rest of the model save this cast of a parameter too (autocast's cache)."""
+        """Return True if `cast`, a parameter's cast from autocast's cache, is also saved by other calls or the rest of
+        the model."""
         return len(self._cast_owners[storage_key_of(cast)]) > 1
 
     def owns_cast(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
@@ -168,9 +174,9 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index of the one record for all shared outputs.
+        """Return the index in `records` of the one record that stands for all shared outputs.
 
-        With one record per output, no two blocks would be of the same kind.
+        With one record per output, no two blocks would count as equal, because each reads a different output.
         """
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:

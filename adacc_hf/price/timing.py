@@ -1,4 +1,4 @@
-"""Times of a function: milliseconds of the device, and of the host that launches the device's work."""
+"""Times of a function: milliseconds that the device takes, and that the host takes to launch the device's work."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from adacc_hf.torch_glue.private import sleep_on_gpu
 
 TIMING_REPEATS = 5
-"""Number of timed runs, after one warm-up run. The result is the median, which one interrupted run hardly changes."""
+"""Number of timed runs after one warm-up run. Their median is used, which one interrupted run hardly changes."""
 
 BUSY_FACTOR = 2
-"""Time for which the GPU is kept busy before a run, as a multiple of the time of the run's launches. The multiple is
-above 1, because the launch time varies."""
+"""Time for which the GPU is kept busy before a timed run, as a multiple of the time to launch the run's kernels. The
+factor is above 1, because the launch time varies."""
 CYCLES_PER_SECOND = 3e9
-"""Upper bound on a GPU's clock, so that a busy loop meant for a second lasts at least a second."""
+"""Upper bound on a GPU's clock rate, so that a busy loop meant to take a second takes at least a second."""
 
 BACKWARD_ON_HOST, BACKWARD_ON_DEVICE = 1.0, 2.0
-"""Time of a block's backward as a multiple of the forward's time. Launches take equally long in forward and backward.
-On the device, each product in forward has two products in backward."""
+"""Time of a block's backward as a multiple of the forward's time. On the host, launches take equally long in forward
+and backward. On the device, backward computes two matrix products for each one in forward."""
 
 Bottleneck = Literal["device_ms", "host_ms"]
 
@@ -32,9 +32,9 @@ class Timing(NamedTuple):
     """Times of one run in milliseconds, on the device and on the host."""
 
     device_ms: float
-    """Milliseconds from the start of the run on the device to the end."""
+    """Milliseconds from the start of the run on the device to its end."""
     host_ms: float
-    """Milliseconds until the host continues. On the CPU, `host_ms` equals `device_ms`."""
+    """Milliseconds until the host can continue, which on the CPU is `device_ms`."""
 
 
 def wait_for(device: torch.device) -> None:
@@ -46,15 +46,17 @@ def wait_for(device: torch.device) -> None:
 def seconds_of(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds by `clock` of one call of `run`, with all work that it starts on `device` and no earlier
-    work."""
+    """Return the seconds by `clock` of one call of `run`, up to the end of all work that the call starts on `device`.
+
+    Earlier work on `device` is not included.
+    """
     start = seconds_at(device, clock)
     run()
     return seconds_at(device, clock) - start
 
 
 def seconds_at(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the time by `clock` once `device` has finished all of its work."""
+    """Return the reading of `clock`, in seconds, once `device` has finished all of its work."""
     wait_for(device)
     return clock()
 
@@ -67,8 +69,8 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TI
 def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> Timing:
     """Return the median times of `repeats` runs of `run`, after one warm-up run.
 
-    A GPU runs with a cold cache, because the operators of a training step read tensors that were stored long before. If
-    a run were repeated on cached tensors, the run would seem to move the tensors at twice the speed of memory.
+    On a GPU, each run starts with a cold cache, because the operators of a training step read tensors that were stored
+    long before. If a run were repeated on cached tensors, the run would seem to move them at twice the speed of memory.
     """
     run()
     is_gpu = device.type == "cuda"
@@ -96,9 +98,8 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
-    """Return the resource that limits a step whose forward has these `timings`: the device or the host.
-
-    The host launches the device's work.
+    """Return the resource that limits a step whose forward takes `timings`: the device, or the host that launches its
+    work.
 
     `block_host_ms` is the host's time for the plain block's forward, which includes modules, hooks and autograd's
     graph. If `block_host_ms` is None, the host's time is the sum of the host times in `timings`.
@@ -110,7 +111,7 @@ def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) ->
 
 
 def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
-    """Time `run` on the CPU. With one thread, use the thread's CPU time, which excludes other programs' time slices."""
+    """Time `run` on the CPU. If torch uses one thread, measure the thread's CPU time, which excludes other programs."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     timings = []
     for _ in range(repeats):
@@ -124,7 +125,7 @@ def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
 def time_on_cuda(
     run: Callable[[], object], device: torch.device, repeats: int, prepare: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Return the device and host times of `repeats` runs of `run`. Before each run, `prepare` is called unless None.
+    """Return the device and host times of `repeats` runs of `run`. If `prepare` is given, it is called before each run.
 
     The GPU is kept busy until all kernels of the run are launched, because the host also launches the kernels of a
     training step in advance. An idle GPU would wait for each launch, and the waiting time would count.

@@ -14,30 +14,31 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 
 NoSync = Callable[[], AbstractContextManager[Any]]
-"""Context in which ranks do not exchange gradients, for all micro-batches of a step but the last."""
+"""Function that returns a context in which ranks do not exchange gradients. It is used for all micro-batches of a step
+but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """Optimizer, batches and loss of the profiled training step. `profile_model` describes the fields."""
+    """Optimizer, batches and loss of the training step to profile. `profile_model` describes the fields."""
 
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer whose state and step are part of the profile. None leaves the optimizer's state and step out."""
+    """Optimizer whose state and step are part of the profile. If None, the profile has no optimizer."""
     gradient_accumulation_steps: int = 1
     """Number of micro-batches in a step, 1 or more."""
     prefetched_batches: int = 0
     """Number of batches of later steps that are already on the model's device, 0 or more."""
     optimizer_step_bytes: int = 0
-    """Temporary bytes of clipping and the optimizer's step, 0 or more."""
+    """Temporary bytes of gradient clipping and the optimizer's step, 0 or more."""
     optimizer_state_bytes: int | None = None
-    """Bytes of state that the optimizer has yet to create, 0 or more. If None, the bytes are predicted."""
+    """Bytes of state that the optimizer has yet to create, 0 or more. If None, this number is predicted."""
     compute_loss: ComputeLoss | None = None
     """Function that returns the loss. None for a model whose output has a loss."""
     no_sync: NoSync | None = None
     """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise ValueError if a number is out of range, and OptimizerStateError if the optimizer's future state for
+        """Raise ValueError if a field is out of range, and OptimizerStateError if the optimizer's future state for
         `parameters` cannot be predicted."""
         minimums = {"gradient_accumulation_steps": 1, "prefetched_batches": 0, "optimizer_step_bytes": 0}
         if self.optimizer_state_bytes is not None:
@@ -49,11 +50,11 @@ class TrainingStep:
         self.coming_bytes(parameters)
 
     def coming_bytes(self, trained: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of state that the optimizer has yet to create for the `trained` parameters."""
+        """Return the bytes of state that the optimizer has yet to create for the parameters `trained`."""
         if self.optimizer_state_bytes is not None:
             return self.optimizer_state_bytes
         return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
-        """Return the bytes of all batches on the device except the profiled batch. Each batch has `batch_bytes`."""
+        """Return the bytes of all batches on the device except the profiled batch, if each batch has `batch_bytes`."""
         return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

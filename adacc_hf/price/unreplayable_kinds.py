@@ -1,4 +1,4 @@
-"""Profiles of kinds of blocks whose operators cannot be replayed."""
+"""Profiles of kinds of blocks whose operators cannot be replayed. The blocks of one kind share a profile and a plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.torch_glue.tensors import storage_of
 
 SAVED = 0
-"""Index of the single value that represents all saved tensors of the block."""
+"""Index of the single profiled value that represents all saved tensors of a block."""
 
 
 def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors, forward_ms: float) -> KindProfile:
-    """Return the profile of blocks whose operators cannot be replayed. Memory of forward and backward is added later.
+    """Return the profile of blocks whose operators cannot be replayed. The memory of forward and backward is added
+    later.
 
     `group` has the recorded blocks of one kind, and `forward_ms` is the time of one forward. The blocks may save
     different numbers of bytes, because the number of tokens that an expert gets varies. The profile contains the
@@ -48,15 +49,15 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
-    """Return `kind` with a simplified forward: its peak is the largest of the measured events `forward`, and all saved
-    bytes are stored from its start."""
+    """Return a copy of `kind` with a simplified forward: the peak is the largest of the measured events `forward`, and
+    all saved bytes are stored from the start."""
     max_extra_bytes = max(event.extra_bytes for event in forward)
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))
 
 
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
-    """Return `kind` with a backward in which at most `extra_bytes` are live on top of all saved bytes.
+    """Return a copy of `kind` with a backward in which at most `extra_bytes` are live on top of all saved bytes.
 
     `extra_bytes` was measured under torch's checkpoint, whose backward includes a second forward. The number is
     therefore an upper bound on the memory of the first forward too, except for the block's result. The result is
@@ -76,7 +77,8 @@ def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindP
 
 
 def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
-    """Return the bytes of the tensors that autograd saved in one block call and that nothing else keeps alive."""
+    """Return the bytes of the tensors that autograd saved in a recorded block call and that only autograd keeps
+    alive."""
     tape = block.tape
     own_inputs = {v for v, tensor in block.input_tensors.items() if shared_tensors.record_index(tensor) is None}
     hidden_values = block.internal_storages.keys() - block.externally_held
@@ -87,14 +89,14 @@ def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
 
 
 def _whole_saved_value(block: RecordedBlock, nbytes: int) -> Value:
-    """Return a profiled value that stands for all tensors that a block saves."""
+    """Return one profiled value of `nbytes` bytes that stands for all tensors that a block saves."""
     value = _value_of_bytes(SAVED, "all that the block saves", nbytes, WHOLE, None)
     is_saved = bool(block.tape.slots)
     return replace(value, saved=is_saved, activation=is_saved)
 
 
 def _value_of_bytes(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
-    """Return a profiled value of `nbytes` bytes, without an operator that makes it."""
+    """Return a profiled value of `nbytes` bytes that no recorded operator computes."""
     return Value(
         index=index,
         name=name,
@@ -112,7 +114,7 @@ def _value_of_bytes(index: int, name: str, nbytes: int, role: str, shared: int |
 
 
 def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[int, ...]:
-    """Return the indices in `SharedTensors.records` of the shared tensors among the arguments of a block call."""
+    """Return the shared tensors among the arguments of a block call, as indices in `SharedTensors.records`."""
     records = {shared_tensors.record_index(tensor) for tensor in block.argument_tensors.values()}
     return tuple(sorted(index for index in records if index is not None))
 
@@ -120,7 +122,7 @@ def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors)
 def generator_bytes(block: RecordedBlock) -> int:
     """Return the bytes of random generator state that torch's checkpoint stores on the block's device.
 
-    Return 0 for a GPU, whose generator state is in CPU memory.
+    For a block on a GPU return 0, because the state of a GPU's generator is stored in CPU memory.
     """
     on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

@@ -1,1 +1,1 @@
-"""Explanations of policies of blocks, and reports of runs with their pictures."""
+"""Explanations of policies as text, and reports of runs as Markdown and HTML with pictures."""

@@ -22,8 +22,8 @@ body { color: #e0e0e0; background: #1a1a1a; }
 img { filter: invert(0.9) hue-rotate(180deg); }
 }
 """
-"""Style for dark screens. The filter turns a picture's white into the page's #1a1a1a, makes the picture's text light,
-and keeps the hue of colours."""
+"""CSS for dark screens. The filter on pictures turns white into the page's #1a1a1a and dark text into light text, and
+keeps the hue of colours."""
 _CONTENT_STYLE = """
 SCOPE img { max-width: 100%; height: auto; }
 SCOPE .scroll { overflow-x: auto; }
@@ -34,14 +34,14 @@ SCOPE th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
 SCOPE td.number, SCOPE th.number { text-align: right; }
 SCOPE .action { padding: 1px 7px; border-radius: 4px; }
 """
-"""Style of a document's parts. The word SCOPE stands for the selector of the element that contains the parts."""
+"""CSS for the parts of a document. SCOPE is replaced by the selector of the element that contains the parts."""
 SCOPE = "adacc-report"
 """CSS class of the element around a report in a notebook, so that the notebook's other cells keep their style."""
 
 
 @dataclass(frozen=True)
 class Heading:
-    """Heading in a report's document."""
+    """Heading, as a part of a report."""
 
     text: str
     level: int = 2
@@ -49,14 +49,14 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Paragraph of a report's document."""
+    """Paragraph, as a part of a report."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Figure:
-    """PNG image in a report. Markdown links to the file `file_name` in the report's folder. HTML embeds the bytes."""
+    """PNG image in a report. Markdown links to the file `file_name` in the report's folder. HTML embeds the image."""
 
     file_name: str
     caption: str
@@ -65,7 +65,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of text cells. Columns with a header in `numbers` are right-aligned."""
+    """Table of text cells in a report. Columns whose header is in `numbers` are right-aligned."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -81,12 +81,12 @@ Part = Heading | Paragraph | Figure | Table
 
 
 def to_markdown(parts: Sequence[Part]) -> str:
-    """Return the document as GitHub-flavoured Markdown."""
+    """Return the document that consists of `parts` as GitHub-flavoured Markdown."""
     return "\n\n".join(_part_to_markdown(part) for part in parts) + "\n"
 
 
 def to_html(title: str, parts: Sequence[Part]) -> str:
-    """Return the document as one HTML page without external files, for light and dark screens."""
+    """Return the document that consists of `parts` as one HTML page without external files."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_html_body(parts)}\n</body>\n"
@@ -96,22 +96,23 @@ def to_html(title: str, parts: Sequence[Part]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Report of a run. A notebook shows the report, `print` prints Markdown, and `save` writes files into a folder."""
+    """Report of a run. `save` writes it into a folder, a notebook shows it as HTML, and `print` prints it as
+    Markdown."""
 
     title: str
     overview: tuple[Part, ...]
-    """Summary and pictures."""
+    """Parts of the report that are always shown: the summary and the pictures."""
     details: tuple[Part, ...]
-    """Tables of every activation and event. A notebook shows the tables on a click."""
+    """Parts of the report with one row per activation or event. A notebook shows these tables on a click."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts of the document, in order."""
+        """All parts of the report, in order."""
         return (Heading(self.title, level=1), *self.overview, *self.details)
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """The pictures, as PNG bytes with their captions."""
+        """The report's pictures: PNG bytes with captions."""
         return tuple(part for part in self.parts if isinstance(part, Figure))
 
     def save(self, folder: str | Path) -> Path:
@@ -136,7 +137,7 @@ class Report:
         return f"<{self.title}: print(report) prints it, report.save(folder) writes it with its pictures>"
 
     def _repr_html_(self) -> str:
-        """Return the document as HTML for a notebook's cell, in the colours of the notebook."""
+        """Return the report as HTML for a notebook's cell, in the colours of the notebook."""
         return (
             f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_html_body(self.overview)}\n'
             f"<details><summary>Every activation and event</summary>\n{_html_body(self.details)}\n</details></div>"
@@ -144,14 +145,14 @@ class Report:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Write a report's file atomically: a reader sees the old or the new content, never a part."""
+    """Write a file of a report atomically, so that a reader sees the old or the new content, never a mixture."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def _content_style(selector: str) -> str:
-    """Return the CSS of a report's contents, limited to the HTML elements that match `selector`."""
+    """Return the CSS of a report's contents, limited to HTML elements inside `selector`."""
     colors = "".join(
         f"SCOPE .{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n"
         for name, color in ACTION_COLORS.items()
@@ -160,7 +161,7 @@ def _content_style(selector: str) -> str:
 
 
 def _html_body(parts: Sequence[Part]) -> str:
-    """Return the parts of a report's document as HTML."""
+    """Return the parts of a report as HTML, without the page around them."""
     return "\n".join(_part_to_html(part) for part in parts)
 
 
@@ -204,5 +205,5 @@ def _table_to_html(table: Table) -> str:
 
 
 def _cell_to_html(cell: str) -> str:
-    """Return the content of a cell of a report's table as HTML. Names of actions are coloured."""
+    """Return the content of a table's cell as HTML. Names of actions get colours."""
     return f'<span class="action {cell}">{cell}</span>' if cell in ACTION_COLORS else escape(cell)

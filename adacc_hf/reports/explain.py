@@ -1,4 +1,4 @@
-"""Explanation of a policy as text: the action of each activation, and the cost of the actions not taken."""
+"""Explanation of a policy as text: the chosen action of each activation, and the cost of all other possible actions."""
 
 from __future__ import annotations
 
@@ -32,32 +32,31 @@ BYTES_COLUMN = HEADERS.index("bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRow:
-    """Row of a report for one activation under one plan, with the cost of every possible action."""
+    """Row of a report for one activation under one plan of a block, with the cost of every possible action."""
 
     value: Value
     label: str
-    """Name of the value, with a number if several values of the block have the same name."""
+    """Name of the activation, with a number if several activations of the block have the same name."""
     choice: Choice
     option: CodecOption | None
     """Codec that compresses the activation, with its cost. None if the activation is not compressed."""
     options: tuple[CodecOption, ...]
     """Codecs that may compress the activation, with their costs."""
     replay_ms: float | None
-    """Time to recompute the activation from the values that the plan stores. None if recomputation is impossible. An
-    operator that two rows need counts in both rows, although the operator runs once."""
+    """Milliseconds to recompute the activation from the values that the plan stores, or None if that is impossible. The
+    time of an operator that two rows need is part of both numbers, although the operator runs once."""
     twin: str | None = None
     """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
     None if there is no such activation."""
     needs_exact_inputs: bool = False
-    """True if the activation must not be recomputed, because the activation must be exact and the recomputation would
-    read values stored with loss."""
+    """True if the activation must be exact and the plan stores, with loss, values that a recomputation would read. The
+    activation is then not recomputed."""
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block."""
 
     @property
     def reason(self) -> str:
-        """Description of the costs of actions: first the chosen action and the bytes that it frees, then the other
-        actions."""
+        """Costs of the actions as text: first the chosen action and the bytes that it frees, then the other actions."""
         others = [self._codec_price(option) for option in self.options if option != self.option]
         others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
         if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
@@ -86,9 +85,9 @@ class ActivationRow:
 
 
 def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
-    """Return one row per activation of a block of this `kind` under `plan`, in the order of the block's forward.
+    """Return one row per activation of a block of `kind` under `plan`, in the order of the block's forward.
 
-    Raises PolicyMismatchError if the profile has no cost for a codec of the plan.
+    Raises PolicyMismatchError if the profile has no cost for a codec that the plan uses.
     """
     choices = dict(plan.choices)
     options = {value.index: _chosen_option(kind, value, choices[value.index]) for value in kind.activations}
@@ -131,8 +130,10 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 
 def _under(policy: Policy, profile: Profile) -> Profile:
-    """Return `profile` with the tiles of `policy`, a policy for as many blocks. Raises PolicyMismatchError if the
-    profile has no tiles for one of these blocks."""
+    """Return `profile` with the block modules split into tiles as in `policy`. Both have the same number of blocks.
+
+    Raises PolicyMismatchError if the profile has no measured tiles for one of these blocks.
+    """
     try:
         return profile.under([policy.plans[index] for _, index in policy.blocks])
     except ValueError as error:
@@ -140,7 +141,7 @@ def _under(policy: Policy, profile: Profile) -> Profile:
 
 
 def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
-    """Return (names of blocks as text, profile of the blocks, plan) for each distinct plan of `policy`."""
+    """Return (names of the blocks as text, profile of these blocks, plan) for each distinct plan of `policy`."""
     profile = _under(policy, profile)
     kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
@@ -182,9 +183,9 @@ def explain_policy(policy: Policy, profile: Profile, columns: int | None = None)
 
 
 def describe_host(policy: Policy, profile: Profile) -> list[str]:
-    """Return a list with one sentence on the host memory that the policy uses, and on the rates of copies.
+    """Return a list with one sentence on the host memory that the policy uses, and on the bandwidth of copies.
 
-    The list is empty if payloads must stay on the device.
+    The list is empty if codec payloads must stay on the device.
     """
     link = next((kind.host_link for kind in profile.kinds if kind.host_link is not None), None)
     if link is None:
@@ -199,7 +200,7 @@ def describe_host(policy: Policy, profile: Profile) -> list[str]:
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
-    """Return a sentence on the policy's head (output layer and loss), with the cost of each profiled head."""
+    """Return a sentence on the policy's head (output layer and loss), with the costs of all heads in the profile."""
     costs = {name: _head_cost(profile, name) for name in profile.heads}
     own_cost = f" ({costs.pop(policy.head)})" if policy.head in costs else ""
     others = "".join(f"; the {name} head would take {cost}" for name, cost in costs.items())
@@ -207,8 +208,10 @@ def describe_head(policy: Policy, profile: Profile) -> str:
 
 
 def _head_cost(profile: Profile, name: str) -> str:
-    """Return the cost of a head (output layer and loss) as text: live bytes in addition to the blocks' tensors and, if
-    several heads were profiled, the time."""
+    """Return the cost of a head (output layer and loss) as text: live bytes in addition to the tensors of the blocks.
+
+    If several heads were profiled, the text includes the time.
+    """
     head_profile = profile.with_head(name)
     time = f"{head_profile.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
     live_bytes = max(head_profile.outside_peak_bytes, head_profile.loss_peak_bytes)
@@ -216,8 +219,11 @@ def _head_cost(profile: Profile, name: str) -> str:
 
 
 def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
-    """Return lines of text on a block as a whole: the cost of its action under `plan`, the cost of other possible
-    actions, and reasons for slow or missing replay."""
+    """Return lines of text on a block as a whole.
+
+    The lines give the cost of the block's action under `plan`, the cost of other possible actions, and reasons for slow
+    or missing replay.
+    """
     plans = {BlockAction.PLAIN: plain_plan(kind), BlockAction.CHECKPOINT: checkpoint_plan(kind)}
     others = {
         action: other for action in kind.block_actions if (other := plans[action]) and action != plan.block_action
@@ -229,7 +235,7 @@ def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
 
 
 def _describe_tiles(kind: KindProfile) -> list[str]:
-    """Return a list with a sentence on the tiles of the kind, or []."""
+    """Return a list with a sentence on the module that runs in tiles (some rows at a time), or [] without tiles."""
     tiles, tiling = kind.tiles, kind.tiling
     if tiles is None or tiling is None:
         return []
@@ -245,9 +251,9 @@ def _describe_tiles(kind: KindProfile) -> list[str]:
 
 
 def describe_calls(kind: KindProfile) -> list[str]:
-    """Return a list with a note if blocks of this kind are not replayed, or if each call is validated.
+    """Return a list with a note if blocks of `kind` are not replayed, or if each of their calls is validated.
 
-    Otherwise return [].
+    Return [] if neither is the case.
     """
     if kind.untrusted is not None:
         return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
@@ -260,19 +266,19 @@ def describe_calls(kind: KindProfile) -> list[str]:
 
 
 def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
-    """Return the cost of a block action as text, such as "checkpoint: 3.20 ms, stores 1.2 MiB"."""
+    """Return the cost of an action on a whole block as text, such as "checkpoint: 3.20 ms, stores 1.2 MiB"."""
     outcome = run_block(kind, plan)
     host = f" and {format_bytes(outcome.host_bytes)} in host memory" if outcome.host_bytes else ""
     return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}{host}"
 
 
 def format_shape(value: Value) -> str:
-    """Return the value's dtype and shape as text, such as "float32[8, 256, 1024]"."""
+    """Return the dtype and shape of `value` as text, such as "float32[8, 256, 1024]"."""
     return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
 
 
 def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:
-    """Return the codec that the explained policy chose for the activation, or None without a codec."""
+    """Return the codec that the choice for an activation names, with its cost, or None if the choice names no codec."""
     if choice.action is not Action.COMPRESS:
         return None
     for option in kind.codec_options(value.index):
@@ -303,14 +309,14 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
 
 def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
-    """Return True if the explained plan stores the value, so that replay can read it."""
+    """Return True if replay can read `value`, because the plan with these choices stores it."""
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
 
 
 def _names_in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
-    """Return the names at `positions` as text. Consecutive positions are combined: "h.0 to h.4 (5 blocks), h.7"."""
+    """Return the names at `positions` as text. Consecutive positions become one range: "h.0 to h.4 (5 blocks), h.7"."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and position == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Report's picture of the memory at the peak of a step: one bar for each way to train, divided by purpose."""
+"""Picture in a report of the memory at the peak of a step: one bar for each training method, divided by purpose."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PARTS = {
     "stored_bytes": ("stored by blocks for backward", "#0072B2", "#ffffff"),
     "other_bytes": ("gradients, output layer, running block", "#E69F00", "#1f2328"),
 }
-"""Label, colour and text colour of each field of `PeakMemory`, from left to right."""
+"""Label, colour and text colour of each part of a bar, by field of `PeakMemory`, from left to right."""
 LABEL_SHARE = 0.1
-"""Minimum width, as a fraction of the longest bar, of a part in which the part's size is written."""
+"""Minimum width of a bar's part, as a fraction of the longest bar, above which the size is written into the part."""
 BAR_INCHES = 0.5
 DEVICE_MARGIN = 3.0
-"""Maximum ratio of the device's memory to the longest bar for which the device's memory is drawn. Above this ratio, the
-bars would be too short."""
+"""Maximum ratio of the device's memory to the longest bar. If the ratio is larger, no line is drawn at the device's
+memory, because the bars would be too short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,10 @@ class PeakMemory:
 
     static_bytes: int
     stored_bytes: int
-    """Bytes that blocks store for backward. If the peak is within a block, only the bytes of the earlier blocks."""
+    """Bytes that blocks store for backward. If the peak is within a block, only the bytes of the earlier blocks
+    count."""
     other_bytes: int
-    """All other bytes: gradients, tensors outside of the blocks, and tensors of the running block."""
+    """All other bytes: gradients, tensors outside the blocks, and tensors of the running block."""
 
     @property
     def peak_bytes(self) -> int:
@@ -43,8 +44,10 @@ class PeakMemory:
 
 
 def peak_memory(profile: Profile, plans: Sequence[Plan], outcome: Outcome) -> PeakMemory:
-    """Return the parts of the peak of `outcome`, a simulated step in which the i-th block of `profile` runs under
-    `plans[i]`."""
+    """Return the live bytes at the peak of a simulated step, by purpose.
+
+    `outcome` is the result of simulating a step in which the i-th block of `profile` runs under `plans[i]`.
+    """
     phase, _, name = outcome.peak_label.partition(" ")
     is_forward = phase in ("forward", "head")
     earlier = EarlierBlocks()
@@ -64,8 +67,10 @@ def peak_memory(profile: Profile, plans: Sequence[Plan], outcome: Outcome) -> Pe
 
 
 def draw_memory_bars(bars: Mapping[str, PeakMemory], available_bytes: int, budget_bytes: int | None = None) -> bytes:
-    """Draw one bar per entry of `bars`, the first on top, and lines at the budget and the device's memory. Return PNG
-    bytes."""
+    """Draw one bar per entry of `bars`, the first on top, with lines at the budget and at the device's memory.
+
+    Return PNG bytes.
+    """
     longest_bytes = max(max(bar.peak_bytes for bar in bars.values()), budget_bytes or 0)
     scale, unit = unit_of(longest_bytes)
     with matplotlib_module().rc_context(FONT):

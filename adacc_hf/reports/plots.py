@@ -1,4 +1,4 @@
-"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and overhead against peak memory."""
+"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and overhead by peak memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Span = tuple[float, float]
 
 HEAD = "head and loss"
 SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe blocks", "optimizer": "optimizer"}
-"""Labels of the sections of a step outside the blocks' forward and backward. The section of the head contains the
-head's forward and backward."""
+"""Labels of the sections of a step that lie outside the blocks' forward and backward. The section of the head (output
+layer and loss) contains the head's forward and backward."""
 SECTION_SHARE = 0.15
-"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. With this minimum, a label has 0.9 inches
-or more."""
+"""Minimum width of a section outside the blocks, as a fraction of the width of all blocks. A label then has at least
+0.9 inches."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text
@@ -57,7 +57,7 @@ CURVES: dict[str, tuple[str, float, Any]] = {
 
 
 def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
-    """Draw the action on each activation in each block. Return PNG bytes.
+    """Draw the action for each activation in each block. Return PNG bytes.
 
     Blocks with the same operators share a panel. Rows are activations, columns are blocks in forward order, and colours
     are actions.
@@ -82,7 +82,8 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
 def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
     """Draw the live bytes over one training step, one curve per entry of `timelines`. Return PNG bytes.
 
-    Raises ValueError for a name that is not in CURVES, and for a phase that the first curve does not have.
+    Raises ValueError for a curve name that is not in CURVES, and for a phase of the step that the first curve does not
+    have.
     """
     unknown = set(timelines) - set(CURVES)
     if unknown:
@@ -109,7 +110,8 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
 
 
 def matplotlib_module():
-    """Return the matplotlib module. Raises an ImportError that names the extra to install."""
+    """Return the matplotlib module. If it is missing, raise an ImportError that names the extra dependency to
+    install."""
     try:
         import matplotlib
     except ImportError as error:
@@ -119,23 +121,27 @@ def matplotlib_module():
 
 
 def new_figure(height_inches: float) -> Figure:
-    """Return an empty figure. pyplot is not used, because it would change the backend and figures of the calling
-    program."""
+    """Return an empty matplotlib figure.
+
+    pyplot is not used, because it would change the backend and figures of the calling program.
+    """
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, layout="constrained")
 
 
 def to_png(figure: Figure) -> bytes:
-    """Return the picture as PNG bytes."""
+    """Return a matplotlib figure as PNG bytes."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
-    """Draw one panel of the policy map. `columns` has the position in the model and the plan of each block of this
-    kind."""
+    """Draw one panel of the policy map, for one kind of block.
+
+    `columns` has, for each block of this kind, its position in the model and its plan.
+    """
     from matplotlib.colors import ListedColormap
 
     order = list(Action)
@@ -166,7 +172,7 @@ def draw_action_legend(figure: Figure) -> None:
 
 
 def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, Span], scale: float) -> None:
-    """Draw a timeline as one curve. The points of each phase are spread evenly over the phase's span."""
+    """Draw a timeline as one curve. The points of each phase are spread evenly over the phase's span on the axis."""
     positions: list[float] = []
     sizes: list[float] = []
     for phase, group in groupby(timeline, key=lambda moment: moment[0]):
@@ -185,7 +191,7 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
 
 
 def _phase_spans(phases: Sequence[str]) -> dict[str, Span]:
-    """Return the start and width of each phase on the axis. A block is one unit wide.
+    """Return the start and width of each phase of a step on the horizontal axis. A block is one unit wide.
 
     Each section of the step outside the blocks has at least `SECTION_SHARE` of the blocks' width, to fit its label.
     """
@@ -203,7 +209,7 @@ def _phase_spans(phases: Sequence[str]) -> dict[str, Span]:
 
 
 def _label_sections(axis: Axes, spans: Mapping[str, Span]) -> None:
-    """Label the sections of the step below the axis, with a thin line between two sections."""
+    """Label the sections of the step below the axis, and draw a thin line between neighbouring sections."""
     start, ticks, labels = 0.0, [], []
     for section, group in groupby(spans, key=_phase_section):
         section_phases = list(group)
@@ -241,12 +247,12 @@ def unit_of(num_bytes: int) -> tuple[float, str]:
 # Third picture of a report: the least overhead at each peak, compared with other methods.
 
 Point = tuple[int, float]
-"""Peak of the step in bytes, and overhead over plain training in ms."""
+"""Peak memory of the step in bytes, and overhead compared with plain training in ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Marker for one training method in the picture of overhead against peak."""
+    """Marker for one training method in the picture of overhead by peak memory."""
 
     name: str
     point: Point
@@ -255,7 +261,7 @@ class Mark:
 
 
 def trade_off(profile: Profile) -> list[Point]:
-    """Return the curve of overhead against peak: (peak, overhead) of Pareto-optimal policies, by increasing peak.
+    """Return (peak, overhead) of Pareto-optimal policies, in order of increasing peak memory.
 
     All actions and all codecs with known costs are allowed. The policies come from `solve.frontier.chain`. The solver's
     integer program can find further policies between two points.
@@ -273,8 +279,10 @@ def trade_off(profile: Profile) -> list[Point]:
 
 
 def marks(profile: Profile, policy: Policy) -> list[Mark]:
-    """Return markers for plain training, torch's checkpoint of every block, compression of every activation, and
-    `policy`."""
+    """Return markers for four methods: plain training, torch's checkpoint on every block, compression, and `policy`.
+
+    Compression means that every activation is compressed.
+    """
     from adacc_hf.kernels.codecs import baseline_codec
 
     plain, full = uniform_policy(profile, Action.RETAIN), uniform_policy(profile, Action.RECOMPUTE)
@@ -298,7 +306,10 @@ def _policy_point(policy: Policy) -> Point:
 
 
 def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = None) -> bytes:
-    """Draw overhead against the step's peak: the solver's curve, and a marker for each method. Return PNG bytes."""
+    """Draw overhead by peak memory of the step: a curve of policies, and a marker for each training method.
+
+    Return PNG bytes.
+    """
     curve, methods = trade_off(profile.with_head(policy.head)), marks(profile, policy)
     scale, unit = unit_of(max(peak for peak, _ in [*curve, *(mark.point for mark in methods)]))
     with matplotlib_module().rc_context(FONT):
@@ -334,6 +345,6 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
 
 
 def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
-    """Draw the solver's curve as a staircase, because a policy also fits every larger budget."""
+    """Draw the trade-off of overhead and peak as a staircase, because a policy also fits every larger budget."""
     peaks, times = [peak / scale for peak, _ in curve], [ms for _, ms in curve]
     axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="the solver's policies, any action")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have the unit bytes or
+"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` are in bytes or
 milliseconds."""
 
 TITLE = "Adacc report"
@@ -54,15 +54,16 @@ def policy_report(
 
     Args:
         profile: profile that the policy was solved from.
-        history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
-            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. The
-            phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
+        history: events of a run, from `AdaccCallback.history`. Each event is a record with `step` and `event`. If
+            events have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory.
+            The phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
             drawn in timeline.png.
-        first_steps: times of the run's first steps, `AdaccSession.first_steps`.
-        comparison: rows of a table of methods, one record per method. All records have the same columns.
+        first_steps: times of the run's first steps, from `AdaccSession.first_steps`.
+        comparison: rows of a table of training methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.
 
-    Raises PolicyMismatchError if policy and profile do not belong together, and ImportError without matplotlib.
+    Raises PolicyMismatchError if policy and profile do not belong together, and ImportError if matplotlib is not
+    installed.
     """
     check_belongs(policy, profile)
     steps = _simulated_steps(profile, policy)
@@ -129,7 +130,7 @@ def write_report(
 
 
 class SimulatedStep(NamedTuple):
-    """Simulated step, with the profile and the blocks' plans from which the step was simulated."""
+    """Result of a simulated step, with the profile and the blocks' plans for which the step was simulated."""
 
     profile: Profile
     plans: list[Plan]
@@ -137,7 +138,8 @@ class SimulatedStep(NamedTuple):
 
 
 def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
-    """Simulate a step of plain training, of full recomputation and of the policy. Return the results by name."""
+    """Simulate a step of plain training, of full recomputation and of `policy`. Return the results by the method's
+    name."""
     from adacc_hf.artifacts.memory_simulator import simulate
 
     plain = {
@@ -219,12 +221,12 @@ def _solver_section(policy: Policy) -> list[Part]:
 
 
 def _capitalized(text: str) -> str:
-    """Return `text` as the begin of a sentence in the report."""
+    """Return `text` with a capital first letter, for the beginning of a sentence."""
     return text[0].upper() + text[1:]
 
 
 def percent(part: float, total: float) -> str:
-    """Return `part` of `total` in percent for a table of the report, or "-" if the total is 0."""
+    """Return the share of `part` in `total` as text in percent, or "-" if the total is 0."""
     return f"{100 * part / total:.1f} %" if total else "-"
 
 
@@ -312,12 +314,12 @@ def _record_table(records: Sequence[Record]) -> Table:
 
 
 def _report_header(name: str) -> str:
-    """Return a column's header in a table of the report."""
+    """Return the header of a table's column as text, from the column's `name` in a record."""
     return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _report_cell(name: str, value: Any) -> str:
-    """Return a cell of a table in the report as text."""
+    """Return a cell of a table in the report as text, from the name and value of a number in a record."""
     if value is None:
         return "-"
     if name.endswith("_bytes") and isinstance(value, int):

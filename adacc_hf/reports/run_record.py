@@ -1,4 +1,4 @@
-"""Records of experiments: settings, results, and the machine, date and versions of the measurement."""
+"""Records of experiments: settings, results, and the machine, date and software versions of the measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Spread of repeated measurements: the 20th, 50th and 80th percentile."""
+    """Spread of repeated measurements, as the 20th, 50th and 80th percentile."""
 
     low: float
     median: float
@@ -54,12 +54,12 @@ class Settings:
     """Free text for the record, for example the state of the machine."""
     output: Path
     until: float = math.inf
-    """Deadline of the run, on the clock of `time.monotonic`."""
+    """Deadline of the run, as a time of `time.monotonic`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Machine, date and versions of a measurement, stored in the experiment's record."""
+    """Machine, date and software versions of a measurement, stored in the experiment's record."""
 
     status: str
     date: str
@@ -99,7 +99,7 @@ def to_json(figures: Any) -> Any:
 
 
 def meta_info(settings: Settings) -> dict[str, Any]:
-    """Return the machine, date and versions of the running measurement, for the experiment's record."""
+    """Return the machine, date and software versions of the running measurement, for the experiment's record."""
     conditions = Conditions(
         status="complete",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -134,8 +134,7 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _git_output(*arguments: str) -> str | None:
-    """Return git's output in the source checkout for the record of an experiment, or None without a checkout or without
-    git."""
+    """Return the output of git in the source checkout, or None if there is no checkout or no git."""
     if not (ROOT / "setup.cfg").is_file():
         return None
     try:

@@ -17,11 +17,11 @@ PARTS = {
     "solving_s": ("solving, or waiting for the solver", "#CC79A7"),
     "training_s": ("training", "#0072B2"),
 }
-"""Label and colour of each part of a step's time, from left to right."""
+"""Label and colour of each part of a step's bar, by the name of the part's time, from left to right."""
 ROW_INCHES = 0.3
 LABEL_SHARE = 1.18
-"""Upper end of the time axis, as a multiple of the longest step. In the margin, the seconds of the longest bar are
-written."""
+"""Upper end of the time axis, as a multiple of the longest step. The margin leaves room for the seconds, which are
+written next to each bar."""
 HEADERS = ("step", "ran under", "seconds", "profiling", "solving", "then")
 
 
@@ -92,5 +92,5 @@ def part_seconds(record: Record) -> dict[str, float]:
 
 
 def _step_events(record: Record) -> str:
-    """Return the events of one of the first steps, for a table of the report."""
+    """Return the events of one of the run's first steps as text, for a table of the report."""
     return ", ".join(dict.fromkeys(EVENTS.get(event, event) for event in record["events"]))

@@ -7,22 +7,23 @@ from collections.abc import Collection, Sequence
 from textwrap import wrap
 
 LEAST_COLUMNS = 80
-"""Least width to which text is fitted. In a narrower terminal, lines are broken by the terminal."""
+"""Minimum width to which text is fitted. A narrower terminal breaks the lines itself."""
 LEAST_CELL = 36
-"""Least room in which the cells of the last column are wrapped. With less room, the column starts a new line."""
+"""Minimum width in characters to which cells of the last column are wrapped. If less is left, the column starts a new
+line."""
 MARGIN = 2
 CONTINUATION = 4
-"""Spaces before the first column of a table, and before a column that starts a new line."""
+"""Number of spaces before a column that does not fit and therefore starts a new line."""
 GAP = "  "
 
 
 def terminal_columns() -> int:
-    """Return the width of the terminal, or of $COLUMNS if it is set. Without a terminal, return 80."""
+    """Return the width of the terminal in characters (or $COLUMNS, if it is set), but at least 80."""
     return max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
 
 
 def fit_lines(text: str, columns: int) -> str:
-    """Return `text` with each longer line wrapped at `columns`. The rest of a line is indented two spaces further."""
+    """Return `text` with all lines longer than `columns` wrapped. Continued lines are indented by two more spaces."""
     lines = []
     for line in text.splitlines():
         if len(line) <= columns:
@@ -34,10 +35,10 @@ def fit_lines(text: str, columns: int) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, columns: int | None, right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table, whose first row is the header. The columns in `right` are aligned to the right.
+    """Return the lines of a text table, whose first row is the header. The columns in `right` are aligned to the right.
 
-    If a row does not fit `columns`, later columns of all rows start a new line, and long cells of the last column are
-    wrapped. If `columns` is None, each row is one line.
+    If a row does not fit into `columns` characters, later columns of all rows start a new line, and long cells of the
+    last column are wrapped. If `columns` is None, each row is one line.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     places = _places(widths, columns)
@@ -45,7 +46,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, columns: int | None, right: Co
 
 
 def _places(widths: Sequence[int], columns: int | None) -> list[tuple[bool, int]]:
-    """Return, for each column of a table, True if the column starts a new line, and its first position in the line."""
+    """Return, for each column of a table, True if the column starts a new line, and the position at which it starts."""
     places = []
     position = MARGIN
     for column, width in enumerate(widths):
@@ -65,7 +66,7 @@ def _row_lines(
     columns: int | None,
     right: Collection[int],
 ) -> list[str]:
-    """Return the lines of one row of a table."""
+    """Return one row of a table as lines of text."""
     lines = [""]
     for column, (cell, width, (starts_line, position)) in enumerate(zip(row, widths, places, strict=True)):
         if starts_line:

@@ -1,5 +1,4 @@
-"""Picture of a run in its report, over the optimizer steps: outliers (the paper's Figure 4), errors, step time and
-peak."""
+"""Picture of a run over its optimizer steps: outliers (the paper's Figure 4), errors, step time and peak memory."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ Record = Mapping[str, Any]
 Curve = list[tuple[int, float]]
 
 MAX_CURVES = 8
-"""Maximum number of activations in the picture of outliers, because more lines are indistinguishable. The activations
-with the largest change are drawn."""
+"""Maximum number of activations in the picture of outliers, because more curves could not be told apart. The
+activations with the largest change are drawn."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#56606b", "#000000")
 MARKS = {
     "policy": ("policy set", "#56606b", "-"),
@@ -28,12 +27,15 @@ TIMELINE_INCHES = 2.1
 LONG_RUN = 64
 """Number of steps above which the horizontal axis is logarithmic."""
 HEADROOM = 1.15
-"""Upper end of a panel's vertical axis, as a multiple of the largest value. The margin separates lines and markers from
-the edge."""
+"""Upper end of a panel's vertical axis, as a multiple of the largest value. The margin keeps curves and markers away
+from the edge."""
 
 
 def timeline_parts(history: Sequence[Record]) -> list[Part]:
-    """Return the report's section with the picture of the run, or [] if `history` has no tracking or memory event."""
+    """Return the report's section with the picture of the run, or [] if `history` has no numbers to draw.
+
+    The numbers come from events of tracking (outliers and errors) and of memory.
+    """
     if not any(record["event"] in ("tracking", "memory") for record in history):
         return []
     return [
@@ -74,7 +76,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
 
 
 def _timeline_panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
-    """Return (label of the vertical axis, curves by name) for each panel of the picture."""
+    """Return (label of the vertical axis, curves by name) for each panel of the picture of a run."""
     peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
     scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
     tracking = [record for record in history if record["event"] == "tracking"]
@@ -120,12 +122,12 @@ def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
 
 
 def _record_curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
-    """Return the curve of the value `name` over the steps, for a panel of the picture."""
+    """Return the curve over the steps of the value `name` in `records`, multiplied by `scale`."""
     return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
 
 
 def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
-    """Draw the curves of one panel of the picture."""
+    """Draw the curves of one panel in the picture of a run."""
     for color, (name, curve) in zip(COLORS, ((n, c) for n, c in curves.items() if c), strict=False):
         steps, values = zip(*curve, strict=True)
         marker = "x" if name == "predicted" else "o"
@@ -139,7 +141,7 @@ def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
 
 
 def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
-    """Mark the events of the run in a panel of the picture."""
+    """Mark the events of the run in one panel of the picture."""
     for record in history:
         if record["event"] in MARKS:
             _, color, dashes = MARKS[record["event"]]
@@ -147,7 +149,7 @@ def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
 
 
 def _legend_of_marks(figure: Any, history: Sequence[Record]) -> None:
-    """Add a legend of the marked events to the picture."""
+    """Add a legend that explains the marked events to the picture of a run."""
     from matplotlib.lines import Line2D
 
     events = {record["event"] for record in history}

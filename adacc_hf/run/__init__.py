@@ -1,1 +1,1 @@
-"""Application of policies to a model; execution and validation of blocks' calls. Rules: NOTE of policy_handle.py."""
+"""Application of policies to a model: execution and validation of calls of blocks, by the rules in policy_handle.py."""

@@ -42,8 +42,8 @@ from adacc_hf.tape.tiled_rows import in_tiles
 log = logging.getLogger(__name__)
 
 MAX_DIVERGENCES = 3
-"""Number of times that a call key may be recorded again because a call diverged from its tape. After that, calls with
-this key run under torch's checkpoint."""
+"""Number of times that a block may be recorded again for one call key (traced path and sizes) because a call diverged
+from its tape. After that, calls with this key run under torch's checkpoint."""
 
 
 class Observer(Protocol):
@@ -59,16 +59,16 @@ class Observer(Protocol):
     ) -> Any:
         """Observe one call of `block`, and return the result of the call.
 
-        The observer must remove itself from the executor `plan`, and then call `plan.run`. The call itself is
-        `fn(*args)`, because `kwargs` is already bound in `fn`.
+        `plan` is the block's executor. The observer must remove itself from this executor, and then call `plan.run`.
+        `kwargs` is already bound in `fn`, so `fn(*args)` is the whole call.
         """
 
 
 class BlockExecutor:
     """Strategy that runs the calls of one block under its plan.
 
-    `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan. For the block's
-    first plan, `known_shapes` and `earlier` have their defaults.
+    `known_shapes` (table of recorded tapes by call key) and `earlier` (execution plans) come from the executor of the
+    block's previous plan. For the block's first plan, both have their defaults.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class BlockExecutor:
         self.plan = plan
         self._is_plain = plan.is_plain
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
-        """(value, codec) of each compressed input of a checkpointed block, by the input's place."""
+        """(value, codec) of each compressed input of a checkpointed block, by the input's place among the arguments."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
             _is_checkpointed_on_all_ranks(shape.tape) for shape in (known_shapes or {}).values()
         )
         self.tape_cache = tape_cache
         self.known_shapes = KnownShapes(tape_cache.untraceable) if known_shapes is None else known_shapes
-        """Known shapes of the block, shared by all its plans."""
+        """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """Function of (value, codec) that returns a measuring coder to use in place of the codec. None if nothing is
-        measured."""
+        """Function of (value, codec) that returns a wrapper to use in place of the codec, which also measures errors.
+        None if nothing is measured."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
         self._has_filled_table = False
-        """True if the block's last call filled a table for later calls."""
+        """True if the block's last call computed a table that later calls reuse, such as a table of positions."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
-        """The block's recorded tapes by call key."""
+        """The block's recorded tapes, by call key (traced path and sizes)."""
         return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +123,8 @@ class BlockExecutor:
         return self._run_as(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call with this key under the plan. If there is no tape for the key, record the call."""
+        """Run the call with this `key` (traced path and sizes) under the plan. If no tape exists for the key, record
+        the call."""
         entry = self.entries.find(key)
         if entry is None and self.known_shapes.has_new_data(key):
             self.tape_cache.fallbacks.add(NEW_DATA, self.name)
@@ -152,8 +153,9 @@ class BlockExecutor:
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the block once more under the plan, to measure the call.
 
-        The call is not counted, because the count of calls decides which calls are validated. Raises
-        UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record it.
+        This call is not counted, because the number of calls decides which of the training's calls are validated.
+        Raises UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record
+        it.
         """
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
@@ -178,9 +180,9 @@ class BlockExecutor:
         return self._validated_call(entry, externals).run(block, fn, args, kwargs)
 
     def _is_due(self, entry: Entry) -> bool:
-        """Return True if the call must be validated against its tape while it runs.
+        """Return True if this call must be validated: compared with its tape, operator by operator, while it runs.
 
-        Raise PolicyMismatchError if each call must be validated, but a CUDA graph is being captured.
+        Raise PolicyMismatchError if every call of the block must be validated, but a CUDA graph is being captured.
         """
         if entry.plan.is_plain:
             return False
@@ -201,10 +203,10 @@ class BlockExecutor:
     def _run_with_other_tensors(
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call in which the block's own tensors differ from the tape.
+        """Run a call in which the block's parameters, buffers or attached tensors differ from the tensors on the tape.
 
-        If the layout of the block's tensors changed, the call gets another key. If tensors are missing, for example
-        because an adapter was merged for this call, the call runs without a tape.
+        If the layout of these tensors changed, the call gets another key, and thus another tape. If tensors are
+        missing, for example because an adapter was merged for this call, the call runs without a tape.
         """
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
@@ -220,15 +222,15 @@ class BlockExecutor:
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
-        torch's checkpoint would run collectives again in backward. A rank that has a tape for its call would not run
-        these collectives again, and the ranks would wait for each other (rule R13).
+        torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
+        not run these collectives again, and the ranks would wait for each other (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
     def _call(
         self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
     ) -> Any:
-        """Run one call under the execution plan of its entry, without validation."""
+        """Run one call under the execution plan of `entry`, without validation."""
         plan = entry.plan
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
@@ -249,7 +251,8 @@ class BlockExecutor:
         return ValidatedCall(self.name, entry.plan, self._codecs(entry), externals, checks_bits)
 
     def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
-        """Update the entry, its symbolic tape and the known shapes with the outcome of a validated call."""
+        """Update the entry of a call key, its symbolic tape and the table of tapes with the outcome of a validated
+        call."""
         tape, symbolic_tape = entry.plan.tape, entry.symbolic_tape
         if call.divergence is None:
             entry.unpacked_slots = call.unpacked_slots
@@ -273,7 +276,8 @@ class BlockExecutor:
         self.entries.sized.clear()
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if the call replaced an attached tensor that replay looks up."""
+        """Raise TapeMismatchError if the call replaced a tensor attached to the block that replay would look up
+        later."""
         source = plan.replaced_source(externals, block) if plan.attached else None
         if source is not None:
             raise TapeMismatchError(
@@ -294,7 +298,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Pass the order in which the last backward unpacked slots to the tape cache."""
+        """Store the order in which the last backward unpacked slots (saved tensors) in the tape cache."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
@@ -302,7 +306,7 @@ class BlockExecutor:
     def _first_call(
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the first call with this key.
+        """Run the block's first call with this `key` (traced path and sizes).
 
         If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
         the call.
@@ -362,9 +366,9 @@ class BlockExecutor:
         return not self.tape_cache.may_record()
 
     def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
-        """Keep `expected_entry` for the key if the validated first call ran the operators of the entry's tape.
+        """Keep or drop `expected_entry`, whose tape the first call with its key was expected to run.
 
-        Else drop the entry.
+        The entry is kept for later calls if the validation showed that the call ran the operators of this tape.
         """
         if call.divergence is None:
             expected_entry.unpacked_slots = call.unpacked_slots

@@ -1,8 +1,8 @@
 """Search for a model's transformer blocks, and installation of removable functions that run the blocks' calls.
 
-The functions use an entry point of Transformers: a GradientCheckpointingLayer whose flag is set passes its forward to a
-function. Each block gets a function object of its own. For classes that the user names in `AdaccConfig.block_classes`,
-the function wraps `forward` instead, even a `forward` that other code has replaced.
+The functions use an entry point of Transformers: a GradientCheckpointingLayer whose checkpointing flag is set passes
+its forward to a function. Each block gets a function object of its own. For classes that the user names in
+`AdaccConfig.block_classes`, the function wraps `forward` instead, even a `forward` that other code has replaced.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ log = logging.getLogger(__name__)
 
 _ABSENT = object()
 _CALLS = ("forward", "__call__")
-"""Name prefixes of the functions in which layers of Transformers and other libraries check their checkpointing flag."""
+"""Prefixes of the names of functions in which layers of Transformers and other libraries test their checkpointing
+flag."""
 
 
 class Strategy(Protocol):
-    """Way to run the calls of a block while gradients are enabled: plainly, checkpointed, or under a plan."""
+    """Strategy for running the calls of a block while gradients are enabled: plainly, checkpointed, or under a plan."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` and return the result of `fn(*args)`.
@@ -78,9 +79,9 @@ class CheckpointStrategy:
 class TrainingFlag:
     """Object that replaces a layer's checkpointing flag, so that Transformers calls the block function in training.
 
-    When a block's call tests the flag, the flag is true if gradients are enabled. Therefore the flag is false in
-    generate(), also in train mode, and Transformers then uses the key-value cache. When other code tests the flag, the
-    flag has its value from before the installation. For example, TRL tests the flag, switches checkpointing off to
+    When a block's call tests the flag, the flag is true if gradients are enabled. In generate() the flag is therefore
+    false, even in train mode, and Transformers uses the key-value cache. When other code tests the flag, the flag has
+    the value that it had before the installation. For example, TRL tests the flag, switches checkpointing off to
     generate, and afterwards restores the flag.
     """
 
@@ -147,7 +148,7 @@ class BlockFunction:
         self.later: list[LaterCall] = []
         """The block's second and later calls in a step."""
         self.num_calls = 0
-        """Number of calls with gradients enabled."""
+        """Number of calls of the block so far with gradients enabled."""
         self._has_warned_of_transform = False
         self.step = StepCount()
 
@@ -179,7 +180,7 @@ class BlockFunction:
             self._thread.leave(previous)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call of the block under the strategy of this call in the step."""
+        """Run a call of the block under the strategy for its number in the step (first call, second call)."""
         block = self.block
         assert block is not None  # checked in `__call__`
         if not self.later:
@@ -204,12 +205,13 @@ class BlockFunction:
         return is_transformed
 
     def calls(self) -> list[BlockFunction | LaterCall]:
-        """Return the objects with the name and the strategy of each call of the block in a step, in call order."""
+        """Return one object for each call of the block in a step, in call order. Each object has the call's name and
+        strategy."""
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
-        """Set how many calls follow the block's first call in a step. New calls start with the first call's
-        strategy."""
+        """Set how many calls follow the block's first call in a step. Added calls get the strategy of the first
+        call."""
         self.step.reset()
         names = [call_name(self.name, 2 + place) for place in range(number)]
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
@@ -219,7 +221,7 @@ class BlockFunction:
 
 
 def _describe_hooks(block: str, hooks: Any) -> str:
-    """Return the error message for a block that runs inside another pair of saved-tensor hooks."""
+    """Return the error message for `block`, which runs inside another pair of saved-tensor hooks, `hooks`."""
     owner = getattr(hooks[0], "__self__", None)
     if type(owner).__module__.startswith("adacc_hf."):
         return (
@@ -235,7 +237,8 @@ def _describe_hooks(block: str, hooks: Any) -> str:
 
 
 def _inert_function(name: str) -> BlockFunction:
-    """Return the copy of a block's wrapping function in a pickled model: without the block, and without effect."""
+    """Return the function that replaces a `BlockFunction` when a model is copied or unpickled. It runs the block
+    plainly."""
     function = BlockFunction(name, nn.Identity(), PlainStrategy())
     function.block = None
     return function
@@ -258,7 +261,8 @@ class Installation:
         thread = CallThread()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
-        """Objects with the strategies of the calls in a step, by call name. Initially, each block has one call."""
+        """Object with the strategy of each call of a block in a step, by call name. Initially, each block has one
+        call."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self.on_step: Callable[[], object] | None = None
         """Callback at the beginning of each step (`begin_step`), or None."""
@@ -296,7 +300,7 @@ class Installation:
     def expect(self, calls: Iterable[str]) -> None:
         """Set the names of the block calls in a step, in call order, and begin a step.
 
-        All blocks must be included. A block that is called several times per step has several call names.
+        The names must include every block. A block that is called several times per step has several call names.
         """
         calls = list(calls)
         if calls != list(self.functions):
@@ -339,7 +343,7 @@ class Installation:
         return [name for name, function in self.blocks.items() if function.num_calls == 0]
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks that the last step did not call with gradients enabled.
+        """Return the names of the blocks that were not called with gradients enabled in the last step.
 
         An example is a vision tower in a step on text. Return an empty list if the model uses layerdrop, which skips
         blocks at random.
@@ -414,7 +418,7 @@ class Reinstaller:
 
 
 def _bound_setter(model: Any, name: str) -> Any:
-    """Return the model class's own method `name`, bound to a model that is copied or loaded from a pickle."""
+    """Return the method `name` of the model's class, bound to the model. Used when a model is copied or unpickled."""
     return getattr(type(model), name).__get__(model)
 
 
@@ -448,7 +452,8 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
 
 
 def _inner_layers(block: nn.Module) -> list[nn.Module]:
-    """Return the layers that Transformers would checkpoint inside `block`, such as the layers of Swin's stages."""
+    """Return the layers inside `block` that Transformers could checkpoint one by one, such as the layers of Swin's
+    stages."""
     inner = [module for module in block.modules() if module is not block]
     return [module for module in inner if isinstance(module, GradientCheckpointingLayer)]
 
@@ -493,8 +498,8 @@ class StepCount:
     """Counter of one block's calls since the step began.
 
     The count restarts when backward reaches the result of a call. A step may end without a backward, for example by an
-    exception. So the count also restarts if the autograd graphs of all calls are freed, after the expected number of
-    calls, and when `reset` is called.
+    exception. Therefore the count also restarts when the autograd graphs of all calls are freed, when a call exceeds
+    the expected number, and when `reset` is called.
     """
 
     def __init__(self) -> None:

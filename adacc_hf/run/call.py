@@ -43,11 +43,12 @@ from adacc_hf.torch_glue.tensors import (
 PackedSlot = tuple[int, Any, "int | None", Any]
 
 _NOTHING = ReplayProgram((), (), (), ())
-"""Empty replay program, for slots whose saved tensor autograd keeps."""
+"""Empty replay program, for slots (saved tensors) that autograd itself keeps."""
 
 
 class Cell:
-    """Storage of one value of the tape in one call, until backward: its base tensor, or its payload."""
+    """Container for one value of the tape in one call, until backward. Holds a tensor on the value's storage, or a
+    payload."""
 
     __slots__ = ("payload", "saved", "tensor", "version")
 
@@ -63,7 +64,8 @@ class Cell:
 class Call:
     """State of one call of a block under a plan. Its methods `pack` and `unpack` are the saved-tensor hooks.
 
-    `externals` contains (value, tensor) for each input, parameter and other existing tensor that replay reads.
+    `externals` contains (value index, tensor) for each tensor that replay reads and that existed before the call, such
+    as inputs and parameters.
     """
 
     __slots__ = (
@@ -86,7 +88,8 @@ class Call:
         self.plan = plan
         self.block = block
         self.unpacked_slots: list[int] | None = None
-        """List to which the index of each unpacked slot is appended. None if the order is already known."""
+        """List to which backward appends the index of each slot that it unpacks. None if the order of unpacks is
+        already known."""
         self._codecs = codecs
         self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
@@ -108,7 +111,7 @@ class Call:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward and return `fn(*args)`.
 
-        Store the tensors that autograd saves in the form that the plan requires.
+        The tensors that autograd saves are stored as the plan requires: kept, compressed, or dropped.
         """
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = fn(*args)
@@ -161,14 +164,14 @@ class Call:
         self._cells = {}
 
     def has(self, value: int) -> bool:
-        """Return True if this call has already filled the cell of `value`."""
+        """Return True if this call has already stored `value` in its cell."""
         cell = self._cells[value]
         return cell.tensor is not None or cell.payload is not None
 
     def _store_state(self, value: int, device: torch.device) -> None:
         """Store the current state of the default generator of `device`, from which replay draws random numbers.
 
-        Do nothing if a finished recording of the call has already filled the cell with the state.
+        Do nothing if the state is already stored, from a recording of this call.
         """
         if not self.has(value):
             cell = self._cells[value]
@@ -176,7 +179,8 @@ class Call:
             cell.version = version_of(cell.saved)
 
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Handle the call's divergence from its tape: store all values that replay of the slots packed so far reads.
+        """Handle the call's divergence from its tape: store all values from which the slots packed so far will be
+        replayed.
 
         `bases` maps value indices to tensors. The tensors are copied, because no tape describes later changes in place.
         No further slots are packed.
@@ -224,8 +228,8 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
-        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that the program
-        reads."""
+        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values from which the
+        program starts."""
         environment = self._environment
         # Check only the tensors of this program: an optimizer may step inside backward, on weights that are no longer
         # needed.
@@ -248,7 +252,7 @@ class Call:
         return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
-        """Put a stored value into the environment of the replay.
+        """Put a stored value into the list of values that a replay program reads.
 
         Decode a compressed value, unless the decoded tensor still exists.
         """
@@ -263,7 +267,7 @@ class Call:
             self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
 
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """Fill the cell of `value`: store the base tensor, or its payload if the plan compresses the value.
+        """Store `value` in its cell: as a tensor or, if the plan compresses the value, as a payload.
 
         `tensor` is a tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded
         once, even if several slots share it (rule R3).
@@ -297,7 +301,7 @@ class Call:
         return changed_in_place(self.block, self.plan.tape.values[value].name)
 
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
-        """Return the error message for a saved tensor that differs from the tape."""
+        """Return the error message for a tensor that autograd saves and that differs from the tensor on the tape."""
         return (
             f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
             f"{tensor.dtype}, but the tape has {expected}; the block's operators vary at one shape: "
@@ -308,7 +312,7 @@ class Call:
 def _may_be_overwritten() -> bool:
     """Return True if the backward that unpacks a tensor may write to the tensor.
 
-    Return True for an `autograd.Function` written in Python, and for an unknown caller. The backward of a Python
+    Return True if the backward belongs to an `autograd.Function` written in Python, or cannot be identified. Such a
     function may write to saved tensors (rule R6). torch's own backward functions never write to saved tensors.
     """
     node = current_autograd_node()  # usually a node of torch itself
@@ -376,8 +380,8 @@ class Recording:
     def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
         """Apply `plan` to the recorded call: from now on, keep, encode or free each saved tensor as the plan requires.
 
-        `codecs` contains the coder of each compressed value. Return a list to which the index of each slot is appended
-        when backward unpacks the slot.
+        `codecs` contains the coder of each compressed value. Return a list to which backward will append the index of
+        each slot that it unpacks.
         """
         externals = [(value, self._external(value, source)) for value, source in plan.externals]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
@@ -414,7 +418,11 @@ class Recording:
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor that was at `source` when the call began. The block may have replaced this tensor since."""
+        """Return the tensor at `source` (the place of an argument, parameter or other existing tensor) when the call
+        began.
+
+        The block may have replaced the tensor at this place since.
+        """
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:

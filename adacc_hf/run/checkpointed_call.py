@@ -89,7 +89,8 @@ class _RepeatableCall:
 
 
 def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the block call's argument at `place` (a position or keyword) if it is a plain tensor, else None."""
+    """Return the argument of a block's call at `place` (a position or keyword) if the argument is a plain tensor, else
+    None."""
     if len(place) != 1:
         return None
     arguments_by_place: dict[int | str, Any] = dict(enumerate(args))
@@ -99,6 +100,6 @@ def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _can_encode(codec: Codec, tensor: torch.Tensor) -> bool:
-    """Return True if a tensor fills its storage contiguously and `codec` supports it."""
+    """Return True if `codec` supports the tensor, and the tensor fills its storage contiguously."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return is_whole and codec.supports(tuple(tensor.shape), tensor.dtype)

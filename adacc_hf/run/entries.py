@@ -1,4 +1,5 @@
-"""Cache of one block under one plan: for each call key, an entry with the execution plan to run."""
+"""Cache of one block under one plan: for each call key (traced path and sizes), an entry with the execution plan to
+run."""
 
 from __future__ import annotations
 
@@ -32,26 +33,28 @@ UNTRAINED = "blocks train that the profiled batch ran without gradients, run und
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
 FILLED_TABLE = "a block's call that filled a table for later calls kept all the tensors that autograd saves"
 DIVERGED = "a block's call that differed from its record kept all the tensors that autograd saves"
-"""Reasons why a call of a block did not run under its plan, counted in `TapeCache.fallbacks`."""
+"""Reason for a call that did not follow its plan. This and the reasons above are counted in `TapeCache.fallbacks`."""
 
 TRANSIENT = frozenset({FILLED_TABLE, DIVERGED})
-"""Reasons that hold for one call only: the block's next call is recorded, and then follows a plan or has another
-reason."""
+"""Reasons for not following the plan that apply to a single call. The block's next call is recorded, and then follows
+its plan or has another reason."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """Instructions to run a block's calls with one call key: an execution plan, or torch's checkpoint."""
+    """Instructions to run a block's calls with one call key (traced path and sizes): an execution plan, or torch's
+    checkpoint."""
 
     known_shape: KnownShape
     execution_plan: ExecutionPlan | None
-    """None if the calls run under torch's checkpoint."""
+    """Execution plan of the calls. None if the calls run under torch's checkpoint."""
     codecs: dict[int, Codec]
     """Codec of each value that the plan compresses."""
     unpacked_slots: list[int] | None = None
-    """Slots in the order in which a backward unpacked them, until the tape cache records the order."""
+    """Indices of slots (saved tensors) in the order in which a backward unpacked them. None once the tape cache has the
+    order."""
     symbolic_tape: SymbolicTape | None = None
-    """The symbolic tape that the tape was evaluated from. None for a recorded tape."""
+    """Symbolic tape (for all sizes) from which the tape of this entry was computed. None for a recorded tape."""
     base: Tape | None = None
     """Value of `symbolic_tape.base` when the entry was made. If `symbolic_tape.base` has changed since then, the entry
     is out of date."""
@@ -62,19 +65,20 @@ class Entry:
     def plan(self) -> ExecutionPlan:
         """The execution plan, which must exist.
 
-        Do not use this property for an entry that runs under torch's checkpoint.
+        Do not use this property if the entry's calls run under torch's checkpoint.
         """
         assert self.execution_plan is not None
         return self.execution_plan
 
     @property
     def is_current(self) -> bool:
-        """True if the entry's tape is recorded, or filled from a symbolic tape that is still in use."""
+        """True if the entry's tape is recorded, or was computed from a symbolic tape that has not changed since."""
         return self.symbolic_tape is None or (self.symbolic_tape.is_active and self.base is self.symbolic_tape.base)
 
 
 class PlanEntries:
-    """Entries of a block under one plan, by call key. An entry is created at the first call with its key."""
+    """Entries of a block under one plan, by call key (traced path and sizes). An entry is created at the first call
+    with its key."""
 
     def __init__(
         self,
@@ -88,17 +92,18 @@ class PlanEntries:
         self.plan = plan
         self.tape_cache = tape_cache
         self.known_shapes = known_shapes
-        """Known shapes of the block, shared by all its plans."""
+        """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
         self._earlier = earlier
         """Execution plans under the block's previous plan, kept alive until the first call. A new plan with equal
         actions uses these execution plans again."""
         known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
-        """Entries of recorded calls."""
+        """Entries whose tape was recorded, by call key."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
-        """Entries of calls at sizes that were not recorded, the latest last."""
+        """Entries for sizes at which no call was recorded, by call key. The latest entry is last."""
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
-        """Entries by symbolic tape. From such an entry, the entries of all sizes of the symbolic tape are derived."""
+        """Entries by symbolic tape (tape for all sizes). The entries for single sizes are derived from these
+        entries."""
         self.differs_from_record = False
         """True if the operators of the block's first call differ from the tape recorded for another block of its
         kind."""
@@ -114,13 +119,14 @@ class PlanEntries:
         return [known_shape.tape for known_shape in self.known_shapes.values()]
 
     def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the execution plans of all entries. Before the first call, return the execution plans under the
-        previous policy."""
+        """Return the execution plans of all entries or, before the first call, the execution plans under the previous
+        policy."""
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry for a call with this key. Create the entry if a tape is known for the key.
+        """Return the entry for a call with this `key`. If the block has a tape for the key but no entry yet, create the
+        entry.
 
         Return None if the call must be recorded, or validated against a tape from a profile or another block.
         """
@@ -135,13 +141,15 @@ class PlanEntries:
         return self.keep(key, self._entry(known_shape))
 
     def keep(self, key: CallKey, entry: Entry) -> Entry:
-        """Cache `entry` for the block's calls with this key, because a validated call ran the operators of the entry's
-        tape. Return `entry`."""
+        """Cache `entry` for the block's calls with this `key`, and return `entry`.
+
+        Call this after a recorded or validated call has run the operators of the entry's tape.
+        """
         self.recorded[self.known_shapes.add(key, entry.known_shape)] = entry
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
-        """Return the entry for a key that was recorded under another plan of the block, or None."""
+        """Return an entry with the tape that was recorded for this `key` under another plan of the block, or None."""
         known_shape = self.known_shapes.get(key)
         if known_shape is not None:
             self.recorded[key] = self._entry(known_shape)
@@ -149,7 +157,7 @@ class PlanEntries:
         return self.recorded.get(key)
 
     def _sized_entry(self, key: CallKey) -> Entry | None:
-        """Return the entry for a size that was not recorded, or None if no symbolic tape covers the size."""
+        """Return the entry for a size at which no call was recorded, or None if no symbolic tape covers the size."""
         entry = self.sized.get(key)
         if entry is not None and entry.is_current:
             return entry
@@ -170,10 +178,10 @@ class PlanEntries:
         return entry
 
     def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
-        """Return an entry for `tape`, the evaluation of `symbolic_tape` at a size at which no call was recorded.
+        """Return an entry for `tape`, which was computed from `symbolic_tape` for a size at which no call was recorded.
 
         The execution plan of `symbolic_tape.base`, which was recorded, is resized and reused. If the size is too small
-        for one of the codecs, a new plan is built for `tape`.
+        for one of the codecs, a new execution plan is built for `tape`.
         """
         base = self.bases.get(symbolic_tape)
         if base is None or base.base is not symbolic_tape.base:
@@ -207,13 +215,13 @@ class PlanEntries:
         return self._entry(KnownShape(tape.with_reads(data_by_path))) if len(data_by_path) == len(reads) else None
 
     def forget(self, key: CallKey) -> None:
-        """Drop the entry of a key that the block has forgotten."""
+        """Drop the entry for `key`, because the tape for this key was dropped from the block's table of tapes."""
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for `known_shape`.
+        """Create an entry for `known_shape`, the recorded tape of one call key.
 
-        If `tape` is given, for a call of another size, `tape` replaces the tape of `known_shape`.
+        If `tape` is given, for a call at another size, `tape` is used instead of the recorded tape.
         """
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
@@ -229,9 +237,9 @@ class PlanEntries:
         return Entry(known_shape, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
     def _fallback_of(self, tape: Tape) -> str | None:
-        """Return the reason why calls with this unusable `tape` run under torch's checkpoint.
+        """Return the reason why calls with this `tape`, which cannot be replayed, run under torch's checkpoint.
 
-        Return None if the plan itself requires the checkpoint or a plain run, because calls then follow the plan.
+        Return None if the plan itself requires the checkpoint or a plain run, because the calls then follow the plan.
         """
         if tape.untrusted is None:
             return VARYING
@@ -241,8 +249,9 @@ class PlanEntries:
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).
 
-        If `tape` has these operators, values whose planned choice is impossible are retained. Otherwise, the plan's
-        choices are transferred to the matching values, and all other values get the choice with the least memory.
+        A choice is the action for one value. If `tape` has the plan's operators, values whose planned choice is
+        impossible are retained. Otherwise, the plan's choices are transferred to the matching values, and every other
+        value gets the choice that needs the least memory.
 
         Raise PolicyMismatchError if the tape's operators differ from the operators of the same call in the profile. Do
         not raise if the block has run the planned operators earlier, because operators may change during training, for
@@ -287,10 +296,11 @@ class PlanEntries:
 
 
 def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
-    """Return the codec of `value` for the size of the plan `sized`, or None if the codec does not support this size.
+    """Return the codec of `value` at the size of the execution plan `sized`, or None if the codec does not support this
+    size.
 
-    `codec` is the codec for the plan `base`. If both sizes have the same number of channels, `codec` itself is
-    returned, with the outlier channels that the codec has chosen.
+    `codec` is the codec of the execution plan `base`, for another size. If both sizes have the same number of channels,
+    `codec` itself is returned, with the outlier channels that it has chosen.
     """
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 class LargerBatches:
     """Forward hook on a model that warns once, at the first batch that has more elements than the profiled batch.
 
-    A fixed policy is correct at any batch size, but its predicted peak, and so the budget, applies to one size.
+    A fixed policy is correct at any batch size, but its predicted peak is for one size, so a larger batch may exceed
+    the budget.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:

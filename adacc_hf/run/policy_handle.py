@@ -10,7 +10,7 @@ R1  Exactness: without a lossy codec, loss and every gradient are bit-equal to p
 R2  A restored tensor has the dtype, size, stride and storage offset of the saved tensor.
 R3  Each storage has one payload, however many operators save it.
 R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. Divisors of backward are never
-    compressed with loss.
+    compressed lossily.
 R5  Random operators are replayed from the recorded state of the default generator. Then the generator is restored, so
     that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state when
     autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects draws in
@@ -54,8 +54,8 @@ R12 Inputs, parameters, buffers and attached tensors are looked up again at each
 R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. The results of
     collectives are retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed
     under every plan.
-R14 Indices that depend on data stored with loss (an expert's tokens, a row order) are never replayed. Statistics of
-    rows that are stored with loss (such as a norm's) are stored too.
+R14 Indices that depend on lossily stored data (an expert's tokens, a row order) are never replayed. Statistics of
+    lossily stored rows (such as a norm's) are stored too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlans:
-    """A policy prepared to run: the executor of each block call, by call name."""
+    """A policy that is prepared to run: for each block call, by name, the executor that runs the call under its
+    plan."""
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
@@ -116,7 +117,8 @@ class PolicyHandle:
         """The executors that `follow` installed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Hook that warns about batches larger than the policy's. None if each batch size has a policy of its own."""
+        """Hook that warns about batches larger than the batch of the policy. None if each batch size has its own
+        policy."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -133,7 +135,7 @@ class PolicyHandle:
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
         """Return the executors for `policy`, for a later `follow`.
 
-        These executors share known shapes with the executors in `earlier`.
+        These executors share recorded tapes with the executors in `earlier`, so that blocks need not be recorded again.
 
         Raise PolicyMismatchError if the policy was made for other blocks.
         """
@@ -153,8 +155,8 @@ class PolicyHandle:
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans`, the result of `prepare`, from the next forward on.
 
-        If `plans` is None, run the blocks under torch's checkpoint. Raise MemoryError if the host memory of the policy
-        cannot be allocated. Then the blocks keep their earlier plans.
+        If `plans` is None, run the blocks under torch's checkpoint. Raise MemoryError if the host memory that the
+        policy needs cannot be allocated. In this case, the blocks keep their earlier plans.
         """
         if plans is not None and plans.policy.predicted_host_bytes:
             host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
@@ -166,7 +168,7 @@ class PolicyHandle:
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:
-        """Switch the chunked output layer on or off, as the policy requires."""
+        """Switch the chunked head (output layer and loss without whole logits) on or off, as the policy requires."""
         if self._head is None and is_on:
             try:
                 self._head = ChunkedHead(self.installation.model)
@@ -246,7 +248,7 @@ class Applied:
 
     @staticmethod
     def forget(model: nn.Module, owner: object) -> None:
-        """Remove the reference that `model` has to `owner`, if any."""
+        """Remove the reference from `model` to its policy handle or session, if it refers to `owner`."""
         applied = model.__dict__.get(APPLIED)
         if applied is not None and applied.owner is owner:
             del model.__dict__[APPLIED]
@@ -259,7 +261,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
     Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Only the field `block_classes` of
-    `config` is used. A batch larger than the policy's is reported once, with the predicted peak of the larger batch.
+    `config` is used. The first batch that is larger than the batch of the policy is reported, with its predicted peak.
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
@@ -302,7 +304,8 @@ def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> Non
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
     """Raise PolicyMismatchError if the call names of the policy do not match `blocks`, the names of the model's blocks.
 
-    The order may differ: blocks are called in forward order and installed in module order (CLIP).
+    The order may differ, as in CLIP: the policy has the blocks in the order of the forward, and `blocks` has them in
+    the order of the modules.
     """
     call_names = [name for name, _ in policy.blocks]
     num_calls_by_block = calls_per_block(call_names)

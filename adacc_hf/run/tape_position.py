@@ -1,6 +1,6 @@
-"""Position of a validated call in its tape: the next operator, and the value in each storage.
+"""Position of a call that is compared with its tape: the next operator, and the tape's value in each storage.
 
-Each storage of the call contains one value of the tape, as in a recording. A tensor of the call matches a tensor
+As in a recording, each storage of the call contains one value of the tape. A tensor of the call matches a tensor
 reference of the tape if both have the same geometry and the same value.
 """
 
@@ -23,14 +23,15 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of
 _DROPPED = torch.ops.aten.native_dropout_backward.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, _DROPPED)
-"""Targets of operators on a tape that a call runs under other names: constants from Python, and dropout's result."""
+"""Operators on a tape that the call itself runs under other names: constants made from Python numbers, and the product
+that gives dropout's result."""
 
 
 class TapePosition:
     """Position of a running call in its tape. Compares arguments, operators and saved tensors in the tape's order.
 
-    At the first difference, `on_divergence` is called with a dict that has the tensors of the values in `stored` that
-    autograd has not saved yet, by value. Later operators are not compared.
+    At the first difference, `on_divergence` is called with a dict from value index to tensor. The dict has the values
+    in `stored` (values that the plan stores) that autograd has not saved yet. Later operators are not compared.
     """
 
     def __init__(
@@ -47,16 +48,18 @@ class TapePosition:
         self._next = 0
         self._stored_bases: dict[int, torch.Tensor] = {}
         self._owners: dict[int, int] = {}
-        """The current value of each storage, by storage key."""
+        """Index of the tape's value that each storage currently contains, by storage key."""
         self._casts: dict[tuple[int, torch.dtype], int] = {}
-        """Value of each cast that autocast may cache, by (id of the parameter, dtype)."""
+        """Index of the tape's value for each cast of a parameter that autocast may cache, by (id of the parameter,
+        dtype)."""
 
     @property
     def has_diverged(self) -> bool:
         return self.divergence is not None
 
     def diverge(self, reason: str) -> None:
-        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged already."""
+        """Mark the call as diverged from its tape, and record the reason. Do nothing if the call has diverged
+        already."""
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}
@@ -82,7 +85,7 @@ class TapePosition:
     def saves(self, tensor: torch.Tensor) -> bool:
         """Compare the next tensor that autograd saves with the tape's next slot.
 
-        Return True if tensor and slot match.
+        Return True if the tensor and the slot match.
         """
         slot = self.num_saved
         self.num_saved += 1
@@ -93,7 +96,7 @@ class TapePosition:
         return True
 
     def finish(self) -> None:
-        """Mark the call as diverged unless the call ran all operators of the tape and saved all tensors.
+        """Mark the call as diverged, unless all operators of the tape have run and all tensors on the tape were saved.
 
         Call this method after the block has returned.
         """
@@ -106,9 +109,9 @@ class TapePosition:
     # Operators.
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
-        """If the operator that the call runs next is the tape's next operator, advance and return the tape's operator.
+        """Compare the operator that the call runs next with the tape's next operator, and advance if they match.
 
-        The numbers and tensors among the arguments must match too. Otherwise return None.
+        The numbers and tensors among the arguments must match too. Return the tape's operator, or None without a match.
         """
         for place, operator in self._candidates():
             if operator.target is func:
@@ -123,7 +126,8 @@ class TapePosition:
         return None
 
     def take_function(self, function: type[Function]) -> TapeOperator | None:
-        """If the tape's next operator is this `autograd.Function`, advance and return the operator.
+        """If the tape's next operator is the `autograd.Function` that the call runs next, advance and return this
+        operator.
 
         Else return None.
         """
@@ -192,15 +196,15 @@ class TapePosition:
             self._stored_bases[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
-        """Forget which value of the tape the storage with the key `storage` holds.
+        """Forget which value of the tape the storage with the key `storage` contains.
 
-        A new storage has got the key of a freed storage.
+        Called when a new storage has the same key as a storage that was freed.
         """
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is a parameter's cast that autocast cached in an earlier call, record the tape's value for
-        `tensor`."""
+        """If `tensor` is a cast of a parameter that an earlier call computed and autocast cached, record which value of
+        the tape it is."""
         if self._casts and has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
             value = self._casts.get((id(cast_source(tensor)), tensor.dtype))
             if value is not None:
@@ -220,7 +224,8 @@ class TapePosition:
         return owner == ref.value
 
     def _has_unknown_source(self, value: int) -> bool:
-        """Return True if the tape lists the source of `value` as unknown.
+        """Return True if the tape does not say where a call finds `value` (argument, parameter, buffer or attached
+        tensor).
 
         Replay never reads values with an unknown source.
         """
@@ -228,7 +233,8 @@ class TapePosition:
         return source is not None and source.place == "unknown"
 
     def same(self, expected: Any, argument: Any) -> bool:
-        """Return True if `argument` of an operator in the call matches `expected`, the argument on the tape."""
+        """Return True if `argument`, passed to an operator in the call, matches `expected`, the argument on the
+        tape."""
         if expected is argument:
             return True
         if isinstance(expected, TensorRef):

@@ -1,4 +1,4 @@
-"""A validated call of a block runs under the block's plan, while each operator is compared with the tape.
+"""Validated calls: calls of a block that run under the block's plan while each operator is compared with the tape.
 
 If the call diverges from its tape, every tensor that the call saves afterwards is kept. Earlier saved tensors follow
 the plan, because the operators that made these tensors matched the tape. So the call is exact in any case.
@@ -41,18 +41,19 @@ class ValidatedCall:
         externals: list[tuple[int, torch.Tensor]],
         checks_bits: bool = False,
     ) -> None:
-        """Initialize for the block `name`. If `checks_bits`, also compare the bits of replay (rule R7).
+        """Initialize for the block `name`. If `checks_bits` is True, also check that replay gives the same bits (rule
+        R7).
 
-        `externals` has (value, tensor) for each existing tensor that replay reads.
+        `externals` has (value index, tensor) for each tensor that replay reads and that existed before the call.
         """
         self.name = name
         self.divergence: str | None = None
         """Description of the first difference from the plan's tape, or None."""
         self.mismatched_values: frozenset[int] = frozenset()
-        """Values that replay did not recompute bit for bit."""
+        """Indices of values that replay did not recompute bit for bit."""
         self._begin = partial(Call, plan, name, codecs, externals)
         self._call: Call | None = None
-        """The call under the plan. None if the arguments of the call already differ from the tape."""
+        """State of the call under the plan (`Call`). None if already the arguments of the call differ from the tape."""
         self._validator = Validator(plan, checks_bits, self._on_divergence)
 
     @property

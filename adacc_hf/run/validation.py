@@ -55,11 +55,12 @@ class Validator(TorchDispatchMode):
     def __init__(
         self, plan: ExecutionPlan, checks_bits: bool, on_divergence: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
-        """Initialize for the tape of `plan`. If `checks_bits`, run each operator once more, to compare the bits."""
+        """Initialize for the tape of `plan`. If `checks_bits` is True, operators run once more, to compare their
+        results' bits."""
         super().__init__()
         tape = plan.tape
         self.mismatched_values: set[int] = set()
-        """Values that replay did not recompute bit for bit."""
+        """Indices of values that replay did not recompute bit for bit."""
         self._checks_bits = checks_bits
         self._recomputable = tape.recomputable
         self._position = TapePosition(tape, frozenset(plan.roots), on_divergence)
@@ -67,7 +68,8 @@ class Validator(TorchDispatchMode):
             num_saved: (value, device) for num_saved, value, device in tape.generator_states() if checks_bits
         }
         self._states: dict[int, torch.Tensor | None] = {}
-        """Generator states from which replay of random operators would draw, by value."""
+        """States of the random generator from which a replay of random operators would draw, by index of the state's
+        value."""
         self._is_paused = False
         self._is_in_function = False
         """True while the call is inside an `autograd.Function` that is one operator of the tape."""
@@ -102,7 +104,7 @@ class Validator(TorchDispatchMode):
     def saves(self, tensor: torch.Tensor) -> bool:
         """Compare the next tensor that autograd saves with the tape's next slot.
 
-        Return True if tensor and slot match.
+        Return True if the tensor and the slot match.
         """
         if self.has_diverged:
             return False
@@ -112,10 +114,7 @@ class Validator(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disable the comparison of operators inside the `with` block.
-
-        The validator, not the block, runs these operators.
-        """
+        """Disable the comparison of operators inside the `with` block, in which the validator itself runs operators."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -123,14 +122,14 @@ class Validator(TorchDispatchMode):
             self._is_paused = before
 
     def finish(self) -> None:
-        """Mark the call as diverged unless the call ran all operators of the tape and saved all tensors.
+        """Mark the call as diverged, unless all operators of the tape have run and all tensors on the tape were saved.
 
         Call this method after the block has returned.
         """
         self._position.finish()
 
     def _store_state(self) -> None:
-        """Store the generator's state if a call under the plan would capture it at this moment.
+        """Store the random generator's state if a call under the plan would store the state at this moment.
 
         The second run of a random operator draws from this state, as replay would.
         """
@@ -174,13 +173,14 @@ class Validator(TorchDispatchMode):
         return result
 
     def _is_compared(self, operator: TapeOperator) -> bool:
-        """Return True if the operator must be run once more, to compare the bits, because replay may run it."""
+        """Return True if the operator must be run once more, to compare the bits of its results, because replay may run
+        it."""
         return self._checks_bits and operator.may_run_again and not self._recomputable.isdisjoint(operator.results())
 
     def _register_results(
         self, operator: TapeOperator, results: Sequence[Any], written: Sequence[torch.Tensor]
     ) -> bool:
-        """Compare the results of an operator with the tape, and record the tape's values of the results.
+        """Compare the results of an operator with the tape, and record which value of the tape each result is.
 
         `written` contains the tensors that the operator changed in place. If the tape has different results, mark the
         call as diverged and return False.
@@ -309,7 +309,7 @@ class Validator(TorchDispatchMode):
         return result
 
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
-        """Return the decomposed arguments of a Function.
+        """Return the arguments of an `autograd.Function`, decomposed into tensors and other objects.
 
         If the arguments differ from the arguments on the tape, mark the call as diverged and return None.
         """
@@ -327,7 +327,7 @@ class Validator(TorchDispatchMode):
         return parts
 
     def _returns(self, expected: Any, result: Any) -> bool:
-        """Return True if the non-tensor results of a Function equal `expected`, the results on the tape."""
+        """Return True if the non-tensor results of an `autograd.Function` equal `expected`, the results on the tape."""
         try:
             return self._position.same(expected, results_of(result))
         except NotReplayableError:
@@ -335,7 +335,8 @@ class Validator(TorchDispatchMode):
 
 
 def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, torch.Tensor]:
-    """Return the arguments that a Function writes to, by storage key, in the order of the operator's mutations."""
+    """Return the tensors that an `autograd.Function` writes to, by storage key, in the order in which the tape lists
+    them."""
     pairs = zip(leaves(operator.args), leaves(parts), strict=True)
     tensors_by_value = {ref.value: tensor for ref, tensor in pairs if isinstance(ref, TensorRef)}
     return {
@@ -344,7 +345,7 @@ def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, tor
 
 
 def _result_leaves(result: Any) -> Any:
-    """Return the leaves of a validated operator's result."""
+    """Return the tensors and other leaves (in the sense of pytree) of an operator's result."""
     return (result,) if isinstance(result, torch.Tensor) else leaves(result)
 
 

@@ -1,1 +1,1 @@
-"""Policy solver of blocks: integer programs, frontiers of plans, mixtures, least peaks, search for the best policy."""
+"""Solver for the policies of blocks: integer programs, and a search for the fastest policy within a memory budget."""

@@ -3,7 +3,7 @@
 The optimization bandwidth of an action on an activation is the number of bytes freed per ms of extra time. The greedy
 rule gives each activation the action with the higher bandwidth, and changes the activations with the highest bandwidths
 first. The rule neglects shared costs: a replay that computes two activations counts twice. The solver's search includes
-the greedy policies, so the solver's policy is never slower.
+the greedy policies, so the solver's policy is never slower than a greedy policy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Bandwidths:
     recompute: float | None
     """Bytes freed per ms by recomputing the activation: the paper's Band_recomp."""
     store: StoredForm | None
-    """The stored form with the highest bandwidth."""
+    """Stored form, other than the tensor itself, that frees the most bytes per ms. None if no codec is available."""
     compress: float | None
     """Bytes freed per ms by compressing the activation: the paper's Band_comp."""
 
@@ -72,12 +72,12 @@ def bandwidths(model: KindModel) -> list[Bandwidths]:
 
 
 def _freed_per_ms(nbytes: int, store: StoredForm) -> float:
-    """Return the bytes that storing a value in the form `store` frees per ms of overhead, for the greedy rule."""
+    """Return the bytes freed per ms of encoding and decoding if a value of `nbytes` is stored in the form `store`."""
     return _freed_bytes_per_ms(nbytes - store.nbytes, store.ms)
 
 
 def _freed_bytes_per_ms(nbytes: int, ms: float) -> float:
-    """Return freed bytes per ms of overhead, infinite for a form without overhead."""
+    """Return the freed bytes per ms of overhead, or infinity if the overhead is 0."""
     return nbytes / ms if ms else math.inf
 
 
@@ -92,7 +92,7 @@ def replay_ms(model: KindModel, value: int) -> float | None:
 
 
 def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[PricedPlan]]:
-    """Yield the policies of the greedy rule, from all RETAIN on.
+    """Yield the policies of the greedy rule, starting with RETAIN for all activations.
 
     Each policy changes one more activation of one block than the previous policy. The first blocks are changed first,
     as in `frontier.chain`. No policy is faster than the policies before it, because each change adds replay, or
@@ -116,8 +116,7 @@ def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[l
 
 
 def quantize_everything(profile: Profile) -> Policy:
-    """Return the policy that compresses every activation with per-token INT4, where this codec supports the
-    activation."""
+    """Return the policy that compresses each activation that INT4 (per token) supports, and retains the rest."""
     from adacc_hf.kernels.codecs import baseline_codec
 
     return uniform_policy(profile, Action.COMPRESS, codec=baseline_codec())

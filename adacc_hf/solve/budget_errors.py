@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def infeasible_stored(
     profile: Profile, config: AdaccConfig, budget: Budget, least: Sequence[PricedPlan], floor: int, plain: int
 ) -> InfeasibleBudgetError:
-    """Return the error for a budget below `floor`, the fewest bytes that any policy stores: those of `least`."""
+    """Return the error for a budget below `floor`, the bytes that the policy `least` stores: no policy stores fewer."""
     fraction = math.ceil(floor / plain * 1e4) / 1e4
     outside = fixed_bytes(profile)
     return InfeasibleBudgetError(

@@ -1,13 +1,15 @@
-"""Frontier of plans for each kind of block: the lower convex hull of stored bytes and time.
+"""Frontier of each kind of block: the plans on the lower convex hull of stored bytes and time.
 
-The plans on a frontier are ordered from all RETAIN (most bytes, least time) to the fewest bytes. The plans on a
-frontier are called frontier plans. A mixture of frontier plans gives each block of a kind one of these plans.
+A plan assigns an action to each activation of a block. The plans on a frontier are called frontier plans. They are
+ordered from all RETAIN (most bytes, least time) to the fewest bytes. A mixture of frontier plans gives each block of a
+kind one of these plans.
 
 If memory has a price of w ms per byte, the best plan of a block minimises ms + w * bytes. Over all w, the best plans
-are the corners of the lower convex hull of (bytes, ms). At a fixed price the integer program is a closure problem. The
-linear relaxation of this program has integer solutions, except for the constraints on values that must not be
+are the corners of the lower convex hull of (bytes, ms). At a fixed price, the integer program that finds the best plan
+is a closure problem. Its linear relaxation has integer solutions, except for the constraints on values that must not be
 recomputed from lossily stored values. A corner therefore usually takes one run of the simplex method, which starts from
-the basis of the last corner. If the solution of the relaxation is fractional, the integer program is solved.
+the final basis of the run for the previous corner. If the solution of the relaxation is fractional, the integer program
+is solved.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 SLOPE_TOLERANCE = 1e-6
-"""Minimum distance in ms of a corner below the line between its neighbours, as a fraction of the neighbours' difference
-in ms. The minimum is far above HiGHS's optimality tolerance."""
+"""Minimum distance in ms by which a corner of the hull must lie below the line between its two neighbours, as a
+fraction of the neighbours' difference in ms. This distance is far above HiGHS's optimality tolerance."""
 INTEGRALITY = 1e-4
 """Maximum distance from an integer at which a variable counts as integer. The maximum is far above HiGHS's
 tolerance."""
 SCALE = 1e3
-"""Upper limit to which the costs of an objective are scaled, because HiGHS's tolerances are absolute."""
+"""Upper limit of an objective's costs after scaling. The scale matters because HiGHS's tolerances are absolute."""
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
     """Return the frontier of each kind of block: plans in order from all RETAIN to the fewest bytes, with rising ms.
 
-    Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors cost no
-    bytes here.
+    Frontiers do not depend on the budget, so policies for different budgets are comparable. Tensors that several blocks
+    share cost no bytes here.
     """
     return [_frontier_of_kind(log, model) for model in models]
 
@@ -56,7 +58,7 @@ def _frontier_of_kind(log: SolverLog, model: KindModel) -> list[PricedPlan]:
 
 
 def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
-    """Return the corners strictly between two plans of the hull, with bytes falling from `larger` to `smaller`."""
+    """Return the convex hull's corners strictly between two of its plans, from `larger` to `smaller` bytes."""
     if smaller.ms <= larger.ms:
         return []
     corner = program.cheapest(_price_of_memory(larger, smaller))
@@ -66,7 +68,7 @@ def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPla
 
 
 class _PricedMemory:
-    """Integer program of one block, solved for different prices of memory in ms per byte."""
+    """Integer program that chooses the plan of one block, solved for different prices of memory in ms per byte."""
 
     def __init__(self, log: SolverLog, model: KindModel) -> None:
         program = LinearProgram()
@@ -102,7 +104,7 @@ class _PricedMemory:
 
     @cached_property
     def integer(self) -> Solver:
-        """Solver of the integer program."""
+        """Solver of the integer program, used if the solution of the linear relaxation is fractional."""
         return Solver(self.program, self.log, integer=True)
 
     def _solution(self, solver: Solver, costs: list[tuple[int, float]], limit: float) -> Sequence[float]:
@@ -121,9 +123,10 @@ def _is_integral_solution(solution: Sequence[float]) -> bool:
 def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]], limit_bytes: int) -> float:
     """Return a lower bound on the overhead in ms of policies that store at most `limit_bytes`, without shared tensors.
 
-    Return infinity if no policy stores so little. `num_blocks[k]` blocks have frontier `frontiers[k]`. The bound is the
-    solution of the continuous knapsack problem: the cheapest steps along the frontiers are taken first, and the last
-    step in part. Policies consist of whole steps, or of plans above the hull, and therefore cannot be faster.
+    Return infinity if no policy stores so little. `num_blocks[k]` blocks have the frontier `frontiers[k]`. A step along
+    a frontier replaces a block's plan by the next plan, which stores less. The bound is the solution of the continuous
+    knapsack problem: the cheapest steps are taken first, and the last step in part. Policies consist of whole steps, or
+    of plans above the hull, and therefore cannot be faster.
     """
     excess = sum(n * frontier[0].nbytes for n, frontier in zip(num_blocks, frontiers, strict=True)) - limit_bytes
     ms = 0.0
@@ -138,7 +141,7 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
 def _frontier_steps(
     frontiers: Sequence[Sequence[PricedPlan]],
 ) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
-    """Yield (price, kind, number along the frontier, smaller plan, larger plan) of each step along the frontiers."""
+    """Yield (price in ms per byte, kind, position, smaller plan, larger plan) for each pair of neighbours."""
     for kind, frontier in enumerate(frontiers):
         for number, (larger, smaller) in enumerate(pairwise(frontier)):
             yield _price_of_memory(larger, smaller), kind, number, smaller, larger
@@ -159,11 +162,11 @@ def lower_hull(plans: Sequence[PricedPlan]) -> list[PricedPlan]:
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
     """Yield policies from all RETAIN to the fewest bytes.
 
-    Each policy moves one more block to the next plan of the frontier than the previous policy.
+    Each policy differs from the previous one in one block, which gets the next plan of its kind's frontier.
 
-    `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. Steps are taken in the order of their
-    price in ms per byte. Therefore no faster policy of frontier plans stores as few bytes. The first blocks are changed
-    first, because the backward of the first blocks comes last, when the least other memory is stored.
+    `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. These changes are made in the order of
+    their price in ms per byte. Therefore no faster policy of frontier plans stores as few bytes. The first blocks are
+    changed first, because the backward of the first blocks comes last, when the least other memory is stored.
     """
     policy = [frontiers[kind][0] for kind in kinds]
     yield list(policy)
@@ -180,7 +183,7 @@ def _price_of_memory(larger: PricedPlan, smaller: PricedPlan) -> float:
 
 
 def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
-    """Return True if `corner` lies between its neighbours, and below every mixture of them."""
+    """Return True if `corner` lies between `larger` and `smaller` in bytes, and below the line through both in ms."""
     line_ms = larger.ms + _price_of_memory(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms
@@ -193,15 +196,15 @@ def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPl
 # uses up the bytes that the others leave.
 
 TIE_BREAK = 1e-6
-"""Weight of all stored bytes relative to all ms in the objective. This term decides between plans that are equally
-fast."""
+"""Weight of the stored bytes relative to the time in an objective. This small term decides between equally fast
+plans."""
 MAX_CORRECTIONS = 3
-"""Maximum number of runs with a lowered cap on stored bytes. A rounded solution may exceed the cap by a few bytes in a
-hundred GiB."""
+"""Maximum number of solver runs for one cap on stored bytes. After rounding to integers, a solution may exceed the cap
+by a few bytes in a hundred GiB. The next run then has a cap that is lower by this excess."""
 
 
 def fixed_bytes(profile: Profile) -> int:
-    """Return the bytes that every policy stores: outside the blocks, and shared tensors that autograd saves."""
+    """Return the bytes that every policy stores: outside the blocks, and in shared tensors that autograd saves."""
     return profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
 
 
@@ -218,7 +221,10 @@ def overhead_ms(plans: Sequence[PricedPlan]) -> float:
 
 
 class MixtureProgram:
-    """Integer program in which `num_free[k]` blocks of kind k share any plan, and all other blocks have frontier plans.
+    """Integer program that chooses the plans of all blocks.
+
+    In each kind k, `num_free[k]` blocks get one common plan, which need not be on the frontier. All other blocks get
+    plans of their kind's frontier, and may differ from each other.
 
     Variables in addition to `BlockVariables`:
       count[k, c]  number of blocks of kind k under plan c of its frontier (integer)
@@ -320,8 +326,7 @@ class MixtureProgram:
         return [(x, weight * ms / self.total_ms) for x, ms in terms]
 
     def _bytes(self, weight: float) -> list[tuple[int, float]]:
-        """Return the objective's terms for stored bytes, scaled so that their sum is at most a little above
-        `weight`."""
+        """Return the objective's terms for stored bytes, scaled to a sum of at most a little above `weight`."""
         return [(x, weight * self.unit * nbytes) for x, nbytes in self._terms_bytes()]
 
     def _terms_bytes(self) -> list[tuple[int, float]]:
@@ -330,7 +335,8 @@ class MixtureProgram:
         return terms + [(read, self.profile.shared[i].nbytes) for i, read in self.reads.items()]
 
     def _plans(self, solution: Sequence[float]) -> list[PricedPlan]:
-        """Return the plan of each block in `solution`. Among the blocks of a kind, the first blocks store least."""
+        """Return the plan of each block in `solution`. Within a kind, the first blocks get the plans that store
+        least."""
         pools = [[self.free[k].priced_plan(solution)] * free if free else [] for k, free in enumerate(self.num_free)]
         for (k, c), count in self.counts.items():
             pools[k] += [self.frontiers[k][c]] * round(solution[count])

@@ -48,21 +48,20 @@ class StoredForm:
 
 @dataclass(frozen=True)
 class KindModel:
-    """Input of the integer program: the actions that a config allows on the activations of one kind of block, with
-    costs."""
+    """Input of the integer program for one kind of block: the allowed actions on activations, with costs."""
 
     profiled_kind: KindProfile
-    """The kind as profiled."""
+    """Kind of block as profiled, before merging values with equal bits."""
     kind: KindProfile
-    """The kind after merging values with equal bits. Equal to `profiled_kind` if recomputation is not allowed."""
+    """Kind of block after merging values with equal bits. Equal to `profiled_kind` if recomputation is not allowed."""
     menus: Mapping[int, tuple[StoredForm, ...]]
     """Forms in which each activation can be stored, RETAIN first, by value index. The mapping is empty if torch's
     checkpoint must run the block."""
     runnable: frozenset[int]
-    """Operators that can be replayed, because all their inputs can be stored or recomputed."""
+    """Numbers of the operators that can be replayed, because all their inputs can be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
-    """Index values that could change if recomputed from lossily stored values. If backward needs these values, they are
-    stored."""
+    """Index values (such as the expert of a token) that could change if recomputed from lossily stored values. They are
+    stored if backward needs them."""
     checkpoints: tuple[PricedPlan, ...] = ()
     """Plans in which torch's checkpoint runs the whole block, one for each way to store its inputs."""
 
@@ -104,17 +103,17 @@ class PricedPlan:
 
     plan: Plan
     nbytes: int
-    """Bytes that a block under the plan stores, shared tensors left out."""
+    """Bytes that a block under the plan stores, without tensors that several blocks share."""
     shared: frozenset[int]
-    """Shared tensors that the plan's replay reads."""
+    """Numbers of the shared tensors (used by several blocks) that the plan's replay reads."""
     ms: float
-    """Time of replay, encoding and decoding."""
+    """Time of replay, encoding and decoding in ms."""
     host_bytes: int = 0
     """Bytes that a block under the plan stores in host memory."""
 
 
 def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
-    """Build the solver model of `kind`: the actions that `config` allows on the activations, with costs."""
+    """Build the solver's model of a kind of block: the actions that `config` allows on the activations, with costs."""
     profiled_kind = kind
     if Action.RECOMPUTE in config.parsed_actions:
         kind = profiled_kind.with_merged_values(profiled_kind.equal)
@@ -137,7 +136,8 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
 
 
 MAX_CODED_INPUTS = 3
-"""Maximum number of inputs of a checkpointed block for which codecs are tried. Smaller inputs are retained."""
+"""Maximum number of inputs of a checkpointed block for which codecs are tried, the largest first. All other inputs are
+stored as they are."""
 
 
 def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
@@ -164,23 +164,23 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
 
 
 def _fits_host_memory(kind: KindProfile, host_bytes: int) -> bool:
-    """Return True if the integer program may store `host_bytes` in host memory."""
+    """Return True if a block of `kind` may store `host_bytes` in host memory."""
     limit = _host_limit_bytes(kind)
     return limit is None or host_bytes <= limit
 
 
 def _host_limit_bytes(kind: KindProfile) -> int | None:
-    """Return the limit of payload bytes in host memory for the integer program, or None without host memory."""
+    """Return the most payload bytes that a block of `kind` may store in host memory. None if there is no limit."""
     return None if kind.host_link is None else kind.host_link.limit_bytes
 
 
 def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
-    """Return the values that may be stored with a lossy codec."""
+    """Return the values that `menus`, the allowed stored forms of each value, allow to be stored with a lossy codec."""
     return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
 
 
 def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
-    """Return the forms of `value` in codecs that `config` allows.
+    """Return the encoded forms in which `config` allows `value` to be stored, one per codec.
 
     Lossless codecs are always allowed. Codecs in host memory are allowed only if `config` has a limit for host memory.
     """
@@ -205,16 +205,19 @@ def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[S
 def _is_readable_in_replay(
     value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]
 ) -> bool:
-    """Return True if a replayed operator can read `value`: the value exists or can be stored, or an operator in
-    `runnable` recomputes the value."""
+    """Return True if a replayed operator can read `value`.
+
+    This is so if the value exists, can be stored, or can be recomputed by an operator in `runnable`.
+    """
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
     return _is_always_readable(value) or value.index in menus or is_recomputable
 
 
 def _is_always_readable(value: Value) -> bool:
-    """Return True if a replay can read `value` under every choice for the activations.
+    """Return True if a replay can read `value` whatever the choices for the activations.
 
-    The value is a shared tensor, or the state of a random generator, which is stored for the replay.
+    This is so for a tensor that several blocks share, and for the state of a random generator, which is stored for the
+    replay.
     """
     return value.shared is not None or value.is_generator_state
 
@@ -222,10 +225,10 @@ def _is_always_readable(value: Value) -> bool:
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     """Return the plan with `choices`, and the plan's cost in bytes and ms.
 
-    Unread values are neither replayed nor stored. A block input that autograd does not save, or a generator's state,
-    costs bytes only if a replay reads it. Activations with the same bits as an earlier activation are recomputed.
-    Activations that must not be recomputed from a lossily stored value are retained. If torch's checkpoint must run the
-    block, `choices` are ignored.
+    Values that nothing reads are neither replayed nor stored. A block input that autograd does not save, or a
+    generator's state, costs bytes only if a replay reads it. Activations with the same bits as an earlier activation
+    are recomputed. Activations that must not be recomputed from a lossily stored value are retained. If torch's
+    checkpoint must run the block, `choices` are ignored.
     """
     if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
@@ -316,7 +319,7 @@ class BlockVariables:
         return [v for v in inputs if not _is_always_readable(values[v]) and v not in saved]
 
     def shared_readers(self) -> list[tuple[int, int]]:
-        """Return pairs of a shared tensor and the variable of a reader: a replayed operator, or a checkpoint."""
+        """Return (shared tensor, variable) for each replayed operator or checkpoint that reads a shared tensor."""
         values = self.model.kind.values
         inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
         read = [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]

@@ -1,4 +1,4 @@
-"""Search for policies with a low peak: order of plans over the blocks, least peak of a step, and a lower bound."""
+"""Search for policies with a low peak: assignment of plans to the blocks of a step, and a lower bound on the peak."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class PeakOracle:
-    """Memory of plans and policies, predicted by the simulator. The outcome of each plan is cached."""
+    """Predictor of the memory of plans and policies, which simulates them. The outcome of each plan is cached."""
 
     def __init__(self, profile: Profile, outcomes: Outcomes | None = None) -> None:
-        """Use `outcomes` as the cache. Oracles for different heads can share a cache, because blocks do not depend on
-        the head."""
+        """Use `outcomes` as the cache of simulated plans.
+
+        Oracles for different heads (output layer and loss) can share a cache, because blocks do not depend on the head.
+        """
         self.profile = profile
         self._by_plan = {} if outcomes is None else outcomes
         self._by_priced_plan: dict[PricedPlan, BlockOutcome] = {}
@@ -48,8 +50,7 @@ class PeakOracle:
         return step_peak_bytes(self.profile, [self.outcome(block.kind, plan) for block, plan in blocks])
 
     def peak_block(self, plans: Sequence[PricedPlan]) -> int | None:
-        """Return the first block whose forward or backward contains the peak, or None if the peak occurs outside
-        blocks."""
+        """Return the first block whose forward or backward contains the peak, or None if no block does."""
         peak = self.peak_bytes(plans)
         earlier = EarlierBlocks()
         for index, (block, plan) in enumerate(zip(self.profile.blocks, plans, strict=True)):
@@ -60,11 +61,11 @@ class PeakOracle:
         return None
 
     def sort_for_peak(self, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
-        """Return the same plans, sorted within each kind for the lowest peak.
+        """Return the same plans, sorted within each kind of block for the lowest peak.
 
         While a block's backward runs, the bytes stored by earlier blocks are live. Therefore plans with a large working
-        set relative to their stored bytes come first: recomputing blocks first, retaining blocks last. Shared tensors
-        that replays read are neglected.
+        set relative to their stored bytes come first: recomputing blocks first, retaining blocks last. Tensors shared
+        by several blocks are neglected.
         """
         pools: dict[int, list[PricedPlan]] = {}
         for block, plan in zip(self.profile.blocks, plans, strict=True):
@@ -77,7 +78,7 @@ class PeakOracle:
         return (outcome.stored_bytes - outcome.working_bytes, outcome.stored_bytes)
 
     def least_peak(self, frontiers: Sequence[Sequence[PricedPlan]]) -> list[PricedPlan]:
-        """Return the policy with the least peak among the policies of frontier plans.
+        """Return the policy with the least peak among the policies that consist of plans of `frontiers`.
 
         The peak is found by bisection, exact to the byte.
         """
@@ -94,7 +95,7 @@ class PeakOracle:
         return policy
 
     def is_peak_below(self, frontiers: Sequence[Sequence[PricedPlan]], nbytes: int) -> bool:
-        """Return True if any policy of frontier plans has a peak below `nbytes`.
+        """Return True if any policy that consists of plans of `frontiers` has a peak below `nbytes`.
 
         This check is faster than `least_peak`.
         """
@@ -102,7 +103,8 @@ class PeakOracle:
         return self._within(pools, nbytes - 1) is not None
 
     def _by_reads(self, kind: int, frontier: Sequence[PricedPlan]) -> Pools:
-        """Return the plans grouped by the shared tensors that they read, each group sorted by stored bytes."""
+        """Group the plans of `frontier` by the shared tensors that their replay reads. Each group is sorted by stored
+        bytes."""
         unsaved = frozenset(index for index, shared in enumerate(self.profile.shared) if not shared.saved)
         pools: Pools = {}
         for plan in frontier:
@@ -111,7 +113,8 @@ class PeakOracle:
         return {reads: sorted(pool, key=lambda pair: pair[1].stored_bytes) for reads, pool in pools.items()}
 
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
-        """Return a policy whose peak is at most `budget`, or None if no policy from `pools` fits.
+        """Return a policy whose peak is at most `budget`, or None if no policy fits. `pools[k]` has the plans for kind
+        k.
 
         Choose a plan for one block after the other, in forward order: of the plans whose own forward and backward fit,
         the plan that stores least. Storing less never hurts a later block, but reading another shared tensor may.
@@ -146,8 +149,8 @@ class PeakOracle:
 # (byte_prices.py), so that its result does not depend on measured times.
 
 PLANS_PER_ROUND = 8
-"""Number of plans whose neighbours are computed in a round of the local search. With one plan per round, GPT-2's least
-peak is 4 % higher."""
+"""Number of plans per round of the local search whose neighbours (plans that differ in one activation) are computed.
+With one plan per round, GPT-2's least peak is 4 % higher."""
 MAX_NEIGHBOR_PLANS = 1200
 """Number of neighbour plans after which no further round begins. Each plan takes 0.3 to 1 ms. GPT-2 needs about as many
 plans. T5 would continue for a minute, to lower the peak by 2 %."""
@@ -181,15 +184,18 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans of a kind from which the local search continues: first the plans of `policy`, then the plans
-    with the least working set."""
+    """Return the plans of a kind whose neighbours the local search computes next.
+
+    The plans of `policy` come first, then the plans with the least working set.
+    """
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
 
 
 def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[PricedPlan]:
-    """Yield the plans that differ from `priced_plan` in one activation, or none if the whole block is checkpointed."""
+    """Yield the plans that differ from `priced_plan` in one activation. Yield nothing if torch's checkpoint runs the
+    block."""
     if priced_plan.plan.is_checkpointed:
         return
     choices = dict(priced_plan.plan.choices)
@@ -203,8 +209,10 @@ def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[Price
 
 
 def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """Return the plans that are Pareto-optimal in stored bytes, live bytes, shared tensors, and the working sets of
-    forward and backward."""
+    """Return the Pareto-optimal plans, which no other plan matches or improves in every need of memory.
+
+    The needs are the stored bytes, the live bytes, the shared tensors, and the working sets of forward and backward.
+    """
     optimal: dict[_Needs, PricedPlan] = {}
     for plan in sorted(plans, key=lambda plan: plan.ms):
         outcome = oracle.outcome(kind, plan)
@@ -217,7 +225,7 @@ def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) ->
 
 
 def _needs_no_more(needs: _Needs, others: _Needs) -> bool:
-    """Return True if a plan's `needs` of memory are at most `others` in every size."""
+    """Return True if each memory need of one plan (`needs`) is at most the same need of another plan (`others`)."""
     (sizes, shared), (other_sizes, other_shared) = needs, others
     return shared <= other_shared and all(size <= other for size, other in zip(sizes, other_sizes, strict=True))
 
@@ -225,7 +233,8 @@ def _needs_no_more(needs: _Needs, others: _Needs) -> bool:
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
     """Return a lower bound on the peak of all policies.
 
-    The bound is the sum of the bytes that are always live and of the fewest bytes that blocks can store.
+    The bound is the peak of a step in which each block stores the fewest bytes that it can, and backward has only the
+    memory that every plan needs.
     """
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
@@ -244,9 +253,9 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 
 
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
-    """Yield, for each event of a block's backward, bytes that are live under any plan for the block.
+    """Yield, for each event of a block's backward, the bytes that are live under any plan for the block.
 
-    The bytes are of the saved tensors that autograd has unpacked and not yet freed, and of the temporaries of
+    The bytes are those of the saved tensors that autograd has unpacked and not yet freed, and of the temporaries of
     backward's operators. Tensors shared with other blocks are not counted.
     """
     slots: dict[int, int] = {}

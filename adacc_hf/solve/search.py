@@ -1,8 +1,8 @@
 """Search for the fastest policy within a memory budget, for one output head.
 
-The candidate policies do not depend on the budget, so a larger budget never gives a slower policy. A linear bound
-(`frontier.least_ms`) is computed before each integer program, and the program is skipped if its solution cannot be
-faster than the best policy so far.
+The candidate policies do not depend on the budget, so a larger budget never gives a slower policy. Before each integer
+program, a linear lower bound on the time (`frontier.least_ms`) is computed. The program is skipped if its solution
+cannot be faster than the best policy so far.
 """
 
 from __future__ import annotations
@@ -43,25 +43,27 @@ if TYPE_CHECKING:
     Fits = Callable[[list[PricedPlan]], bool]
 
 NUM_REFINEMENTS = 4
-"""Number of caps (limits on stored bytes) between two neighbouring policies of the chain, which differ in one block.
+"""Number of caps (limits on stored bytes) between two neighbouring policies of the chain.
 
-The integer program is solved once per cap (10 to 30 ms). The caps are the same for every budget between the two
-policies, so a larger budget never gives a slower policy."""
+The chain leads from all RETAIN to the fewest bytes, and its neighbours differ in one block. The integer program is
+solved once per cap (10 to 30 ms). The caps are the same for every budget between the two policies, so a larger budget
+never gives a slower policy."""
 MAX_MISSES = 4
 """Number of policies in a row that may exceed the budget before the search for policies with one plan per kind stops.
 
 A larger budget never tries fewer policies, because a policy that fits a smaller budget also fits the larger budget."""
 NEAR_WORKING_SET = 0.1
-"""Plans of which the working set, without the block's stored bytes, is at most this fraction above the smallest working
-set are mixed near the least peak."""
+"""Maximum excess of a plan's working set over the smallest working set, as a fraction of the smallest. Plans within
+this limit are mixed to find fast policies near the least peak. The block's stored bytes are not part of its working
+set."""
 NUM_FRONTIER_ENDS = 4
 """Number of plans at the end of a frontier that are tried for all blocks of a kind to find a low peak.
 
-The last plans of a frontier replay so much that their working set grows again."""
+Several are tried, because the last plans of a frontier replay so much that their working set grows again."""
 
 
 class Kinds:
-    """Solver models and frontiers of the kinds of blocks in a profile, for all heads and budgets."""
+    """Solver models and frontiers of all kinds of blocks in a profile. They are the same for all heads and budgets."""
 
     def __init__(self, profile: Profile, config: AdaccConfig, plain_stored_bytes: int | None = None) -> None:
         self.plain_stored_bytes = profile.plain_stored_bytes if plain_stored_bytes is None else plain_stored_bytes
@@ -95,7 +97,7 @@ class Kinds:
 
 
 class PolicySearch:
-    """Search for the fastest policy of a profile under one config. The policies have the head of the profile."""
+    """Search for the fastest policy of a profile under one config, with the profile's head (output layer and loss)."""
 
     def __init__(self, profile: Profile, config: AdaccConfig, kinds: Kinds) -> None:
         self.profile = profile
@@ -112,7 +114,8 @@ class PolicySearch:
         self.head_ms = profile.head_overhead_ms
         """Extra time in ms of the profile's head compared to the plain head."""
         self.fixed_ms = self.head_ms + sum(profile.kind_of(block).extra_ms for block in profile.blocks)
-        """Extra time in ms of every policy of this search: of the head, and of modules in tiles."""
+        """Extra time in ms of every policy of this search: the time of the head, and of modules that run in tiles of
+        rows."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
@@ -127,7 +130,7 @@ class PolicySearch:
         return min(policies, key=self.rank, default=None)
 
     def _within_stored(self, budget: Budget, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the candidate policies within a budget on stored bytes."""
+        """Return candidates for the fastest policy that stores at most the budget's bytes."""
         if self._stored_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
         least = self.uniform_program.least_bytes()
@@ -157,7 +160,7 @@ class PolicySearch:
         return [self.oracle.sort_for_peak(policy) for policy in policies]
 
     def _within_peak(self, budget: Budget, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the candidate policies within a budget on the peak of the step."""
+        """Return candidates for the fastest policy whose peak in a step is at most the budget."""
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
         if all(peak > budget.nbytes for peak in self._falling_peaks()):
@@ -192,8 +195,7 @@ class PolicySearch:
 
     @cached_property
     def _low_peak_frontiers(self) -> list[list[PricedPlan]]:
-        """Frontier of each kind of block over the plans whose working set is near that of the policy with the least
-        peak.
+        """Frontier of each kind of block, from plans whose working set is near that of the policy with the least peak.
 
         The plans on a kind's own frontier are selected by stored bytes. The plan with the least peak may store more, so
         that no mixture of frontier plans is near it.
@@ -221,12 +223,12 @@ class PolicySearch:
         return search
 
     def _timed(self, policy: Sequence[PricedPlan]) -> list[PricedPlan]:
-        """Return a policy of `_byte_search` with its measured times."""
+        """Return `policy`, found by `_byte_search`, with measured times in place of prices in bytes."""
         blocks = zip(self.profile.blocks, policy, strict=True)
         return [replace(plan, ms=self.oracle.outcome(block.kind, plan).overhead_ms) for block, plan in blocks]
 
     def _falling_peaks(self) -> Iterator[int]:
-        """Yield peaks that some policy has, from the quickest one to compute to the least peak.
+        """Yield peaks of policies that this search can find: the quickest to compute first, the least peak last.
 
         A budget is feasible if the least peak fits, even if a faster search finds no policy.
         """
@@ -260,7 +262,7 @@ class PolicySearch:
 
     @cached_property
     def least(self) -> list[PricedPlan]:
-        """Policy with the lowest peak that any search finds."""
+        """Policy with the lowest peak that this search finds: by local search, mixtures, and the greedy rule."""
         return self._least_peak(self.kinds.frontiers, self.trail[-1])
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
@@ -293,7 +295,7 @@ class PolicySearch:
         return fits
 
     def least_bytes_bound(self, budget: Budget) -> int:
-        """Return a lower bound of the smallest budget that any policy fits: of the peak, or of the stored bytes."""
+        """Return a lower bound on the peak, or on the stored bytes, of all policies: whichever `budget` limits."""
         if budget.limits_peak:
             return least_bound(self.profile, self._byte_search.kinds.frontiers)
         return self._stored_bytes(self.uniform_program.least_bytes())
@@ -304,7 +306,7 @@ class PolicySearch:
         return all(self.models[block.kind].fits_host(plan.host_bytes) for block, plan in blocks)
 
     def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
-        """Return a budget that some policy of frontier plans fits.
+        """Return a peak budget that some policy with plans of `frontiers` fits.
 
         The budget is quick to compute, but is not the smallest budget that a policy fits.
         """
@@ -315,10 +317,9 @@ class PolicySearch:
         return Budget(nbytes, nbytes, limits_peak=True)
 
     def bound_ms(self, budget: Budget) -> float:
-        """Return a lower bound on the overhead in ms of any policy within the budget, accurate to
-        `frontier.SLOPE_TOLERANCE`.
+        """Return a lower bound on the overhead in ms of any policy within the budget.
 
-        Return infinity if no policy can fit.
+        The bound is accurate to `frontier.SLOPE_TOLERANCE`. Return infinity if no policy can fit.
         """
         if self._proven_ms is not None:
             return self._proven_ms
@@ -326,11 +327,10 @@ class PolicySearch:
         return max(in_head_ms, self._backward_ms(budget.nbytes)) if budget.limits_peak else in_head_ms
 
     def _backward_ms(self, nbytes: int) -> float:
-        """Return a lower bound on the overhead in ms of any policy whose peak in every block's backward is at most
-        `nbytes`.
+        """Return a lower bound on the overhead in ms of any policy whose backward has a peak of at most `nbytes`.
 
-        While the backward of a block runs, the remaining memory limits the bytes that the earlier blocks store. The
-        result is the maximum of the resulting bounds over all blocks.
+        While the backward of a block runs, the remaining memory limits the bytes that the earlier blocks store. Each
+        block gives a bound, and the result is the largest of these bounds.
         """
         num_earlier = [0] * len(self.models)
         bound_ms = 0.0
@@ -380,9 +380,9 @@ class PolicySearch:
     ) -> list[list[PricedPlan]]:
         """Return the fastest policy of the chain that fits, and fitting policies that store a little more.
 
-        The additional policies store less than the next faster policy of the chain, which does not fit. If
-        `with_uniform`, add policies with one plan per kind. If no policy of the chain fits, return only the policies
-        with one plan per kind.
+        The chain leads from all RETAIN to the fewest bytes, one block at a time. The additional policies store less
+        than the next faster policy of the chain, which does not fit. If `with_uniform`, add policies with one plan per
+        kind of block. If no policy of the chain fits, return only the policies with one plan per kind.
         """
         before = self.plain
         for policy in self._chain(frontiers):
@@ -412,9 +412,10 @@ class PolicySearch:
     ) -> list[list[PricedPlan]]:
         """Return a list with the fastest policy that fits and stores between `low` and `high`.
 
-        The list is empty if none fits. `low` and `high` differ in one block. Only blocks of this block's kind change,
-        because varying more kinds takes more time than it gains. The largest caps are tried first. A cap above the
-        budget's limit gives either a policy that does not fit or the same policy as the limit itself.
+        The list is empty if none fits. `low` and `high` are policies that differ in one block. Only blocks of this
+        block's kind change, because varying more kinds takes more time than it gains. The largest caps (limits on
+        stored bytes) are tried first. A cap above the budget's limit gives either a policy that does not fit or the
+        same policy as the limit itself.
         """
         index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
         kind = self.profile.blocks[index].kind
@@ -432,12 +433,12 @@ class PolicySearch:
     def uniform_policies(
         self, low: list[PricedPlan], high: list[PricedPlan], budget: Budget, fits: Fits, incumbent_ms: float
     ) -> Iterator[list[PricedPlan]]:
-        """Yield policies with one plan per kind that fit: the fastest for each of growing caps on stored bytes.
+        """Yield policies with one plan per kind of block that fit: the fastest for each cap (limit on stored bytes).
 
-        The caps are spaced by one percent of plain training's stored bytes, from `low` to `high`. Larger caps follow
-        until `MAX_MISSES` policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are
-        skipped. If kinds have few blocks, policies with one plan per kind may be faster than mixtures, or need less
-        memory while a block's backward runs.
+        The caps rise by one percent of plain training's stored bytes, from the bytes of `low` to those of `high`.
+        Larger caps follow until `MAX_MISSES` policies in a row do not fit. Caps whose policies cannot be faster than
+        `incumbent_ms` are skipped. If kinds have few blocks, policies with one plan per kind may be faster than
+        mixtures, or need less memory while a block's backward runs.
         """
         plain_bytes = self.kinds.plain_stored_bytes
         first, last = -(-100 * self._stored_bytes(low) // plain_bytes), 100 * self._stored_bytes(high) // plain_bytes
@@ -456,10 +457,9 @@ class PolicySearch:
 
     def _promising_caps(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
         """Return the caps (limits on stored bytes) whose fastest policy could fit and be faster than `incumbent_ms`.
-        `caps` is in ascending order.
 
-        Only the first cap above the budget's limit is returned, because a larger cap gives the same policy, or a policy
-        that does not fit.
+        `caps` is in ascending order. Only the first cap above the budget's limit is returned, because a larger cap
+        gives the same policy, or a policy that does not fit.
         """
         outside = fixed_bytes(self.profile)
         unsaved_shared = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
@@ -470,7 +470,7 @@ class PolicySearch:
     def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
         """Return a list with the fastest policy of `program` that stores at most `cap_bytes`.
 
-        The list is empty if no policy within `incumbent_ms` is found.
+        The list is empty if no such policy is found that takes at most `incumbent_ms`.
         """
         policy = program.least_ms(cap_bytes, incumbent_ms - self.head_ms)
         return [] if policy is None else [policy]
@@ -478,7 +478,7 @@ class PolicySearch:
     def _neighboring_plans(
         self, frontiers: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
     ) -> list[list[PricedPlan]]:
-        """Return the frontiers with only the plans that `policy` uses. For `kind`, neighbouring plans are included too.
+        """Return `frontiers` with only the plans that `policy` uses and, for `kind`, the plans next to them.
 
         Plans farther along the frontier of `kind` take too much time for the bytes that they free.
         """
@@ -492,8 +492,10 @@ class PolicySearch:
         ]
 
     def _mixture_program(self, frontiers: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
-        """Return the integer program in which one block of `kind` may have any plan, and every other block a plan of
-        `frontiers`."""
+        """Return the integer program in which one block of `kind` may have any plan.
+
+        Every other block has a plan of `frontiers`.
+        """
         num_free = [int(k == kind) for k in range(len(self.models))]
         return MixtureProgram(self.profile, self.models, frontiers, num_free, self.log)
 
@@ -506,7 +508,7 @@ class PolicySearch:
         return stored_bytes(self.profile, policy)
 
     def rank(self, policy: Sequence[PricedPlan]) -> tuple[float, int]:
-        """Return the sort key of policies that fit: the extra time in ms, then the stored bytes."""
+        """Return the sort key of a policy that fits the budget: the extra time in ms, then the stored bytes."""
         return (overhead_ms(policy) + self.head_ms, self._stored_bytes(policy))
 
     def _least_ms_of(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:

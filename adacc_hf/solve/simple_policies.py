@@ -1,4 +1,4 @@
-"""Policies without a solver: given plans, one action for all activations, torch's checkpoint, or random actions."""
+"""Policies without a solver: from given plans, one action for all activations, torch's checkpoint, or at random."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 
 CHECKPOINTED_SHARE = 0.15
-"""Probability that torch's checkpoint runs a replayable block under a random policy with `whole_blocks`."""
+"""Probability that a random policy with `whole_blocks` runs a replayable block under torch's checkpoint."""
 
 
 def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 
 FAR = 0.1
-"""Distance from the budget, as a fraction of the budget, from which `least_peak_bytes` estimates. The search for the
-least peak lowers the estimate by a few percent, so nearer values would be inconsistent with each other."""
+"""Relative distance of a peak from the budget above which `least_peak_bytes` returns an estimate.
+
+The search for the least peak lowers the estimate by a few percent. Nearer to the budget, an estimate could therefore be
+on the other side of the budget than the least peak."""
 
 
 def solve_policy(
@@ -94,7 +96,7 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
 def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
     """Return the peak of `least_policy`, or an estimate of it, for a comparison with `budget_bytes`.
 
-    The result is always on the same side of the budget as the least peak. If it is far from the budget, it is an
+    The result is always on the same side of the budget as the least peak. Far from the budget, the result is an
     estimate, because the search for the least peak takes seconds. A head (output layer and loss) whose lower bound is
     above the peak with another head is not searched.
     """
@@ -116,9 +118,9 @@ def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | 
 def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
     """Return a policy for the first steps of a run, with a peak of at most `nbytes` if possible.
 
-    The policy is provisional: it is replaced once the memory of a step has been measured during the run. If
-    recomputing everything, or torch's checkpoint on all blocks, fits, no solver runs, and the function takes some
-    milliseconds. If no policy fits, return a policy with the least peak.
+    The policy is provisional: it is replaced once the memory of a step has been measured during the run. No solver runs
+    if recomputing everything fits, activation by activation or with torch's checkpoint on all blocks. The function then
+    takes some milliseconds. If no policy fits, return a policy with the least peak.
     """
     config = config or AdaccConfig()
     policies = recomputing_policies(profile, config)
@@ -129,8 +131,11 @@ def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None
 
 
 def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
-    """Return the policies that recompute each block, by replay or by torch's checkpoint, with each head that `config`
-    allows. Return an empty list if `config` does not allow recomputation."""
+    """Return the policies that recompute each block, by replay or by torch's checkpoint.
+
+    There is one pair of policies for each head that `config` allows. Return an empty list if `config` does not allow
+    recomputation.
+    """
     policies: list[Policy] = []
     for name in config.heads if "recompute" in config.actions else ():
         if name in profile.heads:
@@ -140,8 +145,10 @@ def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
 
 
 def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
-    """Return the fastest policy whose peak is at most `nbytes`. If no policy fits, return a policy with the least
-    peak."""
+    """Return the fastest policy whose peak is at most `nbytes`.
+
+    If no policy fits, return a policy with the least peak.
+    """
     try:
         return solve_policy(profile, nbytes, config)
     except InfeasibleBudgetError as error:
@@ -151,9 +158,9 @@ def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) 
 
 
 def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySearch]:
-    """Return a search for each of `profiles`, the result of `tiled_profiles`, and each head that the config allows.
+    """Return a search for each pair of a profile and a head that the config allows.
 
-    The first search is without tiles and with the plain head.
+    `profiles` come from `tiled_profiles`. The first search is without tiles and with the plain head.
     """
     heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
     every_kind = [Kinds(profile, config, profiles[0].plain_stored_bytes) for profile in profiles]
@@ -164,10 +171,10 @@ def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySe
 def _fastest_within_host(
     profiles: Sequence[Profile], config: AdaccConfig, searches: Sequence[PolicySearch], budget: Budget, host_limit: int
 ) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget that stores at most `host_limit` bytes in host
-    memory.
+    """Return (search, plans) of the fastest policy within the budget that also keeps a limit on host memory.
 
-    `searches` are without a limit for the host. Raises InfeasibleBudgetError if no policy fits.
+    The policy stores at most `host_limit` bytes in host memory. `searches` have no limit on host memory. Raises
+    InfeasibleBudgetError if no policy fits.
     """
     if config.host_memory is None or all(kind.host_link is None for kind in profiles[0].kinds):
         return _fastest(searches, budget)
@@ -249,9 +256,9 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
-    """Return the relative optimality gap of a policy with the overhead `ms`: the part that a better policy might save.
+    """Return the optimality gap of a policy with the overhead `ms`: the fraction that a better policy might avoid.
 
-    The overhead is counted from the fastest head, which may be faster than the plain head. The better policy may have
+    Overheads are measured from the fastest head, which may be faster than the plain head. The better policy may have
     any head.
     """
     fastest_ms = min(0.0, *(search.head_ms for search in searches))

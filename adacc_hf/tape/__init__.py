@@ -1,1 +1,2 @@
-"""Tapes: records of a block's operators, from which replay recomputes values. Guards and call keys select the tape."""
+"""Tapes: records of a block's operators, from which replay recomputes tensors. Guards and call keys select a call's
+tape."""

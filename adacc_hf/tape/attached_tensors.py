@@ -21,15 +21,16 @@ from adacc_hf.torch_glue.private import (
 from adacc_hf.torch_glue.tensors import runs_on_parts
 
 PLACES = ("attached", "module")
-"""Values of `Source.place` for attached tensors: "attached" for a tensor on a parameter, "module" for a tensor on a
-module."""
+"""Values of `Source.place`, which says where a call finds a tensor, for attached tensors: "attached" for a tensor on a
+parameter, "module" for a tensor on a module."""
 _DEPTH = 2
 """Search depth: the maximum number of containers and objects between a module or parameter and an attached tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """Yield (source, tensor) of each tensor attached to the block's modules and parameters.
+    """Yield (source, tensor) of each tensor attached to the block's modules and parameters. The source says where it
+    is.
 
     Attached tensors, such as the scales of a quantized weight, are not registered as parameters or buffers.
     """
@@ -44,7 +45,7 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor at `path` that is attached to the parameter or module `owner`, detached from autograd's graph.
+    """Return the tensor that is attached to the parameter or module `owner` at `path`, detached from autograd's graph.
 
     `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
     """
@@ -56,13 +57,13 @@ def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def _path_step(owner: Any, name: Any) -> Any:
-    """Return the item or attribute `name` of `owner`: one step on the path to an attached tensor."""
+    """Return the item or attribute `name` of `owner`. A path to an attached tensor consists of such names."""
     return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
 
 
 def _attached_tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield (path, tensor) of each plain tensor in the dict or sequence `owner`, nested at most `depth` levels
-    deeper."""
+    """Yield (path, tensor) of each plain tensor in the dict or sequence `owner`, or nested in its items up to `depth`
+    levels deep."""
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
     for name, item in items:
         if _is_plain_tensor(item):

@@ -1,4 +1,4 @@
-"""Keys of a block's calls, and the table of a block's known shapes, which maps each key to a tape (rule R8)."""
+"""Keys of a block's calls, and a table that maps each key to a tape, the record of the call's operators (rule R8)."""
 
 from __future__ import annotations
 
@@ -24,56 +24,61 @@ from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Maximum number of remembered layouts of a block's own tensors. The least recently used layout is dropped."""
+"""Maximum number of remembered layouts (shapes, strides and storages) of a block's own tensors. The least recently used
+layout is dropped."""
 MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
-"""The layout of a block's own tensors counts as unstable after MANY_LAYOUTS layouts, if the block was called fewer than
-CALLS_PER_LAYOUT times per layout."""
+"""Limits for an unstable layout (shapes, strides and storages) of a block's own tensors: at least MANY_LAYOUTS layouts
+have occurred, and the block was called fewer than CALLS_PER_LAYOUT times per layout."""
 MAX_SHAPES = 512
-"""Maximum number of shapes that a block remembers. The least recently used shape is dropped.
+"""Maximum number of call keys, each for one shape of the arguments, that a block remembers. The least recently used key
+is dropped.
 
 The limit is high because sequences have hundreds of lengths, and recording a shape again takes as long as about ten
-steps. A tape and a plan for the tape take about 130 KiB of Python objects."""
+steps. A tape and a plan for the tape take about 130 KiB of Python objects.
+"""
 
 
 class CallKey(NamedTuple):
-    """Key of a call: two calls of one kind of block with equal keys run the same operators.
+    """Key of a block's call. Two calls with equal keys, of blocks of one kind, run the same operators.
 
-    For a block that Dynamo cannot trace, calls with equal keys may run different operators, so each call is validated
+    If Dynamo cannot trace the block, calls with equal keys may run different operators, so each call is validated
     (run/validation.py).
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, path of
-    the module that runs in tiles)."""
+    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, name of
+    the module that runs in tiles). A traced path is Dynamo's trace of one path through the block's code."""
     data: tuple[Data | None, ...]
-    """Data of the arguments that the block reads into Python, in order. None for an argument without data."""
+    """Elements of the arguments that the block reads into Python, in order. None for an argument whose elements are not
+    part of keys."""
     layout: int
-    """Hash of the layout of the block's own tensors (`block_layout`). Plans also compare the layout of the tensors that
-    replay reads (`ExecutionPlan.has_all`)."""
+    """Hash of the layout of the block's own tensors (`block_layout`). In addition, each execution plan compares the
+    layout of the tensors that replay reads (`ExecutionPlan.has_all`)."""
 
 
 @dataclass(slots=True)
 class KnownShape:
-    """Entry of one call key: the tape that a block's calls with this key run, and the number of these calls.
+    """Table entry of one call key: the tape (record of the operators) of calls with this key, and the number of these
+    calls.
 
-    Calls under all plans of the block are counted.
+    Calls count whichever plan the block follows.
     """
 
     tape: Tape
     num_calls: int = 1
     varies: bool = False
-    """True if calls repeatedly ran operators that differ from the tape's."""
+    """True if calls with the entry's key have repeatedly run other operators than those on the tape."""
 
 
 class Follower(Protocol):
-    """Object that caches data by call key, and must drop an entry when the block forgets the key."""
+    """Object that caches data by call key, and that must drop an entry when the block's table drops the key."""
 
     def forget(self, key: CallKey) -> None:
         """Drop the entry cached for `key`, if any."""
 
 
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """Table of a block's known shapes by call key: the tape of each key, and the number of calls with the key.
+    """Table from a block's call keys to tapes (records of the operators), with the number of calls of each key.
 
     The latest key is last. All plans of a block share one table. If the table drops a key, the plans drop their entries
     for this key.
@@ -82,31 +87,32 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
         self._untraceable = untraceable
-        """Paths of the model's blocks that Dynamo cannot trace. None if the block is not part of a model."""
+        """Calls of the model's blocks that Dynamo cannot trace. None if the block is not part of a model."""
         self._paths: BlockPaths | None = None
-        """Traced paths of the block (tape/guards.py). None before the block's first call."""
+        """Dynamo's traces of the block's code (tape/guards.py). None before the block's first call."""
         self.layouts: OrderedDict[int, None] = OrderedDict()
-        """Hashes of the layouts of the block's own tensors, the latest last."""
+        """Hashes of the layouts (shapes, strides and storages) of the block's own tensors, the latest last."""
         self._layout = 0
-        """Hash of the latest layout."""
+        """Hash of the latest layout of the block's own tensors."""
         self._num_layouts = self._num_calls = 0
         self._num_divergences: OrderedDict[CallKey, int] = OrderedDict()
-        """Number of calls that diverged from the tape of their key."""
+        """Number of calls, by key, that ran other operators than those on the key's tape."""
         self._reads: tuple[tuple[Any, ...], ...] = ()
-        """Paths of the arguments that the block reads into Python."""
+        """Paths, within a call's arguments, of the tensors whose elements the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls with a known shape and new data, each of which has occurred once."""
+        """Keys of calls whose shapes were recorded with other data. Each of these keys has occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
-        """Caches that must drop the entries of keys that this table drops."""
+        """Caches that drop the entry of a key when this table drops the key."""
         self.was_compared = False
-        """True if a call of the block was validated or recorded in the current run."""
+        """True if, in the current run, a call of the block was recorded, or compared with its tape operator by
+        operator."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """Entry that counts the calls at all sizes, by symbolic tape."""
+        """Entries that count calls by symbolic tape, which is one tape for all sizes."""
 
     @property
     def untraced(self) -> str | None:
-        """The reason why the latest call must be validated. None if guards prove that the call runs the tape's
-        operators."""
+        """The reason why the latest call must be validated. None if Dynamo's guards prove that the call runs the
+        operators on its tape."""
         return None if self._paths is None else self._paths.untraced
 
     def key(
@@ -117,8 +123,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         kwargs: Kwargs,
         tiling: Tiling | None = None,
     ) -> CallKey:
-        """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`, with modules in tiles if
-        `tiling` is given. The operators on the tape do not depend on the number of tiles.
+        """Return the key of a call `fn(*args, **kwargs)` of `block` that is about to run.
+
+        If `tiling` is given, modules of the block run in tiles (groups of rows), and the key has the modules' names.
+        The number of tiles does not matter, because the operators on the tape do not depend on it.
 
         Call this method exactly once per call of the block, because the method counts calls.
         """
@@ -132,10 +140,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), data, self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
-        """Return a copy of `key` with the current layout of the block's own tensors.
+        """Return a copy of `key` with the present layout (shapes, strides and storages) of the block's own tensors.
 
-        The layout changes, for example, if weights are moved into one storage, or if an attached table, such as rotary
-        embeddings, grows.
+        The layout changes, for example, if weights are moved into one storage, or if a table of the block, such as
+        rotary embeddings, grows.
         """
         self._note_layout(block)
         return key._replace(layout=self._layout)
@@ -155,7 +163,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
     def outdate(self, key: CallKey) -> None:
-        """Forget the tape of `key`, because a call diverged from the tape.
+        """Forget the tape of `key`, because a call ran other operators than those on the tape.
 
         The next call with this key is recorded again.
         """
@@ -163,7 +171,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._forget([key])
 
     def num_divergences(self, key: CallKey) -> int:
-        """Return the number of calls of this key that ran operators different from the key's tape."""
+        """Return the number of calls with this key that ran other operators than those on the key's tape."""
         return self._num_divergences.get(key, 0)
 
     def has_new_data(self, key: CallKey) -> bool:
@@ -171,7 +179,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
         The data is the elements of tensors that the block reads into Python. The first call with new data is not
         recorded: recording takes memory, which the budget reserves only for new shapes, and time, which is worthwhile
-        only if the data occurs again. The method stores the key, and returns False the second time.
+        only if the data occurs again. For this purpose, the method remembers `key`, and returns False the second time.
         """
         known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
         if not known_data or key.data in known_data or key in self._new_data:
@@ -182,8 +190,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
         """Add a recorded call of the block to this table. Return the call's key.
 
-        If the call read arguments into Python that no earlier call read, the returned key also contains the data of
-        these arguments.
+        If the block read arguments into Python that no earlier call read, the returned key also contains the elements
+        of these arguments.
         """
         reads = known_shape.tape.reads
         new_paths = [path for path in reads if path not in self._reads]
@@ -198,7 +206,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return key
 
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
-        """Return the entry that counts calls at all sizes of `symbolic_tape`.
+        """Return the entry that counts calls of the block at all sizes that `symbolic_tape` covers.
 
         The entry's `num_calls` starts at 2, because calls at some sizes were recorded already.
         """

@@ -1,8 +1,8 @@
 """Data that a block reads into Python: tensors whose elements decide which operators run (rule R8).
 
 For example, attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls
-with equal lengths run the same operators, so this data can be part of a call's key, like shapes. A tape is not trusted
-if the data comes from another source: hidden states, parameters, random numbers.
+with equal lengths run the same operators, so this data can be part of a call's key, like shapes. If the data comes from
+another source (hidden states, parameters, random numbers), the record of the call, its tape, is not trusted.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.watchers import Watchers
 
 MOST_NUMBERS = 64
-"""Maximum number of elements of an integer tensor whose elements count as sizes, such as the ends of a batch's
+"""Maximum number of elements of an integer tensor whose elements are treated as sizes, such as the ends of a batch's
 images."""
 MAX_READ_BYTES = 1 << 16
-"""Largest argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a small block's
-time."""
+"""Maximum size of an argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a
+small block's time."""
 _METHODS = ("tolist", "numpy")
-"""Methods that read data into Python without an operator. Dispatch modes do not see reads by these methods."""
+"""Tensor methods that read data into Python without an operator, so that dispatch modes do not see the read."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 NoteRead = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
-"""The elements of a tensor: a tuple for a few integers, else bytes."""
+"""Type of the elements of a tensor in a call's key: a tuple for a few integers, else bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value of the tape whose data Python read, or whose data decided the size of a tensor."""
+    """Record that Python read the data of a value on the tape, or that the data decided the size of a tensor."""
 
     value: int
     by: str
@@ -53,8 +53,7 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return the tensors among `args` whose data determines the result's size, or the result itself if the result is a
     Python number.
 
-    `func` is the ATen operator. Most operators have no such tensor argument. `item` and `nonzero`, for example, have
-    one.
+    `func` is the ATen operator. For most operators, the list is empty. For `item` and `nonzero`, it has one tensor.
     """
     if not _TAGS.intersection(func.tags):
         return []
@@ -66,10 +65,10 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Patch `Tensor.tolist` and `Tensor.numpy` to call the current thread's watcher. Return a function that removes the
-    patch.
+    """Patch `Tensor.tolist` and `Tensor.numpy` to report each call to a callback of the current thread.
 
-    A torch function mode would see the calls too, but torch.compile would then recompile compiled parts of a block.
+    Return a function that removes the patch. A torch function mode would see the calls too, but torch.compile would
+    then recompile compiled parts of a block.
     """
     before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
 
@@ -97,18 +96,18 @@ def _patch_methods() -> Callable[[], None]:
 _READS = Watchers[NoteRead](_patch_methods)
 watched_reads = _READS.watching
 """Context manager `watched_reads(note)`. Inside the `with` block, `note(tensor, method name)` is called each time this
-thread converts a tensor to a list or array."""
+thread converts a tensor to a list or a numpy array."""
 
 
 def data_behind_reads(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
 ) -> tuple[dict[Path, Data], Read | None]:
-    """Return (data of the arguments that `reads` depend on, by argument path; None).
+    """Return (data of the arguments on which `reads` depend, by argument path; None).
 
     If a read depends on data that is not in an argument, return ({}, the read).
 
-    `arguments(value)` yields (path, tensor) of each argument on the storage of a value. Each argument on the storage
-    may have been read.
+    `arguments(value)` yields (path, tensor) of each argument that shares the storage of a value. Each of them is
+    included, because each may have been read.
     """
     data_by_path: dict[Path, Data] = {}
     for read in reads:
@@ -140,8 +139,8 @@ def data_of(tensor: Any) -> Data | None:
 
     Return None for floats, large tensors and tensors sharded among ranks.
 
-    Other elements of the storage are left out, because other elements may be uninitialized: `unique` allocates for the
-    worst case.
+    Elements of the storage that are not in `tensor` are left out, because they may be uninitialized: `unique` allocates
+    for the worst case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None
@@ -158,11 +157,11 @@ def data_of(tensor: Any) -> Data | None:
 
 
 _data_by_tensor = WeakTensorKeyDictionary()
-"""Cached (version, data) of tensors that are not on the CPU."""
+"""Cached (version of the tensor, data) by tensor, for tensors that are not on the CPU."""
 
 
 def _elements_of(tensor: torch.Tensor) -> Data:
-    """Return the data of a tensor that a recorded block has read into Python."""
+    """Return the elements of a tensor on any device: a tuple for a few integers, else bytes."""
     elements = tensor.detach().cpu().contiguous().numpy()
     are_sizes = tensor.dtype is not torch.bool and elements.size <= MOST_NUMBERS
     return tuple(elements.ravel().tolist()) if are_sizes else elements.tobytes()

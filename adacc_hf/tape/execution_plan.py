@@ -1,8 +1,8 @@
-"""Execution plans: a policy's plan prepared to run on one tape.
+"""Execution plans: a policy's plan for a block, prepared to run on one tape (the record of a block's operators).
 
-An execution plan contains the stored values of each slot, the operators that each unpack replays, and the external
-tensors that a call must provide for the replay. The functions at the end of this file adapt a plan's choices to a tape
-with different operators.
+An execution plan says for each saved tensor which values are stored, which operators are replayed when backward unpacks
+it, and which parameters and other existing tensors a call must provide for the replay. The functions at the end of this
+file adapt a plan's choices to a tape with different operators.
 """
 
 from __future__ import annotations
@@ -29,32 +29,37 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """Instructions for one saved tensor of a tape under a plan. The instructions are the same for all batch sizes."""
+    """Instructions for one tensor that autograd saves, under a plan. The instructions are the same for all batch
+    sizes."""
 
     value: int
-    """The value that the tensor views."""
+    """Index of the value that the saved tensor views. A value is one storage at one version."""
     in_cell: bool
-    """True if the call stores the value in a cell (run/call.py). The first slot of the value fills the cell."""
+    """True if the call stores the value in a cell, a container that all slots of the value share (run/call.py). The
+    first slot fills the cell."""
     needs: tuple[int, ...] | None
-    """Stored values from which the slot is recomputed or decoded. None if autograd keeps the saved tensor itself."""
+    """Stored values from which the saved tensor is recomputed or decoded. None if autograd keeps the saved tensor
+    itself."""
     checks_offset: bool
-    """True if the storage offset must equal the tape's. The offset of an argument may vary, because an argument may be
-    a slice of any tensor."""
+    """True if the saved tensor's storage offset must equal the recorded offset. For an argument this is False, because
+    an argument may be a slice of any tensor."""
     is_read_by_replay: bool
-    """True if replay reads the value, or if slots of other values with the same bits use it. A backward function that
-    may write to the value then gets a copy."""
+    """True if replay reads the value, or if slots of other values with the same bits use it. If a backward function may
+    write into the value, the function then gets a copy."""
     state_after: tuple[int, torch.device] | None = None
-    """(value, device) of the generator state that the call captures after packing this slot, if any."""
+    """(value, device) of the random generator's state that the call captures after packing this slot, or None."""
     position: dict[int, int] = field(init=False)
-    """Index in `needs` of each value that `needs` contains."""
+    """Index in `needs` of each value in `needs`."""
 
     def __post_init__(self) -> None:
         self.position = {value: index for index, value in enumerate(self.needs or ())}
 
 
 class Schedule:
-    """Replay programs of a tape for one order of unpacks. A schedule is immutable, because a backward in progress
-    relies on it."""
+    """Replay programs, one for each saved tensor, for one order in which backward unpacks the saved tensors of a tape.
+
+    A schedule is immutable, because a backward in progress relies on it.
+    """
 
     __slots__ = ("order", "programs")
 
@@ -63,7 +68,7 @@ class Schedule:
         self.programs: list[ReplayProgram] = schedule(tape, store, order, passthrough)
 
     def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
-        """Return a copy of this schedule for `tape`, whose operators differ only in numbers.
+        """Return a copy of this schedule for `tape`, whose operators differ only in numbers such as sizes.
 
         `operators(index)` returns the operator of `tape` at an index.
         """
@@ -80,9 +85,9 @@ class Schedule:
 class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
-    `choices` has an entry for every activation. `shared` are inputs that code outside the block keeps alive. If the
-    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell. The slots of the
-    value without a cell use the cell of the stored value.
+    `choices` has one choice (retain, compress or recompute) for each activation. `shared` are inputs that code outside
+    the block keeps alive. If the plan does not store a value that has the same contents as a stored value
+    (`Tape.equal`), backward reads the stored value in its place.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -100,20 +105,22 @@ class ExecutionPlan:
         self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
-        """Values that a call stores in a cell: compressed values, and tensors that a replay reads."""
+        """Values that a call itself stores for backward, each in a cell (a container that saved tensors share): values
+        that the plan compresses, and values that a replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None
-        """(value, device) of the generator state that a call captures before the block runs, if any."""
+        """(value, device) of the random generator's state that a call captures before the block runs, or None."""
         self.draws = False
         """True if replay draws random numbers again."""
         self._place_states()
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
-        """(value, source) of the inputs, parameters, buffers and attached tensors that a call must provide for
-        replay."""
+        """(value, source) of the inputs, parameters, buffers and attached tensors that a call must provide for replay.
+        A source is the place where a call finds the tensor."""
         self.attached = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        """Indices in `externals` of attached tensors (tape/inputs.py). Most blocks have no attached tensors."""
+        """Indices in `externals` of attached tensors, which are stored on a module without being parameters or buffers
+        (tape/inputs.py). Most blocks have none."""
         self._layouts = self._expected_layouts()
         looked_up = {value for value, _ in self.externals}
         self._sharing = [each for each in tape.sharing if each[0] in looked_up]
@@ -121,7 +128,8 @@ class ExecutionPlan:
         self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
-        """Schedule replay for a backward that unpacks slots in `order`. Calls in progress keep their schedule."""
+        """Schedule replay for a backward that unpacks the saved tensors in `order`. Calls in progress keep their
+        schedule."""
         self.schedule = Schedule(self._merged_tape, self.store, order, self._passthrough)
 
     def resized(self, tape: Tape) -> ExecutionPlan:
@@ -141,10 +149,10 @@ class ExecutionPlan:
 
     @property
     def _merged_tape(self) -> Tape:
-        """Tape with duplicate values merged.
+        """Copy of the plan's tape in which references to duplicate values are replaced by references to the stored
+        values.
 
-        If the plan reads a value from a stored value with equal contents, references to the value are replaced by
-        references to the stored value.
+        A duplicate is a value that the plan does not store, because a stored value has equal contents.
         """
         if self._merged is None:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
@@ -153,10 +161,11 @@ class ExecutionPlan:
     def has_all(
         self, externals: list[tuple[int, torch.Tensor | None]], find: Callable[[Source], torch.Tensor | None]
     ) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
-        """Return True if the block's own tensors exist in this call, with the layout that they have on the tape.
+        """Return True if the block's own tensors exist in this call, with the layout that was recorded on the tape.
 
-        `externals` are (value, tensor) for `self.externals` in this call. `find` returns the tensor at a source. The
-        layout of arguments is not checked, because this layout is part of the call's key.
+        `externals` are (value, tensor) for `self.externals` in this call. `find(source)` returns the tensor at a
+        source, which is a place such as a parameter's name. The layout of arguments is not checked, because it is part
+        of the call's key.
         """
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
@@ -175,9 +184,10 @@ class ExecutionPlan:
         return not self._sharing or self._is_shared(find)
 
     def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
-        """Return True if tensors that shared a storage in the recorded call share one in this call.
+        """Return True if tensors that shared a storage in the recorded call also share a storage in this call.
 
-        Further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
+        Further tensors on a storage must also have the recorded layout. `find(source)` returns the tensor at a source,
+        which is a place such as a parameter's name.
         """
         for value, source, geometry in self._sharing:
             first, other = find(self._source_of(value)), find(source)
@@ -190,8 +200,8 @@ class ExecutionPlan:
         return True
 
     def _expected_layouts(self) -> list[tuple[int, Any, Any, int, torch.dtype, torch.device]]:
-        """Return (index in `externals`, size, stride, offset, dtype, device) of the externals that are not
-        arguments."""
+        """Return (index in `externals`, size, stride, offset, dtype, device) of each tensor in `externals` that is not
+        an argument, as recorded."""
         layouts = []
         for place, (value, source) in enumerate(self.externals):
             if source.place != "argument":
@@ -200,10 +210,11 @@ class ExecutionPlan:
         return layouts
 
     def replaced_source(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
-        """Return the place of a tensor attached to the block that the call replaced, such as "module attn.rotary".
+        """Return the place of a tensor attached to the block (such as "module attn.rotary") that the call has replaced
+        by another.
 
-        Return None if the call replaced none. `before` has the tensors outside the call that replay reads, as they were
-        at the beginning of the call.
+        Return None if the call replaced none. `before` has the existing tensors that replay reads, as they were at the
+        beginning of the call.
         """
         for place in self.attached:
             _, source = self.externals[place]
@@ -215,16 +226,16 @@ class ExecutionPlan:
         return None
 
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
-        """Return the replay program for unpacking `slot` now, if the order of unpacks deviates from the schedule.
+        """Return the replay program that unpacks the saved tensor `slot` now, if backward deviates from the scheduled
+        order.
 
-        `environment` contains the values that are available at this moment.
+        `environment` contains the tensors of the values that are available at this moment.
         """
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._merged_tape, self.store, slot, available)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Return the stored values that replay reads to recompute `value`, if no other value was recomputed before
-        `value`."""
+        """Return the stored values that replay reads to recompute `value` if nothing else was recomputed before."""
         _, leaves = closure(self._merged_tape, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
@@ -237,10 +248,10 @@ class ExecutionPlan:
         return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
 
     def _slot(self, value: int, read: set[int]) -> Slot:
-        """Return the plan's instructions for a slot that holds `value`.
+        """Return the plan's instructions for a saved tensor that views `value`.
 
-        `read` contains the values that must not change, because replay or slots of other values with the same bits read
-        these values.
+        `read` contains the values that must not change, because replay or saved tensors of other values with the same
+        bits read them.
         """
         return Slot(
             value=value,
@@ -251,7 +262,7 @@ class ExecutionPlan:
         )
 
     def _place_states(self) -> None:
-        """Determine the slots after which a call captures the generator state for replay (rule R5)."""
+        """Determine the saved tensors after which a call captures the random generator's state for replay (rule R5)."""
         for num_saved, value, device in self.tape.generator_states():
             if value in self.roots:
                 self.draws = True
@@ -261,7 +272,8 @@ class ExecutionPlan:
                     self.first_state = value, device
 
     def _externals(self) -> list[tuple[int, Source]]:
-        """Return (value, source) of the inputs, parameters and other existing tensors that replay reads."""
+        """Return (value, source) of each input, parameter or other existing tensor that replay reads. The source says
+        where a call finds the tensor."""
         values_read = {
             value for needs in self.needs for value in closure(self._merged_tape, needs, self.store.__contains__)[1]
         }
@@ -278,7 +290,7 @@ class ExecutionPlan:
 
 
 def _storage_map(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return the storage of the values of `tape` that replay can read without recomputing them."""
+    """Return the values of `tape` that replay can read without recomputing them, grouped by how they are stored."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
@@ -288,7 +300,8 @@ def _storage_map(tape: Tape, choices: dict[int, Choice], shared: frozenset[int])
 
 
 def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
-    """Return a dict from values that the plan does not store to stored values that have equal contents."""
+    """Return the values that the plan does not store because a stored value has equal contents, as {value: stored
+    value}."""
     if all(choice != RECOMPUTE for choice in choices.values()):
         return {}
     saved = set(tape.saved_values())
@@ -297,7 +310,8 @@ def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """Return a view on a tape's whole value, with dimensions in memory order, so that a codec reads one dense range."""
+    """Return a view of a recorded value's whole tensor with dimensions in memory order, so that a codec reads one dense
+    range."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
@@ -308,7 +322,7 @@ def encode_view(tape: Tape, value: int) -> TensorRef:
 
 
 def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
-    """Return True if `choice` is possible for `value` of `tape`.
+    """Return True if `choice` (retain, compress or recompute) is possible for the value `value` of `tape`.
 
     RECOMPUTE needs a value that replay recomputes exactly. COMPRESS needs a value that the codec can encode.
     """
@@ -323,11 +337,11 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
 def choices_by_value(
     choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
 ) -> dict[int, Choice]:
-    """Transfer the `choices` of a planned tape to `tape`, which has different operators.
+    """Transfer a plan's `choices` to `tape`, which has other operators than the tape that the plan was made for.
 
-    Return the choices as a dict by value of `tape`.
+    A choice is to retain, compress or recompute a value. Return the choices as a dict by value of `tape`.
 
-    `same` maps the planned tape's values to values of `tape`. Values of `tape` that match no planned value get the
+    `same` maps the values of the planned tape to values of `tape`. Values of `tape` that match no planned value get the
     lossless choice with the least memory. If `with_loss` is False, lossy codecs are not transferred, because the effect
     of a lossy codec on gradients was measured only for the planned operators.
     """
@@ -342,7 +356,7 @@ def choices_by_value(
 
 
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Return the values whose choice cannot be used on `tape`.
+    """Return the values whose choice (such as RECOMPUTE) cannot be used on `tape`.
 
     A choice cannot be used if it is impossible (`can_follow`), or if a value that must be exact would be recomputed
     from lossily stored values (rule R14).
@@ -366,7 +380,7 @@ def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
 def _counts_as_index(tape: Tape, value: int) -> bool:
     """Return True if `value` contains indices, or random numbers drawn by an `autograd.Function`.
 
-    The random numbers count because they may depend on data.
+    The random numbers are treated like indices, because their distribution may depend on data.
     """
     tape_value = tape.values[value]
     operator = None if tape_value.producer is None else tape.operators[tape_value.producer]
@@ -375,7 +389,8 @@ def _counts_as_index(tape: Tape, value: int) -> bool:
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Return True if `value` is a statistic (one number per row) that replay would compute from `lossy_values`."""
+    """Return True if `value` is a statistic (one number per row) that replay would compute from a value in
+    `lossy_values`."""
 
     def inputs_of(value: int) -> tuple[int, ...]:
         producer = tape.values[value].producer
@@ -387,22 +402,24 @@ def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collect
 
 
 def codec_of(choice: Choice) -> Codec:
-    """Return the codec of a COMPRESS choice. Raise ValueError if the choice names no codec or an unknown codec."""
+    """Return the codec that a COMPRESS choice names. Raise ValueError if the choice names no codec or an unknown
+    codec."""
     if choice.codec is None:
         raise ValueError(f"codec=None in the choice {choice}: choose one of {', '.join(list_codecs())}")
     return get_codec(choice.codec, **dict(choice.options))
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
-    """Return the lossless choice that stores the fewest bytes for each activation and block input of a recorded
-    tape."""
+    """Return, for each activation and block input of a recorded tape, the lossless choice (such as RECOMPUTE) that
+    stores the fewest bytes."""
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
     saved_values = [value for value in tape.saved_values() if tape.values[value].source is None]
     return dict.fromkeys(inputs, RETAIN) | {value: least_memory(tape, value) for value in saved_values}
 
 
 def least_memory(tape: Tape, value: int) -> Choice:
-    """Return the lossless choice that stores the fewest bytes for a value that the block made."""
+    """Return the lossless choice (such as RECOMPUTE) that stores the fewest bytes for a value that the block
+    computed."""
     tape_value = tape.values[value]
     if value in tape.recomputable:
         return RECOMPUTE
@@ -415,10 +432,8 @@ def least_memory(tape: Tape, value: int) -> Choice:
 
 
 def _is_drawn_mask(tape: Tape, value: int) -> bool:
-    """Return True if a value is a mask of random zeros and ones, optionally scaled by a constant.
-
-    Dropout on a CPU makes such a mask.
-    """
+    """Return True if a value is a mask of random zeros and ones, optionally scaled by a constant, as dropout on a CPU
+    makes."""
     producer = tape.values[value].producer
     if producer is None:
         return False

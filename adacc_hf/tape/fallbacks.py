@@ -1,4 +1,4 @@
-"""Fallbacks: counts of block calls that did not follow their plan."""
+"""Fallbacks: counts of block calls that did not follow the plan of their block."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 
 
 class Fallbacks:
-    """Block calls that did not follow their plan, since the last `clear`."""
+    """Counter of the block calls that did not follow the plan of their block, since the last `clear()`."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """Number of calls by reason."""
+        """Number of calls by the reason for not following the plan."""
         self.blocks: dict[str, list[str]] = {}
-        """Names of the blocks by reason, in the order of the blocks' first fallback calls."""
+        """Names of the blocks, by the reason for not following the plan, in the order of their first such calls."""
 
     def add(self, reason: str, block: str) -> None:
         """Count one call of `block` that did not follow its plan because of `reason`."""

@@ -1,4 +1,4 @@
-"""An `autograd.Function` as one operator of a tape: the call, its decomposed arguments, and a rerun of the forward.
+"""An `autograd.Function` as one operator of a tape: the call, its arguments in parts, and a second run of the forward.
 
 The dispatcher does not see a kernel that a Function launches by address (Triton, ctypes), so the memory that the kernel
 fills looks unwritten. But the Function itself is Python. The Function's `forward` fills the same memory again if
@@ -31,23 +31,24 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.gene
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CODE = (types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 4
-"""Maximum nesting depth of containers and objects among a Function's arguments."""
+"""Maximum nesting depth of containers and objects in the arguments of an `autograd.Function`."""
 
 
 class NotReplayableError(Exception):
-    """Error raised if an `autograd.Function` cannot become an operator of a tape.
+    """Error raised if an `autograd.Function` cannot be recorded as one operator of a tape.
 
     The message completes a sentence that begins with "the Function".
     """
 
 
 class Parts(NamedTuple):
-    """Class and attributes of an object among a Function's arguments, from which replay builds the object again."""
+    """Class and attributes of an object in the arguments of an `autograd.Function`, from which replay builds the object
+    again."""
 
     kind: type
     attributes: Any
-    """Items of a `torch.Size`, or the `__dict__` of any other object. The items and the values in the `__dict__` are
-    decomposed too."""
+    """Items of a `torch.Size`, or the `__dict__` of any other object. Objects among these items and values are replaced
+    by their parts too."""
 
 
 class FunctionCall(NamedTuple):
@@ -62,7 +63,7 @@ class FunctionCall(NamedTuple):
     data: tuple[int, ...]
     """Indices, among the tensor arguments, of the tensors that the forward reads into Python (rule R8)."""
     results: Any
-    """The forward's result, with None in place of each tensor."""
+    """The forward's result, with None in place of each tensor in it."""
 
     def is_like(self, other: FunctionCall) -> bool:
         """Return True if both calls have the same class, `requires_grad` flags and autocast state."""
@@ -70,7 +71,7 @@ class FunctionCall(NamedTuple):
 
 
 class FunctionTarget:
-    """Wrapper of an `autograd.Function` class, callable as the target of a tape's operator.
+    """Wrapper of an `autograd.Function` class that can be called as an operator on a tape.
 
     A call runs the forward, and returns the flattened results, followed by the tensors saved for backward.
     """
@@ -83,7 +84,8 @@ class FunctionTarget:
 
     @property
     def may_run_again(self) -> bool:
-        """False for a Function that only its own backward may run again, such as a module in tiles."""
+        """False for an `autograd.Function` whose forward only its own backward may run again, such as a module in
+        tiles."""
         return not is_one_operator(self.function)
 
     def __eq__(self, other: object) -> bool:
@@ -96,7 +98,7 @@ class FunctionTarget:
         return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
-        """Run the Function's forward on `args`, the result of `decompose_arguments`.
+        """Run the forward of the `autograd.Function` on `args`, the result of `decompose_arguments`.
 
         If gradients are enabled, run `Function.apply`, which connects the results to the Function's backward.
         """
@@ -131,9 +133,10 @@ class FunctionTarget:
 
 
 def is_one_operator(function: type[Function]) -> bool:
-    """Return True for a Function of this package whose inner operators are never on a tape (tape/tiled_rows.py).
+    """Return True for an `autograd.Function` of this package that is always recorded as one operator
+    (tape/tiled_rows.py).
 
-    The Function does not write into its arguments.
+    Such a Function does not write into its arguments.
     """
     return bool(getattr(function, "is_one_operator", False))
 
@@ -158,14 +161,14 @@ class _ReplayContext(FunctionCtx):
 
 
 def flatten_results(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return the flattened results of a Function, followed by the tensors that it saved."""
+    """Return the flattened results of an `autograd.Function`, followed by the tensors `saved` for its backward."""
     return (*leaves((result,)), *saved)
 
 
 def results_of(result: Any) -> Any:
-    """Return a Function's result with None in place of each tensor.
+    """Return the result of an `autograd.Function` with None in place of each tensor.
 
-    Raise NotReplayableError if the result contains an object that cannot be decomposed.
+    Raise NotReplayableError if the result contains an object that replay cannot build again.
     """
     return map_tensors(_decompose_argument(result, _DEPTH), torch.Tensor, lambda _: None)
 
@@ -174,7 +177,7 @@ def results_of(result: Any) -> Any:
 
 
 def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a Function's arguments, with objects replaced by their `Parts`.
+    """Return the arguments of an `autograd.Function`, with each object replaced by its class and attributes (`Parts`).
 
     Raise NotReplayableError for an object that cannot be created again from numbers, strings and tensors.
     """
@@ -182,7 +185,10 @@ def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _decompose_argument(value: Any, depth: int) -> Any:
-    """Return `value` with objects replaced by their `Parts`. `depth` limits the nesting of containers."""
+    """Return `value` with each object replaced by its class and attributes (`Parts`).
+
+    Raise NotReplayableError if containers and objects are nested more than `depth` levels deep.
+    """
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.layout is not torch.strided:
@@ -207,14 +213,15 @@ def _decompose_argument(value: Any, depth: int) -> Any:
 
 
 def _is_made_of_attributes(value: Any) -> bool:
-    """Return True if an object consists of its `__dict__`: not a module, a container or a C++ object."""
+    """Return True if the attributes in an object's `__dict__` are its whole state: no module, container or C++
+    object."""
     kind = type(value)
     is_simple = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
     return is_simple and not any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Rebuild a Function's arguments from `args`, the result of `decompose_arguments`.
+    """Rebuild the arguments of an `autograd.Function` from `args`, the result of `decompose_arguments`.
 
     If gradients are disabled, the tensors get the recorded `requires_grad` flags.
     """
@@ -228,7 +235,10 @@ def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) ->
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a Function's arguments with tensors replaced by views of `copies`, a dict by storage key."""
+    """Return the arguments of an `autograd.Function` with tensors replaced by views of `copies`.
+
+    `copies` is a dict by the key of the original tensor's storage. Tensors on other storages are not replaced.
+    """
 
     def on_copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = copies.get(storage_key(tensor.untyped_storage()))
@@ -238,7 +248,7 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _compose_argument(value: Any) -> Any:
-    """Return `value` with `Parts` replaced by the objects that they describe."""
+    """Return `value` with all `Parts` replaced by the objects that they describe."""
     if isinstance(value, Parts):
         if value.kind is torch.Size:
             return torch.Size(value.attributes)
@@ -260,22 +270,23 @@ def _compose_argument(value: Any) -> Any:
 _DEVICE_TYPES = ("cpu", "cuda")
 
 _numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
-"""Number that distinguishes each class from other classes of the same name."""
+"""For each `autograd.Function` class, a number that distinguishes it from other classes of the same name."""
 _num_classes: Counter[str] = Counter()
-"""Number of classes by name."""
+"""Number of `autograd.Function` classes by name."""
 
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
-    """Describe a Function's call that is about to run: its class, `requires_grad` flags and autocast state.
+    """Describe a call of the `autograd.Function` `function` that is about to run: class, `requires_grad` flags and
+    autocast.
 
-    The fields `data` and `results` are empty, because these fields are known only after the call.
+    The fields `data` and `results` are empty, because they are known only after the call.
     """
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
     return FunctionCall(_function_identity(function), tuple(flags), autocast_of(), (), None)
 
 
 def _function_identity(function: type[Function]) -> str:
-    """Return the name of a Function's class, with a number that distinguishes classes of the same name."""
+    """Return the name of an `autograd.Function` class, with a number that distinguishes classes of the same name."""
     name = str(FunctionTarget(function))
     if function not in _numbers:
         _numbers[function] = _num_classes[name]
@@ -284,13 +295,13 @@ def _function_identity(function: type[Function]) -> str:
 
 
 def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return (device type, dtype) of each device type under autocast."""
+    """Return (device type, dtype) of each device type for which autocast is enabled."""
     return tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)])
 
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """Set autocast to the `recorded` (device type, dtype) pairs inside the `with` block.
+    """Enable autocast exactly for the (device type, dtype) pairs in `recorded` inside the `with` block.
 
     The cast cache is disabled, because a replay must not add casts to the cache.
     """
@@ -317,13 +328,14 @@ def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]
 # Globals, closures and class attributes that a forward reads.
 
 _MOST_CODE = 64
-"""Maximum number of Python functions that are searched for globals and closures that a Function's forward reads."""
+"""Maximum number of Python functions that are searched for globals and closures that the forward of an
+`autograd.Function` reads."""
 
 
 class Surroundings:
-    """Snapshot of the Python values that a Function's forward can reach by name.
+    """Snapshot of the Python values that the forward of an `autograd.Function` can reach by name.
 
-    A forward that changes one of these values could give a different result in replay.
+    If the forward changes one of these values, a replay could give a different result.
     """
 
     def __init__(self, function: type[Function]) -> None:
@@ -339,7 +351,7 @@ class Surroundings:
             self._search_code(code)
 
     def changed(self, later: Surroundings) -> str | None:
-        """Return the name of a value that differs in the `later` snapshot, or None."""
+        """Return the name of a value that differs in the snapshot `later`, or None if all values are equal."""
         pairs = zip(self._values, later._values, strict=False)
         return next((value[0] for value, later_value in pairs if value != later_value), None)
 
@@ -366,7 +378,10 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
-        """Record a value that a forward can reach as `name`. Functions are searched, other objects are ignored."""
+        """Record a value that a forward can reach as `name`: a number or string, or the length of a container.
+
+        For a tensor, set `has_tensors`. A function is searched in turn. Other objects are ignored.
+        """
         if isinstance(value, torch.Tensor):
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):

@@ -51,7 +51,7 @@ WRITES = "writes into its arguments"
 
 @dataclass
 class _RecorderMark:
-    """Snapshot of a tape recorder before an `autograd.Function` runs."""
+    """Snapshot of a tape recorder before an `autograd.Function` runs, to undo what was recorded since."""
 
     num_values: int
     num_operators: int
@@ -66,15 +66,15 @@ class _RecorderMark:
 
 @dataclass
 class _FunctionRun:
-    """One run of an `autograd.Function` while its operators were recorded on a tape."""
+    """Record of one run of an `autograd.Function` whose operators were recorded on a tape."""
 
     function: type[Function]
     args: tuple[Any, ...]
-    """The decomposed arguments (`decompose_arguments`)."""
+    """The arguments, with each object replaced by its class and attributes (`decompose_arguments`)."""
     call: FunctionCall
     result: Any
     saved: list[torch.Tensor]
-    """Tensors that the Function saves for backward. Autograd packs them after the Function was recorded."""
+    """Tensors that the Function saves for backward. Autograd packs them only after the Function was recorded."""
     before: _RecorderMark
     state: torch.Tensor | None
     """State of the default generator of the block's device when the Function began."""
@@ -88,7 +88,7 @@ class _FunctionRun:
 
 
 class FunctionRecorder:
-    """Base class of the tape recorder, which records `autograd.Function`s that a block calls.
+    """Base class of the tape recorder for the `autograd.Function`s that a block calls.
 
     Attributes that are only annotated in this class are defined in `Recorder`.
     """
@@ -118,18 +118,19 @@ class FunctionRecorder:
     def __init__(self) -> None:
         super().__init__()
         self.refusal_reasons: dict[str, str] = {}
-        """Reason why a Function could not become one operator, by the Function's name."""
+        """Reason why an `autograd.Function` could not become one operator of the tape, by the Function's name."""
         self.function_slots: set[int] = set()
-        """Indices of the slots of tensors that Functions saved."""
+        """Indices, among all saved tensors, of the tensors that `autograd.Function`s saved."""
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
-        """Tensors that operators inside the running Function have saved. Operators save tensors if the Function enables
-        gradients."""
+        """Tensors that operators inside the running `autograd.Function` have saved. Operators save tensors if the
+        Function enables gradients."""
         self._num_next_saved = 0
-        """Number of tensors of the last Function that autograd will pack next."""
+        """Number of tensors, saved by the `autograd.Function` that ran last, that autograd has yet to pack."""
         self._read_inside: set[int] | None = None
-        """Keys of the storages that operators read while the recorder is paused. None while no keys are collected."""
+        """Keys of the storages that operators read while the recorder is paused. None if these keys are not
+        collected."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -143,7 +144,7 @@ class FunctionRecorder:
     def paused(self) -> Iterator[None]:
         """Disable the recording of operators and reads inside the `with` block.
 
-        The recorder, and not the block, runs these operators.
+        This is for operators that the recorder itself runs, and not the block.
         """
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
@@ -154,7 +155,10 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """Count inner Functions and saved tensors as part of the running Function inside the `with` block."""
+        """Mark the code inside the `with` block as part of the running `autograd.Function`.
+
+        Functions and saved tensors inside are not recorded separately.
+        """
         self._is_in_function, self._saved_inside = True, []
         try:
             yield
@@ -162,9 +166,9 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, forward_call: ForwardCall) -> Any:
-        """Run a Function, record the Function, and return its result.
+        """Run an `autograd.Function`, record it on the tape, and return its result.
 
-        Also note the saved-tensor slots of the operators inside the Function.
+        Also mark the tensors that operators inside the Function have saved as the Function's.
         """
         if is_one_operator(forward_call.function) and not self._is_paused and not self._is_in_function:
             return self._record_whole(forward_call)
@@ -176,7 +180,8 @@ class FunctionRecorder:
         return result
 
     def _record_whole(self, forward_call: ForwardCall) -> Any:
-        """Run a Function whose inner operators are not recorded, record it as one operator, and return its result."""
+        """Run an `autograd.Function` without recording its inner operators, record it as one operator, and return its
+        result."""
         tensors = tuple(_argument_tensors(forward_call.args))
         recorded = map_tensors(tensors, torch.Tensor, self.refer)
         with self.paused(), self._inside_function():
@@ -186,15 +191,15 @@ class FunctionRecorder:
         return result
 
     def _note_slot(self) -> None:
-        """Add the newest saved-tensor slot to `function_slots`, if the most recent Function saved the slot's tensor."""
+        """Add the newest saved tensor to `function_slots` if the `autograd.Function` that ran last has saved it."""
         if self._num_next_saved:
             self._num_next_saved -= 1
             self.function_slots.add(len(self.slots) - 1)
 
     def _record_function(self, forward_call: ForwardCall) -> Any:
-        """Run a Function, record its operators, and return its result.
+        """Run an `autograd.Function`, record its operators, and return its result.
 
-        If replay of the operators does not recompute all results, replace the operators by one for the whole Function.
+        If replay of the operators does not recompute all results, replace them by one operator for the whole Function.
         """
         function, args = forward_call.function, forward_call.args
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
@@ -242,7 +247,7 @@ class FunctionRecorder:
     def _recomputed_inside(
         self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """Return the values that replay of the operators recorded inside a Function recomputes exactly.
+        """Return the values that replay of the operators recorded inside an `autograd.Function` recomputes exactly.
 
         Return None if the operators are enough for replay: the operators recompute all results that the Function
         `returned`, and the Function neither wrote to a tensor without a recorded operator nor took a numpy view.
@@ -265,16 +270,16 @@ class FunctionRecorder:
         return None if is_complete else recomputed_values
 
     def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values whose memory one of `operators` allocated uninitialized, and which no operator has
+        """Return the values whose memory one of `operators` allocated uninitialized, and to which no operator has
         written."""
         allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 
     def _replace(self, run_record: _FunctionRun, recomputed_values: frozenset[int]) -> None:
-        """Replace the operators that a Function ran by one operator, which runs the whole forward.
+        """Replace the operators that an `autograd.Function` ran by one operator, which runs the whole forward.
 
-        `recomputed_values` are the values that replay of the inner operators recomputes. Raise NotReplayableError,
-        before any change, if the forward cannot be run again for the same results.
+        `recomputed_values` are the values that replay of the inner operators recomputes. If the forward cannot be run
+        again for the same results, raise NotReplayableError and change nothing.
         """
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
@@ -296,7 +301,7 @@ class FunctionRecorder:
         written: list[torch.Tensor],
         is_random: bool,
     ) -> None:
-        """Add one operator to the tape, for a Function that has run."""
+        """Add one operator to the tape for an `autograd.Function` that has run."""
         index = len(self.operators)
         module = self._modules[-1] if self._modules else ""
         name = f"{module or 'block'}:{target.__name__}"
@@ -318,7 +323,8 @@ class FunctionRecorder:
     # Checks. Each raises NotReplayableError with a reason.
 
     def _data_arguments(self, run_record: _FunctionRun, results: Any) -> list[int]:
-        """Return the position, among the tensor arguments, of each tensor whose data the Function reads into Python.
+        """Return the position, among the tensor arguments, of each tensor whose data an `autograd.Function` reads into
+        Python.
 
         Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
         Raise NotReplayableError if the Function converts a tensor to a numpy array and also returns numbers, which may
@@ -343,11 +349,11 @@ class FunctionRecorder:
         return list(argument_places)
 
     def _check_writes(self, run_record: _FunctionRun) -> None:
-        """Raise NotReplayableError if the Function wrote to a tensor that replay could not restore.
+        """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.
 
-        A write is allowed if the block's own operators computed the tensor, if no slot has saved the tensor, and if no
-        recorded operator performs the write (a kernel of the Function does). The storage then gets a new version, as
-        after an in-place operator (rule R6).
+        A write is allowed if the block's own operators computed the tensor, if autograd has not saved the tensor, and
+        if no recorded operator performs the write (a kernel of the Function does). The storage then gets a new version,
+        as after an in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]
@@ -361,10 +367,10 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
-        """Return the storage keys of the tensors of unknown source that operators inside the Function read.
+        """Return the storages of unknown origin that operators inside an `autograd.Function` read, as storage keys.
 
         Results of operators inside the Function, and the Function's arguments, are left out. Raise NotReplayableError
-        if an operator reads another tensor of known source, such as a parameter or an earlier result of the block, or
+        if an operator reads another tensor of known origin, such as a parameter or an earlier result of the block, or
         if an operator is a collective.
         """
         mark, argument_keys = (
@@ -388,10 +394,10 @@ class FunctionRecorder:
     def _check_run_again(
         self, target: FunctionTarget, run_record: _FunctionRun, recomputed_values: frozenset[int], foreign: set[int]
     ) -> None:
-        """Run the Function's forward again, and compare the results with the first run's.
+        """Run the forward of an `autograd.Function` again, and compare the results with those of the first run.
 
         Raise NotReplayableError if the second run differs, has side effects, or reproduces none of the results bit for
-        bit. `foreign` are the keys of storages that the forward must not read.
+        bit. `foreign` has the keys of storages that the forward must not read.
         """
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:
@@ -427,7 +433,7 @@ class FunctionRecorder:
             raise NotReplayableError("gives different bits when it runs again")
 
     def _run_forward_again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
-        """Run the Function's forward again.
+        """Run the forward of an `autograd.Function` again.
 
         Return the results, and the keys of the storages that operators inside the forward read.
         """
@@ -450,7 +456,7 @@ class FunctionRecorder:
                 self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Collect the keys of the storages that an operator reads while the recorder is paused."""
+        """Collect the keys of the storages that an operator with these arguments reads while the recorder is paused."""
         if self._read_inside is not None:
             self._read_inside |= {
                 storage_key(t.untyped_storage()) for t in _argument_tensors((args, kwargs)) if has_storage(t)
@@ -466,7 +472,7 @@ class FunctionRecorder:
         return key not in before.current and key not in self._externals
 
     def _is_outer(self, before: _RecorderMark, value: int) -> bool:
-        """Return True if `value` existed before the Function ran, or if no operator made it."""
+        """Return True if `value` existed before the `autograd.Function` ran, or if no operator computed it."""
         return value < before.num_values or self.values[value].source is not None
 
     def _mark(self) -> _RecorderMark:
@@ -484,7 +490,7 @@ class FunctionRecorder:
         )
 
     def _roll_back(self, mark: _RecorderMark) -> None:
-        """Remove the values, operators, slots and reads recorded since `mark`."""
+        """Remove the values, operators, saved tensors and reads that were recorded since the snapshot `mark`."""
         del self.values[mark.num_values :], self.bases[mark.num_values :], self._storages[mark.num_values :]
         del self.operators[mark.num_operators :], self.slots[mark.num_slots :], self.reads[mark.num_reads :]
         for value, overwritten in zip(self.values, mark.overwritten, strict=True):
@@ -505,7 +511,7 @@ class FunctionRecorder:
     def _has_drawn_elsewhere(self, run_record: _FunctionRun) -> bool:
         """Return True if random numbers were drawn between the last recorded generator state and the Function's call.
 
-        Without this state, replay of the Function cannot draw the same numbers.
+        The state at the call is then not recorded, and replay of the `autograd.Function` cannot draw the same numbers.
         """
         recorded_state = run_record.before.generator_state
         with self.paused():
@@ -515,12 +521,13 @@ class FunctionRecorder:
 
 
 def _is_numpy_view(read: Read) -> bool:
-    """Return True if the recorded read converted a tensor to a numpy array. Python may not have used the data."""
+    """Return True if `read` is a conversion of a tensor to a numpy array. Python may not have used the array's data."""
     return read.by == "Tensor.numpy"
 
 
 def _parts_of_function(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
-    """Return (decomposed arguments of a Function, ""), or (None, reason) if they cannot be decomposed."""
+    """Return (arguments with each object replaced by its parts, ""), or (None, reason) if replay could not build an
+    object again."""
     try:
         return decompose_arguments(args), ""
     except NotReplayableError as reason:
@@ -533,7 +540,7 @@ def _argument_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _has_same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two results of a Function have the same geometry, dtype and storage size."""
+    """Return True if two results of an `autograd.Function` have the same geometry, dtype and storage size."""
     return (geometry_of(first), first.dtype, first.untyped_storage().nbytes()) == (
         geometry_of(second),
         second.dtype,

@@ -1,4 +1,4 @@
-"""Traced paths of a block: paths through its Python code, traced by Dynamo and checked by guards (rule R8).
+"""Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards (rule R8).
 
 Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
@@ -53,36 +53,42 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PATHS = 64
-"""Maximum number of traced paths cached for each class of blocks. The least recently used path is dropped."""
+"""Maximum number of traced paths cached for each class of blocks. A traced path is Dynamo's trace of one path through
+the block's code. The least recently used path is dropped."""
 SHORT_LIFE = 16
-"""Maximum number of calls of a short-lived path. A trace takes as long as about a hundred guard checks."""
+"""Maximum number of calls between two traces for the earlier trace to count as short-lived. Tracing takes as long as
+about a hundred checks of guards."""
 MOST_SHORT_LIVES = 8
-"""Number of consecutive short-lived paths after which a block is not traced any more. The guards of such a block
+"""Number of consecutive short-lived traces after which a block is not traced any more. The guards of such a block
 compare a value that changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
-"""Keyword arguments that Transformers passes through blocks to the loss. The values differ at every step, and no
-operator of a block depends on these values."""
+"""Keyword arguments that Transformers passes through blocks to the loss. Their values differ at every step, and no
+operator of a block depends on them."""
 
 
 class TracedPath:
-    """Trace of one path through the Python code of a block's class, with the guards of the path."""
+    """One path through the Python code of a block's class, traced by Dynamo, with guards that check if a call takes
+    this path."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliased_arguments(guards.tensors(scope), scope)
-        """(index among the guards' tensors, name) of each parameter or buffer that the path does not reach by its name
-        in the block."""
+        """(index among the guards' tensors, name) of each parameter or buffer that the code reaches in another way than
+        by its name in the block."""
         self.number = next(_UNUSED)
         """Number of the path, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
-        """Return True if a call with these local variables takes this path."""
+        """Return True if a call with the local variables `scope` takes this path."""
         if not self.guards.hold(scope):
             return False
         return not self._aliases or self._aliases == _aliased_arguments(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the path's input numbers as hashable keys. Two keys differ if the numbers differ in type or bits."""
+        """Return the numbers in a call that are inputs of the traced graph, as hashable keys.
+
+        `scope` has the call's local variables. Two keys differ if the numbers differ in type or bits.
+        """
         return tuple([n if type(n) is int else _exact_number(n) for n in self.guards.numbers(scope)])
 
 
@@ -90,7 +96,7 @@ _UNUSED = count()
 
 
 class _ClassPaths:
-    """Traced paths of one class of blocks."""
+    """Traced paths through the code of one class of blocks."""
 
     def __init__(self) -> None:
         self.paths: OrderedDict[int, TracedPath] = OrderedDict()
@@ -98,23 +104,26 @@ class _ClassPaths:
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
-"""Traced paths by block class. All blocks of a class share paths, also across models. The guards select the path."""
+"""Traced paths by block class. All blocks of a class share paths, also across models. The guards tell which path a call
+takes."""
 
 
 class Untraceable(OrderedDict[Hashable, str]):
-    """Reasons why Dynamo cannot trace a path, by (block class, (`untraced_key`, `plain_arguments`)).
+    """Table of the calls that Dynamo cannot trace: from (block class, (`untraced_key`, `plain_arguments`)) to the
+    reason.
 
-    The latest is last.
+    The latest call is last.
     """
 
 
 class BlockPaths:
-    """Traced paths of one block. Finds or traces the path of each call."""
+    """Traced paths through the code of one block. Finds or traces the path of each call."""
 
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
-        """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
+        """Initialize for `block`. The blocks of one model share `untraceable`, the table of calls that could not be
+        traced.
 
-        Each model has a separate `untraceable`, because its keys do not contain everything that can stop a trace.
+        Each model has a separate table, because the keys of the table do not contain everything that can stop a trace.
         """
         # A weak reference, because tables of paths may have blocks as weak keys.
         self._block_reference = ref(block)
@@ -122,15 +131,15 @@ class BlockPaths:
         self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPaths())
         self._latest: TracedPath | None = None
         self._num_calls = 0
-        """Number of calls since the last trace."""
+        """Number of calls since the block was last traced."""
         self._num_short_lives = 0
-        """Number of short-lived paths in a row."""
+        """Number of consecutive traces that served few calls (`SHORT_LIFE`)."""
         self._stop_reason: str | None = None
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no traced path. None if the call has a traced path, or if the block's
-        tensors are fake (in an estimate)."""
+        """The reason why Dynamo could not trace the latest call. None if the call takes a path that was traced, or if
+        the block's tensors are fake (in an estimate)."""
 
     @property
     def _block(self) -> nn.Module:
@@ -139,9 +148,11 @@ class BlockPaths:
         return block
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return (number of the traced path of the call `fn(*args)`, values of the path's input numbers).
+        """Return (number of the path through the block's code that the call `fn(*args)` takes, input numbers of the
+        traced graph).
 
-        If the call cannot be traced completely, return (`untraced_key`, `plain_arguments`) instead.
+        Dynamo traces each path once. If the call cannot be traced completely, return (`untraced_key`,
+        `plain_arguments`) instead.
         """
         scope = scope_of(fn, args)
         self._num_calls += 1
@@ -155,9 +166,9 @@ class BlockPaths:
         return path.number, path.numbers(scope)
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
-        """Return an existing path whose guards accept the call, or None.
+        """Return a path, traced for an earlier call, whose guards accept this call. Return None if there is none.
 
-        The latest path is tried first.
+        The path of the latest call is tried first.
         """
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
@@ -169,7 +180,8 @@ class BlockPaths:
         return None
 
     def _trace_path(self, scope: Scope, untraced_call: Hashable) -> TracedPath | None:
-        """Trace a call that fits no existing path. If the trace fails, return None and set `untraced` to the reason."""
+        """Trace a call that takes no path traced so far. If the trace fails, return None and set `untraced` to the
+        reason."""
         self.untraced = self._stop_reason or self._untraceable.get((type(self._block), untraced_call))
         if self.untraced is not None:
             return None
@@ -192,8 +204,8 @@ class BlockPaths:
 
 
 def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
-    """Return (index in `tensors`, name) of each tensor that shares its storage with a parameter or buffer of the
-    block."""
+    """Return (index in `tensors`, name of the parameter or buffer) of each tensor that shares a storage with a
+    parameter or buffer of the block."""
     if not tensors:
         return []
     block = scope["args"][0] if scope["args"] else None
@@ -243,7 +255,8 @@ def _exact_number(number: Any) -> Hashable:
 
 
 def untraced_key(block: nn.Module) -> Hashable:
-    """Return a key that replaces the path's number for a block that Dynamo cannot trace.
+    """Return a key of `block`, which Dynamo cannot trace. The key stands in for the number of a traced path in call
+    keys.
 
     The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
     parameters require gradients. Computing the key takes a few microseconds per module, little compared with validating
@@ -257,13 +270,14 @@ def untraced_key(block: nn.Module) -> Hashable:
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
-    """Return the arguments of a call with everything but numbers, strings and containers replaced by None."""
+    """Return a call's arguments with tensors and other objects replaced by None. Numbers, strings and containers
+    stay."""
     named = [_plain_arguments(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
     return *[_plain_arguments(value) for value in scope["args"]], *named
 
 
 def _module_description(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, mode, parameters, buffers and hooks for `untraced_key`.
+    """Return a module's class, mode, parameters, buffers and hooks, to be part of an `untraced_key`.
 
     Class and hooks are represented by name, because parametrize creates a new class for each module.
     """

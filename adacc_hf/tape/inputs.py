@@ -51,7 +51,7 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """Return the layout of the tensor arguments of a call, including tensors in containers.
 
     For each tensor: path, shape, strides and offset (or `layout` if not strided), dtype, `requires_grad`, and the
-    number of its storage, equal for tensors that share a storage.
+    number of its storage. Tensors that share a storage have the same number.
     """
     storages: dict[int, int] = {}
     tensors = []
@@ -67,7 +67,7 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 def block_layout(block: nn.Module) -> Hashable:
     """Return the geometry, dtype and storage number of each of the block's own tensors.
 
-    Tensors that share a storage have the same number. The views of a tape depend on all these properties.
+    Tensors that share a storage have the same number. The views recorded on a tape depend on all these properties.
 
     A layout can change: DeepSpeed moves the parameters of all blocks into one storage, and attached tensors
     (`attached_tensors`) may be tables that grow.
@@ -86,19 +86,22 @@ def block_layout(block: nn.Module) -> Hashable:
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Look up the tensors of this call that replay of the tape reads. Return (value, tensor) for each of `externals`.
+    """Look up the existing tensors that replay reads, in this call of `block`. Return (value, tensor) for each of
+    `externals`.
 
-    `externals` are (value, source) of arguments, parameters, buffers and attached tensors. An attached tensor is stored
-    on a module or a parameter without being registered as a parameter or buffer, such as the scales of a quantized
-    weight (rule R12). The tensor in a pair is None if the call has no tensor at the source.
+    `externals` are (value, source) of arguments, parameters, buffers and attached tensors. A source is the place where
+    a call finds the tensor. An attached tensor is stored on a module or a parameter without being registered as a
+    parameter or buffer, such as the scales of a quantized weight (rule R12). The tensor in a pair is None if the call
+    has no tensor at the source.
     """
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    """Return the tensor at `source` in this call of `block`, detached unless it is a parameter.
+    """Return the tensor at `source`, a place such as a parameter's name, in this call of `block`.
 
-    Return None if a tensor that was attached to a parameter or module no longer exists.
+    The tensor is detached unless it is a parameter. Return None if a tensor that was attached to a parameter or module
+    no longer exists.
     """
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])
@@ -113,7 +116,7 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
 
 
 def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
-    """Return the argument of a recorded block's call at `path`, which may lead into containers."""
+    """Return the argument at `path` of a recorded block's call. The path may lead into containers."""
     first, *rest = path
     argument = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:

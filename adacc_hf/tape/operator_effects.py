@@ -12,13 +12,13 @@ from adacc_hf.torch_glue.private import TensorBase, collective_counts, schema_of
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 )
-"""Namespaces of collective operators, which involve other ranks."""
+"""Namespaces of collective operators, which communicate with other ranks."""
 _LOCAL = frozenset({"aten", "prim", "prims"})
-"""Namespaces whose operators never involve other ranks."""
+"""Namespaces whose operators never communicate with other ranks."""
 
 
 def _may_write(func: Any) -> bool:
-    """Return True if the recorded operator may write to its arguments.
+    """Return True if the operator `func` may write to its arguments.
 
     The schema declares the written arguments, except for operators of torch.distributed, which may write to any
     argument.
@@ -41,9 +41,10 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class RngUse:
-    """Detector of random draws by one operator, which compares the generator's state before and after the operator.
+    """Detector of random draws by one operator, which compares the random generator's state before and after the
+    operator.
 
-    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only with dropout.
+    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, but draws only with dropout.
     Operators from outside torch may lack the tag.
     """
 
@@ -83,5 +84,5 @@ class RankUse:
         self._before = None if self._is_declared or func.namespace in _LOCAL else collective_counts()
 
     def happened(self) -> bool:
-        """Return True if the operator involves other ranks. Call this after the operator."""
+        """Return True if the operator communicates with other ranks. Call this after the operator."""
         return self._is_declared or (self._before is not None and self._before != collective_counts())

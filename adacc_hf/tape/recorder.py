@@ -1,4 +1,4 @@
-"""Recorder of tapes: a dispatch mode that records one call of a block."""
+"""Recorder of tapes: a dispatch mode that records the operators and saved tensors of one call of a block."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
 from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
-"""Operators that are not recorded, because they make no storage. `prim.device` returns a fake tensor's device."""
+"""Operators that are not recorded, because they create no storage. `prim.device` returns a fake tensor's device."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Classes of dropout modules, whose rates are part of the identity of a block's tapes. Dropout at rate zero runs no
-operator."""
+"""Classes of dropout modules. Their rates are part of the identity of a block's tapes, because dropout at rate zero
+runs no operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
-"""The operator that torch.tensor() runs on each new tensor."""
+"""The operator that `torch.tensor()` runs on each tensor that it creates."""
 _MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
-"""Operators that replace a tensor's storage."""
+"""Names of the operators that replace a tensor's storage by another."""
 _READ_NO_ELEMENT = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
@@ -72,11 +72,12 @@ PYTHON_RANDOM = "it draws from Python's or numpy's random generators, on which a
 
 
 class Recorder(FunctionRecorder, TorchDispatchMode):
-    """Dispatch mode that records every operator that makes or changes a storage, and every tensor that autograd saves.
+    """Dispatch mode that records every operator that creates or changes a storage, and every tensor that autograd
+    saves.
 
     All storages stay alive while the recorder runs. An address therefore identifies one storage, and the original
-    tensors are available for verification (rule R7). An `autograd.Function` may become one operator
-    (function_recording.py).
+    tensors are available to check that replay gives the same bits (rule R7). An `autograd.Function` may become one
+    operator (function_recording.py).
     """
 
     def __init__(
@@ -91,17 +92,17 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self.rng_use = rng_use or RngUse
         self.values: list[TapeValue] = []
         self.bases: list[torch.Tensor] = []
-        """The base tensor of each value, detached."""
+        """The first recorded tensor of each value, detached. A value is one storage at one version."""
         self._storages: list[int] = []
-        """The storage key of each value."""
+        """The storage key of each value. A value is one storage at one version."""
         self._alive: list[torch.UntypedStorage] = []
-        """Storages that no base tensor keeps alive, such as the storages of tensors that wrap other tensors. These
-        storages must stay alive, because otherwise a new storage could get the same key."""
+        """Storages that no tensor in `bases` keeps alive, such as the storages of tensors that wrap other tensors.
+        These storages must stay alive, because otherwise a new storage could get the same key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
-        """For each version that an in-place operator made, the part of the previous version that the operator wrote
-        to."""
+        """For each value that an in-place operator made, the part of the storage's previous version that the operator
+        overwrote."""
         self.untrusted: str | None = (
             CACHE if only_reads_cache(block) and has_cache(partial(block, **kwargs), args) else None
         )
@@ -110,17 +111,19 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._in_operator = False
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
-        """The current value of each storage, by storage key."""
+        """The latest value (version) of each storage, by storage key."""
         self._stand_in = torch.empty(0)
-        """Substitute for tensors without a storage."""
+        """Tensor that is recorded in place of a tensor without a storage."""
         self._modules: list[str] = []
         """Paths of the submodules that are running, the innermost last."""
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
-        """(tensor, source) of each tensor that existed before the call and that the block may read, by storage key."""
+        """(tensor, source) of each tensor that existed before the call and that the block may read, by storage key. The
+        source says where a call finds the tensor."""
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
-        """Sources and geometries of further tensors on the storages of `_externals`, by storage key."""
+        """Sources and geometries of further existing tensors that share a storage with a tensor in `_externals`, by
+        storage key."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
-        """(path, tensor) of the call's arguments, by storage key."""
+        """(path, tensor) of each tensor among the call's arguments, by storage key."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
@@ -135,12 +138,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         devices = [tensor.device for tensor, _ in self._externals.values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
-        """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
-        random numbers since then. A call under a plan sees no operators, and therefore captures the state at the same
-        moments."""
+        """The random generator's state when the last tensor was saved, or when the call began. None if an operator has
+        drawn random numbers since then. A call that follows a plan does not see operators, so it captures the state at
+        these moments too."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """The generator state, which never changes, if the block's tensors are fake, else None."""
+        """The random generator's state if the block's tensors are fake, else None. With fake tensors, the state never
+        changes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -151,7 +155,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return the tape's reference to `tensor`: a view on the value that is now in the tensor's storage.
+        """Return a reference to `tensor` for the tape: a view on the latest value (version) of the tensor's storage.
 
         If the storage is new to the tape, add a value for the storage.
         """
@@ -173,12 +177,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of the value that `tensor` views, or None if the block did not make the tensor's storage."""
+        """Return the index of the value that `tensor` views, or None if the storage existed before the call or is not
+        recorded."""
         key = storage_key(local_of(tensor).untyped_storage())
         return None if key in self._externals else self._current.get(key)
 
     def save(self, tensor: torch.Tensor) -> int:
-        """Record on the tape that autograd saves `tensor`. Return the index of the new slot."""
+        """Record on the tape that autograd saves `tensor`. Return the tensor's index among the saved tensors."""
         self.slots.append(self.refer(local_of(tensor)))
         self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
         if self._is_in_function:
@@ -188,9 +193,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return len(self.slots) - 1
 
     def was_written_later(self, ref: TensorRef) -> bool:
-        """Return True if the block later changed elements of the tensor `ref` in place.
+        """Return True if the block has changed elements of the tensor `ref` in place since `ref` was recorded.
 
-        Return False if the block did not make the tensor's storage.
+        Return False if the tensor's storage existed before the call.
         """
         value = self.values[ref.value]
         if not value.overwritten or value.source is not None:
@@ -200,7 +205,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return any(self._storages[write.value] == storage and share_elements(ref, write) for write in later_writes)
 
     def tape(self) -> Tape:
-        """Return the tape of the recorded call. Use this method after the block has returned."""
+        """Return the tape of the recorded call. Call this method after the block has returned."""
         self._check_attached()
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"
@@ -217,7 +222,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._arguments.get(self._storages[value], [])
 
     def _unsealed(self) -> Tape:
-        """Return a tape of the records so far, without digests."""
+        """Return a tape of everything recorded so far, without digests."""
         return Tape(
             block_class=class_name(self.block),
             values=self.values,
@@ -229,10 +234,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
-        """Yield (value, source, geometry) for each tensor that shares its storage with an external value.
+        """Yield (value, source, geometry) for each tensor that shares its storage with another tensor that existed
+        before the call.
 
-        `value` is the index of the external value. `source` and `geometry` describe the other tensor. Arguments are
-        left out, because the call's key already contains which arguments share a storage.
+        `value` is the index of that other tensor's value on the tape. `source` and `geometry` say where a call finds
+        the tensor itself, and which part of the storage it covers. Arguments are left out, because the call's key
+        already contains which arguments share a storage.
         """
         for value in self.values if self._sharing else ():
             if value.source is not None:
@@ -285,7 +292,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         is_random: bool = False,
         is_collective: bool = False,
     ) -> None:
-        """Add an operator that has run to the tape, with values for the new and the changed storages."""
+        """Add an operator that has run to the tape, with a value for each storage that the operator created or
+        changed."""
         index = len(self.operators)
         is_dropout = is_random and func is torch.ops.aten.native_dropout.default
         original_args = args
@@ -309,13 +317,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._derive_dropout(operator, original_args[0])
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
-        """Add a tape value for the default generator's state before the random operator `drawn` ran.
+        """Add a value to the tape for the state that the random generator had before the random operator `drawn` ran.
 
-        Return the index of the value. Return None if a call under a plan cannot capture this state, or if the random
-        numbers may depend on data, which a plan may store with loss. The numbers cannot depend on data if the operator
-        is fused attention, or if the operator reads only the tensor that it fills. An `autograd.Function` is accepted
-        too, because the inputs of a Function that draws random numbers are stored exactly. If the operator drew from
-        another generator, verification of replay (rule R7) detects this.
+        Return the index of the value. Return None if a call that follows a plan cannot capture this state, or if the
+        random numbers may depend on data, which a plan may store with loss. The numbers cannot depend on data if the
+        operator is fused attention, or if the operator reads only the tensor that it fills. An `autograd.Function` is
+        accepted too, because the inputs of a Function that draws random numbers are stored exactly. If the operator
+        drew from another generator, the comparison of replayed with recorded bits (rule R7) detects this.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -334,7 +342,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return index
 
     def _is_new_number(self, tensor: torch.Tensor) -> bool:
-        """Return True if a constant is a new tensor with a single number, which replay can create again."""
+        """Return True if `tensor` is a new tensor with a single number, which replay can create again."""
         return (
             type(tensor) is torch.Tensor
             and tensor.numel() == 1
@@ -343,13 +351,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
-        """Record a tensor made from a Python number as the result of `aten.full`, and return the tensor."""
+        """Record `constant`, a tensor made from a Python number, as the result of `aten.full`, and return it."""
         kwargs = {"dtype": constant.dtype, "device": constant.device}
         self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant)
         return constant
 
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return True if autocast may make and cache this cast of `tensor`, which must be a parameter of the block.
+        """Return True if a cast of `tensor` may come from autocast, which caches casts of parameters of the block.
 
         `kwargs` are the keyword arguments of the cast operator.
         """
@@ -359,8 +367,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
         """If `tensor` is autocast's cached cast of a parameter, record the cast operator on the tape.
 
-        The cast is recorded at its first read, whether this call or an earlier call made it. Otherwise the order of
-        operators would vary: autocast casts a product's weight before its input, but only if no cast is cached.
+        The cast is recorded when the block first reads it, whether this call or an earlier call made it. Otherwise the
+        order of operators would vary between calls: for a matrix product, autocast casts the weight before the
+        product's input, but only if the weight's cast is not cached yet.
         """
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
@@ -374,7 +383,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
         """Split a recorded dropout into two operators, because only the mask is random (rule R5).
 
-        `dropout` keeps the mask. A new operator on the tape computes the result, input * mask * scale.
+        The operator `dropout` keeps only the mask as its result. A new operator on the tape computes input * mask *
+        scale.
         """
         output_values = dict(dropout.outputs)
         probability = dropout.args[1]
@@ -401,13 +411,14 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Record that `by`, an operator or tensor method, read the data of `tensor` into Python or to decide a size."""
+        """Record that the operator or tensor method `by` has read the data of `tensor`, into Python or to decide a
+        size."""
         self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
-        """Register a tensor that the block may read.
+        """Register an existing tensor that the block may read, with the `source` at which a call finds the tensor.
 
-        The tensor becomes a value of the tape at its first read, so unused arguments are not on the tape.
+        The tensor gets a value on the tape when it is first read, so unused arguments are not on the tape.
         """
         local = local_of(tensor)
         if has_storage(local):
@@ -425,7 +436,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Set the source of each attached tensor that the call replaced by another tensor to "unknown"."""
+        """Set the source of each attached tensor to "unknown" if the call has replaced the tensor by another.
+
+        An attached tensor is stored on a module or parameter without being registered as a parameter or buffer.
+        """
         externals = [(value, value.source) for value in self.values if value.source is not None]
         attached = [(value, source) for value, source in externals if source.place in PLACES]
         current = dict(attached_tensors(self.block)) if attached else {}
@@ -441,7 +455,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
-        """Add a tape value for a storage that the operator with the index `operator` has made.
+        """Add a value to the tape for the storage of `tensor`, which the operator with the index `operator` has
+        created.
 
         Return the index of the value.
         """
@@ -450,7 +465,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._add(tensor, None, operator, name)
 
     def _next_version(self, tensor: torch.Tensor, operator: int, name: str) -> tuple[int, int]:
-        """Add a tape value for the storage of `tensor`, which an operator has written in place.
+        """Add a value to the tape for the storage of `tensor`, which an operator has changed in place.
 
         Return the indices (old value, new value). The old value is marked as overwritten. The new value covers the same
         part of the storage as the old value, even if `tensor` is a smaller view.
@@ -462,7 +477,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return old, new
 
     def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
-        """Add a tape value for the storage of `tensor`, and return its index."""
+        """Add a value to the tape for the storage of `tensor`, and return the value's index."""
         index = len(self.values)
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
@@ -483,7 +498,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
-        """Record reads of tensors into Python, and draws from Python's and numpy's generators, inside the `with` block.
+        """Record reads of tensors into Python, and detect draws from Python's and numpy's generators, inside the `with`
+        block.
 
         These reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded,
         because replay runs the whole operator again and compares the results.
@@ -496,7 +512,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """Record each operator inside the `with` block with the path of the submodule that runs the operator.
+        """Record, for each operator inside the `with` block, the path of the submodule that runs the operator.
 
         Compiled submodules get no hooks inside, because hooks would trigger a recompilation.
         """
@@ -521,7 +537,8 @@ def moves_storage(operator: TapeOperator) -> bool:
 
 
 def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
-    """Return True if the memory of a recorded tensor was freed."""
+    """Return True if the memory of the recorded tensor `base` was freed, so that its storage is smaller than when
+    recorded."""
     return base.untyped_storage().nbytes() < value.nbytes
 
 
@@ -550,14 +567,15 @@ COMPILED = "torch.compile compiled a part of it, whose operators cannot be recor
 WRAPPED = "it makes tensors that consist of others (float8 training) and have no storage of their own"
 CHANGED_UNSEEN = "it changes tensors saved for backward in place, behind autograd's back (`.data`)"
 HIDDEN = (COMPILED, WRAPPED)
-"""Values of `Tape.untrusted` for tapes whose operators cannot be run one by one."""
+"""Reasons, as values of `Tape.untrusted`, for which a tape's operators cannot be run one by one."""
 
 _NODE = "CompiledFunctionBackward"
-"""Name of the autograd node of a graph that torch.compile compiled, with any backend."""
+"""Name of the autograd node of a graph that torch.compile has compiled, with any backend."""
 
 
 def runs_compiled_code(result: Any, inputs: Any) -> bool:
-    """Return True if compiled code took part in computing `result` from `inputs`, both trees of tensors."""
+    """Return True if compiled code took part in computing `result` from `inputs`. Both are nested containers of
+    tensors."""
     visited = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
     nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     while nodes:

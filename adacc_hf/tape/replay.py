@@ -1,4 +1,4 @@
-"""Replay of a tape's operators in backward: single steps, and their schedule over the backward of a block."""
+"""Replay in backward of operators recorded on a tape: single steps, and their schedule over the backward of a block."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from adacc_hf.torch_glue.rng_state import draw_from_state
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]
-"""Base tensor of each value of a tape, by value index. None if the value is not available."""
+"""Tensors available in a replay: the base tensor of each value of a tape, by value index, or None if not available."""
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return the tensor that `ref` describes, on the storage of `base`.
+    """Return the tensor that the recorded reference `ref` describes, as a view on the storage of `base`.
 
     The tensor has the size, stride, offset and dtype of `ref` (rule R2).
     """
@@ -46,14 +46,15 @@ def share_elements(first: TensorRef, second: TensorRef) -> bool:
 def takes_device(operator: TapeOperator) -> bool:
     """Return True if an operator on the tape has a `device` argument.
 
-    If the operator does not read the elements of a tensor argument (`Blank`), replay can then pass a meta tensor and
-    the device instead.
+    If the operator does not read the elements of a tensor argument (a `Blank`), replay can then pass a meta tensor and
+    the device in its place.
     """
     return any(argument.name == "device" for argument in schema_of(operator.target).arguments)
 
 
 def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
-    """Return an uninitialized tensor with the layout of `blank`, an operator's argument whose elements are not read."""
+    """Return an uninitialized tensor with the layout of `blank`, an operator's argument whose elements the operator
+    does not read."""
     size, stride, offset = blank.geometry
     if not offset:
         return torch.empty_strided(size, stride, dtype=blank.dtype, device=device)
@@ -72,7 +73,7 @@ class PreparedOperator:
         self._kwargs = operator.kwargs
         self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
         """(position, reference, geometry) of each tensor argument. The geometry is None if the argument is a value's
-        base tensor itself."""
+        first recorded tensor itself, and not another view."""
         has_nested_tensors = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
         self._has_nested_tensors = has_nested_tensors or _holds_tensor(operator.kwargs)
         self._blanks: list[tuple[int, Blank]] = []
@@ -94,7 +95,7 @@ class PreparedOperator:
     def run(self, bases: list[torch.Tensor]) -> Sequence[Any]:
         """Run the operator and return its flattened results.
 
-        `bases` has the base tensor of each value, by value index.
+        `bases` has the available tensor of each value of the tape, by value index.
         """
         if self.operator.generator is None:
             result = self._call(bases)
@@ -111,7 +112,7 @@ class PreparedOperator:
         return results
 
     def _call(self, bases: list[torch.Tensor]) -> Any:
-        """Run the operator on views of the base tensors."""
+        """Run the operator on views of `bases`, the available tensors by value index."""
         if self._has_nested_tensors:
             args, kwargs = map_tensors(
                 (self.operator.args, self._kwargs), TensorRef, lambda ref: view(bases[ref.value], ref)
@@ -132,7 +133,7 @@ class PreparedOperator:
 
 
 class ReplayStep:
-    """Replay of one operator of a tape under a plan.
+    """Replay of one operator of a tape, as one step of a schedule.
 
     The step has the values to fetch and to copy before the operator runs, and the values to free afterwards.
     """
@@ -142,22 +143,23 @@ class ReplayStep:
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values to copy before the operator runs, because the operator overwrites values that are needed later (rule
-        R6)."""
+        """Values to copy before the operator runs, because the operator overwrites them in place, but they are needed
+        later (rule R6)."""
         self.loads: tuple[int, ...] = ()
-        """Stored values to fetch immediately before this operator. Earlier decoding would raise the peak of other
-        steps."""
+        """Stored values to fetch immediately before this operator. Fetching decodes a value, and earlier decoding would
+        raise the peak of other steps."""
         self.frees: tuple[int, ...] = ()
-        """Values to free after this operator."""
+        """Values to free after this operator has run."""
 
     def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """Return a copy of this step for `tape`, whose `operator` differs from the step's operator only in numbers."""
+        """Return a copy of this step for `tape`, whose operator `operator` differs from this step's only in numbers
+        such as sizes."""
         step = copy(self)
         step.operator, step._tape = operator, tape
         return step
 
     def run(self, environment: Environment) -> None:
-        """Run the operator on the values in `environment`, and put the results into `environment`."""
+        """Run the operator on the tensors in `environment` (by value index), and put the results into `environment`."""
         bases: list[torch.Tensor] = environment  # type: ignore[assignment]  # its inputs were put there before
         originals = [bases[old] for old in self.copies]
         for old in self.copies:
@@ -177,7 +179,7 @@ class ReplayStep:
 
 
 def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
-    """Return True if a replayed operator's result has the recorded layout and dtype."""
+    """Return True if a replayed operator's result at `position` has the recorded layout and dtype, `ref`."""
     tensor = results[position] if position < len(results) else None
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -187,22 +189,22 @@ def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> 
 
 
 def _holds_tensor(tree: Any) -> bool:
-    """Return True if an argument of a recorded operator contains a reference to a tensor."""
+    """Return True if `tree`, an argument of a recorded operator, contains a reference to a tensor."""
     return next(tensor_refs(tree), None) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StorageMap:
-    """Values of a tape that are available without replay under a plan, grouped by storage."""
+    """Values of a tape that are available under a plan without replay, grouped by how they are stored."""
 
     persistent: frozenset[int]
-    """Parameters, buffers, attached tensors and shared inputs, which always exist."""
+    """Parameters, buffers, tensors attached to the block, and inputs shared with other blocks, which always exist."""
     retained: frozenset[int]
-    """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times, only the
-    slots that need the tensor refer to the tensor."""
+    """Values stored as tensors until backward. Replay fetches a tensor for one unpack of a saved tensor at a time. At
+    other times, only the saved tensors that need the tensor refer to it."""
     compressed: frozenset[int]
-    """Values stored as payloads until backward. A payload is decoded when an unpack needs the value. The decoded tensor
-    is kept if another unpack needs the value soon."""
+    """Values stored encoded until backward. A value is decoded when autograd unpacks a saved tensor that needs it. The
+    decoded tensor is kept if another unpack needs it soon."""
 
     def __contains__(self, value: int) -> bool:
         return value in self.persistent or value in self.retained or value in self.compressed
@@ -210,25 +212,26 @@ class StorageMap:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgram:
-    """Instructions for one unpack: run `steps`, then fetch `loads` from the store, then free `frees`."""
+    """Instructions for unpacking one saved tensor: run `steps`, then fetch the stored values `loads`, then free
+    `frees`."""
 
     loads: tuple[int, ...]
-    """Stored values to fetch for the slot itself. The values to fetch for a step are in `ReplayStep.loads`."""
+    """Stored values to fetch for the saved tensor itself. The values to fetch for a step are in `ReplayStep.loads`."""
     steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
     reads: tuple[int, ...]
-    """Persistent values that the program reads."""
+    """Values among parameters and other tensors that always exist (`StorageMap.persistent`) that the program reads."""
 
     def fetched(self) -> list[int]:
-        """Return all stored values that the program fetches, for its steps and for the slot."""
+        """Return all stored values that the program fetches, for its steps and for the saved tensor itself."""
         return [*(value for step in self.steps for value in step.loads), *self.loads]
 
 
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Return (operators, inputs) for recomputing `value` of a tape.
+    """Return (operators, inputs) with which a value of a tape can be recomputed.
 
     `operators` are the indices of the operators to run, in order. `inputs` are the values from which the operators
-    start: values that are available, or that no operator computes.
+    start: values for which `is_available` returns True, or that no operator computes.
     """
     operators: set[int] = set()
     leaves: dict[int, None] = {}
@@ -247,11 +250,11 @@ def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tupl
 def schedule(
     tape: Tape, store: StorageMap, order: Sequence[int], passthrough: Collection[int] = ()
 ) -> list[ReplayProgram]:
-    """Return the replay program of each unpack, for a backward that unpacks the slots in `order`.
+    """Return a replay program for each saved tensor, for a backward that unpacks the saved tensors in `order`.
 
-    Each operator runs at most once, at the first unpack that needs it. Results that a later unpack needs are kept, and
-    each value is freed after its last use. For slots of the values `passthrough` no operator runs, because autograd
-    keeps the saved tensor itself.
+    `order` has indices among the saved tensors (slots). Each operator runs at most once, at the first unpack that needs
+    it. Results that a later unpack needs are kept, and each value is freed after its last use. For saved tensors of the
+    values `passthrough`, no operator runs, because autograd keeps the tensor itself.
     """
     recomputed: set[int] = set()
     runs = []
@@ -268,16 +271,16 @@ def schedule(
 
 
 def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequence[ReplayProgram]) -> ReplayProgram:
-    """Return a copy of `program` that also frees decoded values that none of `next_programs` fetches."""
+    """Return a copy of `program` that also frees its decoded values, unless one of `next_programs` fetches them too."""
     soon = {value for later in next_programs for value in later.fetched()}
     dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
 def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
-    """Return the replay program for one unpack that is out of order.
+    """Return the replay program for unpacking the saved tensor `slot` out of the scheduled order.
 
-    `available` contains the values that are in the environment now. The program frees no recomputed value.
+    `available` contains the values whose tensors are available now. The program frees no recomputed value.
     """
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, available)
@@ -287,15 +290,15 @@ def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]
 
 
 def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[int]) -> list[int]:
-    """Return the indices of the operators that recompute `value` from the values in `available` and in the store."""
+    """Return the indices of the operators that recompute `value` from stored values and the values in `available`."""
     return closure(tape, value, lambda v: v in store or v in available)[0]
 
 
 def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
     """Return the last use of each value, as (position of the unpack, index of the operator in the unpack).
 
-    The position is the unpack's index in `order`. `runs` has the operators of each unpack. An index equal to the number
-    of operators stands for the slot itself.
+    Each unpack of a saved tensor runs the operators in its entry of `runs`. The position is the unpack's index in
+    `order`. An operator index equal to the number of operators stands for the saved tensor itself.
     """
     last: dict[int, tuple[int, int]] = {}
     for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
@@ -309,7 +312,7 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 def _replay_program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
-    """Return the replay program of one unpack of `value`.
+    """Return the replay program for unpacking a saved tensor that views `value`, as unpack number `rank`.
 
     `run` has the indices of the operators to run, and `uses` the last use of each value.
     """
@@ -328,11 +331,10 @@ def _replay_program(
 def _replay_step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
-    """Return the step that replays operator `number` at `moment`.
+    """Return the step that replays operator `number` of the tape at `moment`.
 
-    `moment` is (position of the unpack, index of the operator in the unpack).
-
-    `uses` has the last moment that needs each value.
+    `moment` is (position of the unpack, index of the operator in the unpack). `uses` has the last moment that needs
+    each value.
     """
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)

@@ -1,4 +1,4 @@
-"""Verification of replay: find the values that replay recomputes bit for bit (rule R7), and values with equal bits."""
+"""Verification of replay: the search for values that replay recomputes bit for bit (rule R7), and for equal values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
-    `bases` contains the recorded tensors, indexed by value. If replay of a value gives different bits, the next
-    operators read the recorded tensor instead. If an in-place operator has overwritten the recorded tensor, values that
-    depend on this tensor are not recomputable. An overwritten version is compared only in the parts that autograd
-    saved. If autograd saved no part, only the values that depend on the version are compared.
+    A value is one storage at one version. `bases` contains the recorded tensors, indexed by value. If replay of a value
+    gives different bits, the next operators read the recorded tensor in its place. If an in-place operator has
+    overwritten the recorded tensor, values that depend on it are not recomputable. Of an overwritten version, only the
+    parts that autograd saved are compared. If autograd saved no part, the values that depend on the version are
+    compared, but not the version itself.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
@@ -38,10 +39,10 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
 def exactly_replayed_values(
     tape: Tape, operators: Sequence[TapeOperator], num_outer: int, bases: list[torch.Tensor]
 ) -> frozenset[int]:
-    """Replay some `operators` of a tape, and return the values that these operators recompute bit for bit.
+    """Replay the given `operators` of a tape, and return the values that these operators recompute bit for bit.
 
-    The inputs of `operators` are the first `num_outer` values, and the values that no operator makes. `bases` contains
-    the recorded tensors, indexed by value.
+    The inputs of `operators` are the first `num_outer` values, and the values that no operator computes. `bases`
+    contains the recorded tensors, indexed by value.
     """
     environment: Environment = [None] * len(tape.values)
     for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):
@@ -84,8 +85,8 @@ def _verify_operator(
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
     """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits.
 
-    If no operator of the tape fills this memory, replay must not pass the comparison. Without the inversion, replay
-    could pass by chance, because reused memory may still contain the recorded bits.
+    If no operator of the tape fills this memory, the comparison must fail. Without the inversion, it could succeed by
+    chance, because reused memory may still contain the recorded bits.
     """
     for _, value in operator.outputs:
         replayed = environment[value]
@@ -95,7 +96,7 @@ def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes, to compare a replayed with the recorded storage."""
+    """Return the whole storage of a tensor as bytes, to compare a replayed storage with the recorded storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -116,7 +117,7 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Return True if replay of a value gave the recorded bits.
+    """Return True if the tensor `replayed` has the bits of the tensor `recorded`, for a value of the tape.
 
     If a later operator overwrote the recorded value, only the parts that autograd saved are compared. Fused GRU cells,
     for example, save parts of a tensor and then overwrite the other parts.
@@ -128,11 +129,10 @@ def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded:
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
-    """Replay one operator.
+    """Replay one operator, and return True if it ran and wrote only to arguments that its schema declares as mutable.
 
-    Return True if the operator ran, and wrote only to arguments that its schema declares as mutable. Of torch's own
-    operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write to any argument.
-    The operator runs on copies of the arguments, because a hidden write must not change an original.
+    Of torch's own operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write
+    to any argument. The operator runs on copies of the arguments, because a hidden write must not change an original.
     """
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
@@ -163,7 +163,7 @@ def _can_replay(operator: TapeOperator, tape: Tape, environment: Environment) ->
 
 
 def _is_buffer_value(tape: Tape, value: int) -> bool:
-    """Return True if the tape's value is a buffer of the block."""
+    """Return True if a value on the tape is a buffer of the block."""
     source = tape.values[value].source
     return source is not None and source.place == "buffer"
 
@@ -178,14 +178,13 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _element_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a replayed or recorded `tensor` in the order of its strides, without a copy if the elements
-    lie side by side."""
+    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
     in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return in_order.contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_reproducible(tape: Tape) -> bool:
-    """Return True if every operator of the block gave the recorded bits again for the same inputs.
+    """Return True if every operator on the tape gave the recorded bits again for the same inputs.
 
     Random operators count as reproducible, because torch's checkpoint restores the generators. A block is not
     reproducible if it reads a tensor of unknown source or overwrites one of its inputs.
@@ -197,8 +196,8 @@ def is_reproducible(tape: Tape) -> bool:
 
 
 def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterable[int]) -> frozenset[int]:
-    """Return the values of `exact_values` that replay can compute, directly or indirectly, from external and `stored`
-    values."""
+    """Return those of `exact_values` that replay can compute, directly or indirectly, from existing tensors and from
+    values in `stored`."""
     saved = set(stored)
     recomputable: set[int] = set()
     for operator in tape.operators:
@@ -211,7 +210,8 @@ def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterabl
 
 
 def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
-    """Return True if replay can read the tape's value: an existing, saved or recomputable tensor."""
+    """Return True if replay can read a value on the tape: an existing, saved or recomputable tensor that is not
+    overwritten."""
     tape_value = tape.values[value]
     if tape_value.source is not None:
         return tape_value.source.place != "unknown" and not tape_value.overwritten
@@ -225,16 +225,16 @@ def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: s
 
 
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
-    """Return a dict from each value that duplicates an earlier saved value of the tape to the first equal saved value.
+    """Return a dict from each value that duplicates an earlier saved value of the tape to the first such saved value.
 
-    Two values are equal if both values were made by the same operator with the same arguments, have the same layout,
-    were not changed in place, and are `recomputable`: replay of both values gave the recorded bits (rule R7), so the
-    results depend only on the arguments. The earlier value was also saved first, because the first slot decides which
-    storage is kept.
+    Two values are equal if both were computed by the same operator with the same arguments, have the same layout, were
+    not changed in place, and are in `recomputable`. Replay of a recomputable value gave the recorded bits (rule R7), so
+    the value depends only on the arguments. A further condition is that autograd saved the earlier value first, because
+    the first saved tensor decides which storage is kept.
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
-    """Map from each duplicate value to the first value with the same bits."""
+    """First value with the same bits, by duplicate value."""
     for operator in tape.operators:
         if not _is_verified_operator(tape, operator, recomputable):
             continue
@@ -246,20 +246,21 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 
 
 def merge_equal_values(tape: Tape, equal: Mapping[int, int]) -> Tape:
-    """Return a copy of `tape` in which operators and slots refer to `equal[v]` instead of `v`."""
+    """Return a copy of `tape` in which operators and saved tensors refer to the value `equal[v]` in place of the value
+    `v`."""
     operators = [substitute_values(operator, equal) for operator in tape.operators]
     slots = [_with_equal_values(slot, equal) for slot in tape.slots]
     return replace(tape, operators=operators, slots=slots, _consumers={})
 
 
 def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeOperator:
-    """Return a copy of `operator` whose arguments refer to `equal[v]` instead of `v`."""
+    """Return a copy of `operator` whose arguments refer to the value `equal[v]` in place of the value `v`."""
     args, kwargs = _with_equal_values((operator.args, operator.kwargs), equal)
     return replace(operator, args=args, kwargs=kwargs, _inputs=None)
 
 
 def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
-    """Return True if replay has verified that equal arguments give equal results of the operator."""
+    """Return True if it is verified by replay that equal arguments give equal results of `operator`."""
     results = operator.results()
     return (
         operator.may_run_again
@@ -270,9 +271,10 @@ def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Coll
 
 
 def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
-    """Return a key of the operator and its arguments. `first` maps duplicate values to the first equal value.
+    """Return a key of the operator and its arguments. Operators with equal keys have equal results.
 
-    Operators with equal keys have equal results.
+    `first` maps each value that duplicates another to the first value with the same bits. Such duplicates have equal
+    keys.
     """
     return operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
 
@@ -294,16 +296,17 @@ def _value_layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to the first saved value of its group of equal values, if the saved value
-    is earlier.
+    """Return a dict from each duplicate value to the first saved value with the same bits, if that saved value is
+    earlier.
 
-    `first` maps each duplicate to the first value of its group. Groups without a saved value are left out.
+    `first` maps each duplicate to the first value with the same bits. If no value with the same bits is saved, the
+    duplicates are left out.
     """
     first_slot: dict[int, int] = {}
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)
     saved: dict[int, int] = {}
-    """First saved value of each group of equal values, by the first value of the group."""
+    """First saved value of each group of values with the same bits, by the first value of the group."""
     for value in sorted({*first, *first.values()}):
         if value in first_slot:
             saved.setdefault(first.get(value, value), value)
@@ -317,5 +320,5 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
 
 
 def _with_equal_values(tree: Any, equal: Mapping[int, int]) -> Any:
-    """Return an operator's arguments on the tape. Each value in `equal` is replaced by the value with the same bits."""
+    """Return an operator's arguments in which each value in `equal` is replaced by the value with the same bits."""
     return map_tensors(tree, TensorRef, lambda ref: replace(ref, value=equal.get(ref.value, ref.value)))

@@ -26,25 +26,28 @@ from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 
 ENOUGH_RECORDS = 3
-"""Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, and a third size
-checks the polynomial."""
+"""Number of recorded tapes needed to fit the polynomials of a symbolic tape. Two sizes determine a polynomial, and a
+third size checks it."""
 MOST_RECORDS = 8
-"""Maximum number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
-rounded up to a multiple of a window, follows no polynomial."""
+"""Maximum number of recorded tapes that polynomials are fitted to. If a number still has no fit, it follows no
+polynomial, such as a length rounded up to a multiple of a window."""
 AGREED = 16
-"""Number of new sizes at which a call is validated. A polynomial is a sum of at most three products of sizes. A
-polynomial that is right at AGREED sizes is right at all sizes between the smallest and the largest: a step function,
-such as rounding lengths up, would differ at one of AGREED sizes."""
+"""Number of new sizes at which a call of a symbolic tape is validated. A number on the tape is a polynomial of the
+sizes: a sum of at most three products of sizes. A polynomial that is right at AGREED sizes is right at all sizes
+between the smallest and the largest: a step function, such as rounding lengths up, would differ at one of AGREED
+sizes."""
 MOST_SIZES = 32
-"""Maximum number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
+"""Maximum number of sizes whose tapes are cached for one symbolic tape (a tape for all sizes). Evaluating the symbolic
+tape at a size again takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSizes:
-    """A call's key, split into sizes and everything else."""
+    """The key of a block's call, split into sizes and everything else."""
 
     size_class: Hashable
-    """The key without sizes, equal for calls that may share a symbolic tape."""
+    """The key without sizes. Calls with an equal `size_class` may share a symbolic tape, which is one tape for all
+    sizes."""
     dimensions: tuple[int, ...]
     """Sizes of tensors, integers among the arguments, and integers that the block reads into Python."""
     layout: tuple[int, ...]
@@ -54,8 +57,9 @@ class CallSizes:
     def of(cls, key: Any, alignment: int) -> CallSizes:
         """Split `key`, a `CallKey`, into sizes and everything else.
 
-        If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes. The first
-        dimension of a tensor with several dimensions is left out of this distinction.
+        If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes, so that
+        their calls share no symbolic tape. The first dimension of a tensor with several dimensions does not count for
+        this.
         """
         (tensors, plain, *settings), data, block_layout = key
         dimensions: list[int] = []
@@ -75,14 +79,16 @@ class CallSizes:
 
 
 def _alignment_class(size: int, alignment: int) -> int | str:
-    """Return the part of a size that a symbolic tape does not generalize: 0, 1, or the alignment of a larger size."""
+    """Return the property of a size that calls must share to have one symbolic tape: being 0, 1, aligned, or not
+    aligned."""
     if size < 2:
         return size
     return "odd" if size % alignment else "aligned"  # strings, because True and False equal 1 and 0
 
 
 def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
-    """Replace the numbers of a call's key by their alignment classes. The numbers are appended to `numbers`."""
+    """Replace the numbers in a part of a call's key by their alignment (aligned or not), and append them to
+    `numbers`."""
     if isinstance(tree, tuple):
         return tuple([_without_numbers(item, numbers, alignment) for item in tree])
     if type(tree) is int and tree > 1:
@@ -93,45 +99,48 @@ def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """Sizes and tape of one recorded call. The polynomials of symbolic tapes are fitted to recorded calls."""
+    """Sizes and tape of one recorded call, a data point to which the polynomials of symbolic tapes are fitted."""
 
     sizes: CallSizes
     tape: Tape
 
 
 class SymbolicTape:
-    """One tape for all sizes of a size class: the tape's numbers are polynomials of the sizes.
+    """One tape for all sizes of a size class: the numbers on the tape are polynomials of the sizes of a call's
+    arguments.
 
-    Create one with `SymbolicTape.of`.
+    Use `SymbolicTape.of` to create a symbolic tape.
     """
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
         self.tapes_by_size: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
-        """Evaluated tapes by `CallSizes.dimensions`, the latest last. At most MOST_SIZES."""
+        """Tapes evaluated from this symbolic tape, by `CallSizes.dimensions`, the latest last. At most MOST_SIZES."""
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_recomputable_pairs(equal, recomputable))
-        """The tape that plans are built for. The tapes of all sizes have the same values, operators and slots."""
+        """The tape that plans are built for. The tapes of all sizes have the same values, operators and saved
+        tensors."""
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Digest of the records that the polynomials were fitted to. The digest of each evaluated tape contains this
-        digest."""
+        """Digest of the recorded calls that the polynomials were fitted to. It is a part of the digest of each
+        evaluated tape."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """Smallest and largest size of each dimension at which calls ran the operators of this symbolic tape."""
+        """Smallest size, for each dimension, at which a call ran the operators of this symbolic tape. `_most` is the
+        largest."""
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0
-        """Number of sizes evaluated so far that were not recorded."""
+        """Number of sizes, among those at which a tape was evaluated so far, that were not recorded."""
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Fit a symbolic tape to recorded calls of the same operators.
+        """Fit a symbolic tape to recorded calls that ran the same operators.
 
-        Return None if no polynomials fit the numbers.
+        Return None if the numbers on the tapes are no polynomials of the sizes.
         """
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
@@ -148,9 +157,9 @@ class SymbolicTape:
         self.tapes_by_size.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
-        """Return the tape evaluated at `sizes`. Return None if the polynomials do not cover `sizes`.
+        """Return the tape evaluated at `sizes`, or None if the polynomials are not valid at `sizes`.
 
-        A new tape gets `order`, the order in which backward unpacks its slots (`Tape.order`).
+        A new tape gets `order`, the order in which backward unpacks its saved tensors (`Tape.order`).
         """
         tape = self.tapes_by_size.get(sizes.dimensions)
         if tape is None:
@@ -176,9 +185,9 @@ class SymbolicTape:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
-        """Count a new size, and set the validation that is due at the first call of this size.
+        """Count a new size, and set which validation is due at the first call of this size.
 
-        The bits of replay are compared at the 1st, 2nd, 4th, 8th ... new size (rule R7).
+        At the 1st, 2nd, 4th, 8th ... new size, the bits of replay are compared (rule R7).
         """
         self.num_new += 1
         if self.num_new & (self.num_new - 1) == 0:
@@ -187,10 +196,11 @@ class SymbolicTape:
             tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
-        """Return True if `tape`, recorded from a call of `sizes`, equals the tape that is evaluated for these sizes.
+        """Return True if `tape`, the record of a call of these `sizes`, equals the tape that is evaluated for the same
+        sizes.
 
-        The operators and all numbers, such as shapes and bytes, are compared. Return False if the polynomials do not
-        cover `sizes`.
+        The operators and all numbers, such as shapes and bytes, are compared. Return False if the polynomials are not
+        valid at `sizes`.
         """
         numbers = self._expressions.at(sizes)
         if numbers is None:
@@ -199,7 +209,8 @@ class SymbolicTape:
         return own.numbers == recorded.numbers and own.digest_without_numbers == recorded.digest_without_numbers
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Return True if a tape can be evaluated for `sizes`: the dimensions and layout satisfy the polynomials."""
+        """Return True if a tape can be evaluated at `sizes`: the polynomials give the dimensions and strides in `sizes`
+        themselves."""
         return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
@@ -207,7 +218,7 @@ class SymbolicTape:
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Exclude `values` from replay at all sizes.
+        """Exclude `values` from replay at all sizes, because replay does not recompute them exactly.
 
         Values that replay could compute only from `values` are excluded too.
         """
@@ -219,9 +230,11 @@ class SymbolicTape:
 
 
 class _TapePolynomials:
-    """The polynomials of a symbolic tape: one for each dimension and stride of a call, and for each number of the tape.
+    """The polynomials of a symbolic tape: one for each dimension and stride of a call, and one for each number on the
+    tape.
 
-    The variables of the polynomials, the symbols, are a few of the dimensions, which determine the other dimensions.
+    The variables of the polynomials, the symbols, are a few of the call's dimensions, which determine the other
+    dimensions.
     """
 
     def __init__(
@@ -234,7 +247,8 @@ class _TapePolynomials:
     ) -> None:
         self._symbols, self._basis, self._size_polynomials, self._distinct = symbols, basis, size_polynomials, distinct
         self.places = places
-        """For each number of the tape, the index of its polynomial. Equal numbers share a polynomial."""
+        """For each number on the tape, the index of its polynomial. Numbers that are equal at all recorded sizes share
+        a polynomial."""
 
     @classmethod
     def of(
@@ -259,9 +273,9 @@ class _TapePolynomials:
         return cls(symbols, basis, size_fits, number_fits, [index[column] for column in columns])
 
     def at(self, sizes: CallSizes) -> list[int] | None:
-        """Return the value of each distinct polynomial at the given sizes of a call.
+        """Return the value of each distinct polynomial at the sizes of a call.
 
-        Return None if the polynomials are not valid at these sizes.
+        Return None if the polynomials are not valid at these sizes (`cover`).
         """
         products = self._products(sizes)
         if not self._are_valid(sizes, products):
@@ -270,7 +284,8 @@ class _TapePolynomials:
         return numbers if len(numbers) == len(self._distinct) else None
 
     def cover(self, sizes: CallSizes) -> bool:
-        """Return True if the dimensions and layout in `sizes` satisfy the polynomials."""
+        """Return True if the polynomials give the dimensions and strides in `sizes` themselves, and so are valid
+        there."""
         return self._are_valid(sizes, self._products(sizes))
 
     def _products(self, sizes: CallSizes) -> list[int]:
@@ -284,20 +299,25 @@ class _TapePolynomials:
 
 
 class SizeClassRecords:
-    """Recorded calls of one block in one size class, and the symbolic tape fitted to these calls."""
+    """Recorded calls of one block in one size class, and the symbolic tape fitted to these calls.
+
+    A size class is the calls that may share a symbolic tape, which is one tape for all sizes.
+    """
 
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
-        """Recorded calls of different sizes. A call is left out if its tape equals the symbolic tape evaluated at its
-        size."""
+        """Recorded calls of different sizes. A call is left out if its tape is the one that `symbolic_tape` predicts
+        for its sizes."""
         self._digest_without_numbers: str | None = None
-        """`TapeNumbers.digest_without_numbers` of the recorded tapes."""
+        """`TapeNumbers.digest_without_numbers` of the tape recorded last. The recorded tapes must agree in this
+        digest."""
         self.symbolic_tape: SymbolicTape | None = None
         self.has_failed = False
-        """True if no symbolic tape will be fitted, because operators vary with the size or numbers follow no
+        """True if no symbolic tape will be fitted any more, because operators vary with the size or numbers follow no
         polynomial."""
         self.untrusted: Tape | None = None
-        """An untrusted tape if at least two sizes were recorded and all their tapes were untrusted. None otherwise."""
+        """One of the recorded tapes if at least two sizes were recorded and no recorded tape can be trusted. None
+        otherwise."""
         self._num_untrusted = 0
 
     def add(self, record: RecordedCall, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
@@ -337,17 +357,23 @@ class SizeClassRecords:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
     def active_symbolic_tape(self) -> SymbolicTape | None:
-        """Return the symbolic tape if calls at new sizes may use it, or None."""
+        """Return the symbolic tape (one tape for all sizes), or None if calls at new sizes may not use it."""
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:
-        """Discard `symbolic_tape`, because a call ran different operators. From now on, each new size is recorded."""
+        """Discard `symbolic_tape`, the tape for all sizes, because a call ran operators that are not on it.
+
+        From now on, calls of each new size are recorded.
+        """
         if self.symbolic_tape is symbolic_tape:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record` were recorded already, or if the symbolic tape agrees with the record's
-        tape."""
+        """Return True if the sizes of `record`, a recorded call, were recorded before, or if its tape is already
+        predicted.
+
+        The prediction comes from the symbolic tape, which is one tape for all sizes.
+        """
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()
@@ -364,17 +390,20 @@ class SizeClassRecords:
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
-    """Return the values in `recomputable` that replay of `tape` can still recompute if `values` are never
-    recomputed."""
+    """Return the values in `recomputable` that replay of `tape` can recompute although it never recomputes `values`."""
     excluded = recomputable.intersection(values)
     return obtainable_values(tape, recomputable - excluded, tape.saved_values()) if excluded else recomputable
 
 
 def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
-    """Return the pairs of `equal` whose values are both recomputable."""
+    """Return the entries of `equal` whose two values (a duplicate, and the value that it equals) are both
+    recomputable."""
     return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
-    """Return a key of `records`, made of digests and sizes. Blocks with equal keys share a symbolic tape."""
+    """Return a key of the recorded calls `records`, made of digests and sizes.
+
+    If the records of several blocks have equal keys, these blocks share a symbolic tape (one tape for all sizes).
+    """
     return tuple((record.tape.digest, record.sizes) for record in records)

@@ -1,8 +1,8 @@
 """Tape: the record of one block's operators, storages and saved tensors.
 
 A *value* is one storage at one version: an in-place operator reads a value and makes the next version. Views are not
-operators, because a tensor is recorded as its value with size, stride and offset. Everything is static, so a tape that
-was recorded once can be replayed at any later call with the same shapes.
+operators, because a tensor is recorded as its value with size, stride and offset. A tape has no control flow, so a tape
+that was recorded once can be replayed at any later call with the same shapes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from adacc_hf.kernels._layout import is_dense
 from adacc_hf.torch_glue.private import OpOverload, op_name
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Size, stride and storage offset, in elements."""
+"""Size, stride and storage offset of a tensor, counted in elements."""
 
 OPERATORS, BITS = "operators", "bits"
-"""Kinds of validation of a call. OPERATORS compares each operator with the tape. BITS also compares the bits of replay
-(rule R7)."""
+"""Kinds of validation of a call. OPERATORS compares each operator with the tape. BITS also compares replayed bits with
+the call's bits (rule R7)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
-    """Reference to a tensor of the recorded call: a value, and a view on the value."""
+    """Reference to a tensor of the recorded call: a value (one storage at one version), and the tensor's view on it."""
 
     value: int
     geometry: Geometry
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        """Return the text that `dataclass` would generate, which digests of tapes contain.
+        """Return the same text as the method that `dataclass` would generate. Digests of tapes contain this text.
 
         In contrast to the generated method, this method does not check for recursion, and is faster.
         """
@@ -45,7 +45,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Layout of a tensor argument whose elements an operator on the tape does not read.
+    """Layout of a tensor argument, recorded in its place because the operator does not read the argument's elements.
 
     Replay passes another tensor of the same layout.
     """
@@ -56,23 +56,24 @@ class Blank:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes from the first element to the last, including both."""
+        """Number of bytes from the first element of the tensor argument to the last, including both."""
         size, stride, _ = self.geometry
         return self.dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Location from which a call of the block gets a value that no operator on the tape makes (rule R12)."""
+    """Place where a call of the block finds a tensor that no operator on the tape computes, such as an argument (rule
+    R12)."""
 
     place: str
-    """"argument", "parameter" or "buffer"; "attached" or "module" for a tensor attached to a parameter or module
-    (inputs.py); "generator" for the default generator's state at a moment of the call; "unknown" for any other
-    tensor."""
+    """Kind of the place: "argument", "parameter" or "buffer"; "attached" or "module" for a tensor that is stored on a
+    parameter or module without being registered (inputs.py); "generator" for the default random generator's state at a
+    moment of the call; "unknown" for any other tensor."""
     path: tuple[Any, ...]
-    """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.
-    Attached, module: the parameter's or module's name, then attributes and indices. Generator: number of tensors that
-    autograd had saved before."""
+    """Path at the place. For an argument: position or keyword, then indices into nested containers. For a parameter or
+    buffer: its name in the block. For an attached tensor: the parameter's or module's name, then attributes and
+    indices. For a generator's state: number of tensors that autograd had saved before."""
 
     def __str__(self) -> str:
         return f"{self.place} {'.'.join(str(part) for part in self.path)}".strip()
@@ -80,26 +81,30 @@ class Source:
 
 @dataclass(slots=True)
 class TapeValue:
-    """Value of a tape: one storage at one version, with the first tensor that was recorded on it."""
+    """Value on a tape: one storage at one version, with the first tensor that was recorded on the storage."""
 
     index: int
     nbytes: int
     """Bytes of the whole storage."""
     ref: TensorRef
-    """The tensor that the operator returned, or that the call passed in. In replay, this tensor is the value's base."""
+    """The first recorded tensor on the storage: returned by an operator, or existing before the call. In replay, a
+    tensor of this layout, the value's base, stands for the value."""
     device: torch.device
     source: Source | None
-    """Location of a value that existed before the call. None for a value that an operator of the block makes."""
+    """Where a call finds a value that existed before the call. None for a value that an operator of the block
+    computes."""
     producer: int | None = None
-    """Index of the operator that makes the value, or None."""
+    """Index of the operator that computes the value, or None."""
     name: str = ""
     overwritten: bool = False
     """True if a later operator of the block changed the storage in place, so that this version no longer exists."""
 
     @property
     def is_encodable(self) -> bool:
-        """True if encoding the base stores the whole value: the base is dense, fills its storage, and is never
-        overwritten."""
+        """True if a codec that encodes the value's first recorded tensor stores the whole value.
+
+        That is the case if the tensor is dense, fills its storage, and is never overwritten.
+        """
         size, stride, offset = self.ref.geometry
         return (
             not self.overwritten
@@ -111,29 +116,30 @@ class TapeValue:
 
 @dataclass(slots=True)
 class TapeOperator:
-    """Operator on a tape: one ATen call, or one `autograd.Function`, that made or changed storages."""
+    """Operator on a tape: one ATen call, or one `autograd.Function`, that created or changed storages."""
 
     index: int
     target: Any
-    """An `OpOverload`, or a `FunctionTarget` (function_operators.py)."""
+    """The function to call: an `OpOverload`, or a `FunctionTarget` (function_operators.py)."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[tuple[int, int], ...]
-    """(position among the flattened results, value) of each result in a new storage."""
+    """(position among the flattened results, value index) of each result in a new storage."""
     mutations: tuple[tuple[int, int], ...]
-    """(old value, new value) of each storage changed in place."""
+    """(old value, new value) of each storage that the operator changed in place."""
     random: bool
     """True if the operator drew random numbers."""
     module: str
     """Path of the submodule that ran the operator, or "" for the block itself."""
     generator: int | None = None
-    """The value that is the generator state before the draw, if replay may draw again (rule R5). None otherwise."""
+    """Index of the value that is the random generator's state before the draw. None if the operator draws no random
+    numbers, or if replay may not draw them again (rule R5)."""
     is_collective: bool = False
     """True if the operator involves other ranks. The arguments on the tape are then only the tensors, without process
     groups."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
-    """The `PreparedOperator` made at the operator's first replay (tape/replay.py)."""
+    """The `PreparedOperator` of this operator, made at the operator's first replay (tape/replay.py)."""
 
     @property
     def name(self) -> str:
@@ -141,13 +147,13 @@ class TapeOperator:
 
     @property
     def short_name(self) -> str:
-        """Name without overload and underscores: "softmax" for aten::_softmax.out."""
+        """Name of the ATen operator without overload and underscores: "softmax" for aten::_softmax.out."""
         name = op_name(self.target) if isinstance(self.target, OpOverload) else self.target.__name__
         return name.strip("_")
 
     @property
     def is_attention(self) -> bool:
-        """True for fused attention, whose random draws for dropout depend only on sizes."""
+        """True for fused attention. Its random draws for dropout depend only on sizes, not on data."""
         return self.short_name.startswith("scaled_dot_product")
 
     @property
@@ -157,7 +163,7 @@ class TapeOperator:
 
     @property
     def allocates(self) -> bool:
-        """True if the operator only allocates memory, without initializing it."""
+        """True if the operator only allocates memory and leaves it uninitialized, as `aten.empty` does."""
         return self.short_name.startswith(("empty", "new_empty"))
 
     @property
@@ -169,7 +175,8 @@ class TapeOperator:
         return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:
-        """Return the values that the operator reads, each once, in argument order. The generator's state comes last."""
+        """Return the values that the operator reads, each once, in argument order. The random generator's state comes
+        last."""
         if self._inputs is None:
             read = dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs)))
             self._inputs = tuple(read if self.generator is None else [*read, self.generator])
@@ -180,8 +187,8 @@ class TapeOperator:
         return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
 
     def results(self) -> list[int]:
-        """Return the values that the operator makes: first new storages, then new versions of storages changed in
-        place."""
+        """Return the values that the operator creates: first those in new storages, then new versions of storages
+        changed in place."""
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
 
     def signature(self) -> tuple[Any, ...]:
@@ -198,39 +205,39 @@ class Tape:
     values: list[TapeValue]
     operators: list[TapeOperator]
     slots: list[TensorRef]
-    """Tensors that autograd saved for backward, in order."""
+    """Tensors that autograd saved for backward, in the order of saving."""
     function_slots: frozenset[int] = frozenset()
-    """Slots saved by autograd Functions written in Python. The backward of such a Function may write into saved tensors
-    (rule R6)."""
+    """Indices of the tensors that `autograd.Function`s saved. The Python backward of such a Function may write into
+    them (rule R6)."""
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
-    """Data of the arguments that the block read into Python, by path. The tape is valid only for calls with equal
-    data."""
+    """Data of the arguments that the block read into Python, by the argument's path. The tape is valid only for calls
+    with equal data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
-    """(value, source, geometry) of each further tensor on the storage of a value, for example flattened or tied
-    weights."""
+    """(value, source, geometry) of each further existing tensor on the storage of a value, for example flattened or
+    tied weights. The source says where a call finds the tensor."""
     identity: str = ""
-    """Digest of the block's class, parameters and settings, equal for all calls of a block."""
+    """Digest of the block's class, parameters and settings, equal for all tapes of a block."""
     structure: str = ""
-    """Digest of the operators and their wiring, without sizes and constants."""
+    """Digest of the operators, and of which results they read, without sizes and constants."""
     digest: str = ""
     """Digest of `structure`, sizes and constants. Tapes with equal digests are interchangeable in replay."""
     recomputable: frozenset[int] = frozenset()
-    """Values that replay recomputes bit for bit, as verified (rule R7)."""
+    """Values that replay recomputes bit for bit, as a comparison has verified (rule R7)."""
     equal: dict[int, int] = field(default_factory=dict)
-    """Dict from each value that duplicates an earlier saved value to that value (`equal_values`)."""
+    """Dict from each value that duplicates an earlier saved value to the saved value (`equal_values`)."""
     order: tuple[int, ...] | None = None
-    """Indices of the slots in the order in which backward unpacks the slots. None if no backward was observed."""
+    """Order in which backward unpacks the saved tensors, as indices of slots. None if no backward was observed."""
     due_check: str | None = None
-    """The validation due at the next call: OPERATORS, BITS or None. None for a recorded tape. Also None for a tape
-    evaluated from a symbolic tape, after a call has passed the validation, or if enough calls at other sizes have
-    passed."""
+    """The validation due at the next call: OPERATORS, BITS or None. A recorded tape needs none. A tape that was
+    evaluated from a symbolic tape (one tape for all sizes) needs none once a call has passed the validation, or if
+    enough calls at other sizes have passed it."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """Key by which policies assign plans to blocks. Blocks whose tapes have equal kinds may share one plan.
+        """Key by which a policy finds the plan of a block. Blocks whose tapes have equal keys may share one plan.
 
         The key consists of digests joined by "-": structure, sizes, identity, and inputs.
         """
@@ -259,13 +266,13 @@ class Tape:
     def is_held_elsewhere(self, value: int) -> bool:
         """Return True if the tensor of `value` exists independently of the call, such as a parameter or buffer.
 
-        Attached tensors and tensors of unknown source also count.
+        Tensors that are stored on modules without being registered, and tensors of unknown source, also count.
         """
         source = self.values[value].source
         return source is not None and source.place not in ("argument", "generator")
 
     def generator_states(self) -> list[tuple[int, int, torch.device]]:
-        """Return (num_saved, value, device) of each generator state from which replay draws random numbers.
+        """Return (num_saved, value, device) of each state of a random generator from which replay draws random numbers.
 
         A call must capture the state of `device` after autograd has saved `num_saved` tensors.
         """
@@ -279,7 +286,7 @@ class Tape:
         return states
 
     def saved_values(self) -> list[int]:
-        """Return the values of the slots, each once, in the order in which the values were saved."""
+        """Return the values of the saved tensors, each once, in the order in which the tensors were saved."""
         return list(dict.fromkeys(slot.value for slot in self.slots))
 
     def consumers(self, value: int) -> list[int]:
@@ -291,7 +298,7 @@ class Tape:
         return self._consumers.get(value, [])
 
     def seal(self, identity: list[Any]) -> None:
-        """Compute the digests of a complete tape. `identity` describes the block in addition to its class."""
+        """Compute the digests of a complete tape. `identity` describes the block in addition to its class name."""
         self.identity = _tape_digest([self.block_class, *identity])
         self.structure = _tape_digest([self.identity, self._wiring()])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
@@ -305,12 +312,12 @@ class Tape:
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """Match this tape with `other`.
+        """Match the values of this tape with the values of `other`.
 
         Return (dict from this tape's values to matching values, True if all operators match).
 
-        Two values match only if the operators that made them match: a product with a mask does not match a product with
-        a sigmoid. The saved tensors, and the order in which values were first recorded, may differ.
+        Two values match only if the operators that computed them match: a product with a mask does not match a product
+        with a sigmoid. The saved tensors, and the order in which values were first recorded, may differ.
         """
         matching: dict[int, int] = {}
         matching_operators: dict[int | None, int | None] = {None: None}
@@ -346,15 +353,15 @@ class Tape:
 
 
 def tensor_refs(tree: Any) -> Iterator[TensorRef]:
-    """Return an iterator over the tensor references in nested tuples, lists and dicts."""
+    """Return an iterator over the `TensorRef`s in nested tuples, lists and dicts."""
     return (leaf for leaf in leaves(tree) if isinstance(leaf, TensorRef))
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """Return the leaves of an operator's nested tuples, lists and dicts, in order.
+    """Return the items of nested tuples, lists and dicts that are not containers themselves, in order.
 
-    torch's `tree_leaves`, which looks up each container in a registry, is slower. This function runs for each operator
-    of a recorded call.
+    torch's `tree_leaves` looks up each container in a registry, and is slower. This function runs for each operator of
+    a recorded call.
     """
     items: list[Any] = []
     _collect_leaves(trees, items)
@@ -362,7 +369,7 @@ def leaves(*trees: Any) -> list[Any]:
 
 
 def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
-    """Append the leaves of `trees`, arguments of a tape's operators, to `items`."""
+    """Append the items of `trees` (nested tuples, lists and dicts) that are not containers themselves to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
             _collect_leaves(tree, items)
@@ -373,7 +380,8 @@ def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
 
 
 def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return `tree` with every instance of `kind` in nested tuples, lists and dicts replaced by `change(instance)`."""
+    """Return a copy of `tree`, nested tuples, lists and dicts, with every instance of the class `kind` replaced by
+    `change(instance)`."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, tuple):
@@ -393,11 +401,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Return size, stride and offset of a tensor, as stored on a tape."""
+    """Return size, stride and offset of a tensor, in the form in which a tape records them."""
     # torch's annotations include SymInt, which never appears here.
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 def _tape_digest(parts: list[Any]) -> str:
-    """Return the digest of parts of a tape."""
+    """Return a hash of `parts`, the parts of a tape."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""Cache of a model's tapes and of the execution plans built for these tapes."""
+"""Cache of a model's tapes (records of the operators of a block's call) and of the execution plans built for these
+tapes."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 MOST_SIZE_CLASSES = 16
-"""Maximum number of size classes remembered for each block. Calls with and without a padding mask, for example, are two
-size classes."""
+"""Maximum number of size classes remembered for each block. Calls of one class differ only in sizes. Calls with and
+without a padding mask, for example, are two size classes."""
 CUDA_ALIGNMENT = 16
 """Alignment of masks on a GPU. Attention kernels need a mask whose last dimension is a multiple of this number. Extra
 operators pad other masks."""
@@ -50,11 +51,12 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""(likely cause, remedy) in the warning that a block runs unplanned operators, for a new size and for a known size."""
+"""(likely cause, remedy) for the warning that a block runs operators for which its plan was not made. `_OTHER_SIZE` is
+for batches of new sizes, `_OTHER_MODE` for batches of known sizes."""
 
 
 class TapeCache:
-    """Cache of a model's tapes, and of the execution plans built for these tapes.
+    """Cache of a model's tapes (records of a block's operators), and of the execution plans built for these tapes.
 
     Blocks with equal tapes share one tape object. A tape is freed when all blocks have dropped the call keys that map
     to the tape. Tapes recorded by a profile stay alive (`profiled_tapes`).
@@ -65,39 +67,44 @@ class TapeCache:
         self.tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         """Recorded tapes that are alive, by digest."""
         self.execution_plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
-        """Execution plans that are alive, by (the tape's digest, everything else that the plan depends on)."""
+        """Execution plans that are alive, by (digest of the plan's tape, everything else that the plan depends on)."""
         self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
-        """Tapes by (structure, call key, block name). The entry with the name None is the tape of the latest block."""
+        """Tapes by (digest of the operators, call key, block name). The entry with the name None is the tape of the
+        block that ran last."""
         self.profiled: dict[str, Tape] = {}
-        """Tapes merged from other caches, by digest. This dict keeps the tapes alive."""
+        """Tapes taken over from other caches, by digest. This dict keeps the tapes alive."""
         self.records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
-        """Recorded calls by block name and by size class."""
+        """Recorded calls, by block name and by size class. Calls of one size class differ only in sizes."""
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
-        """Symbolic tapes that are alive, by the identity of their records (`identity_of`)."""
+        """Symbolic tapes (one tape for all sizes) that are alive, by a key of the records that they were fitted to
+        (`identity_of`)."""
         self._refused: dict[str, set[int]] = {}
-        """Values that replay did not recompute bit for bit at some size, by structure."""
+        """Values that replay did not recompute bit for bit at some size, by `Tape.structure`, a digest of the
+        operators."""
         self._alignment = 1
-        """Alignment of sizes: multiples of this number never share a size class with other sizes (`CallSizes.of`)."""
+        """Alignment of sizes. Calls with multiples of this number share no symbolic tape (`CallSizes.of`) with calls of
+        other sizes, because a GPU runs different operators for them."""
         self._latest: tuple[CallKey, CallSizes] | None = None
-        """The latest key and its sizes. Consecutive blocks of a model have equal keys."""
+        """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
-        """Order in which backward unpacks saved tensors, by structure. The order does not depend on sizes."""
+        """Order in which backward unpacks saved tensors, by `Tape.structure`, a digest of the operators without sizes.
+        The order does not depend on sizes."""
         self.preliminary: set[str] = set()
-        """Structures of tapes that occur only in a block's first call, because the first call fills tables for later
-        calls."""
+        """`Tape.structure` of tapes that occur only in a block's first call, because the first call fills tables (such
+        as rotary embeddings) for later calls."""
         self.untraceable = Untraceable()
-        """Paths of the model's blocks that cannot be traced."""
+        """Calls of the model's blocks that Dynamo cannot trace."""
         self.fallbacks = Fallbacks()
-        """Block calls that did not follow their plan. The code that counts steps resets this counter."""
+        """Counter of the block calls that did not follow their plan. The code that counts steps resets this counter."""
         self.may_record: Callable[[], bool] = lambda: True
-        """Callback that returns True if the budget has room to record a call that differs from all recorded calls."""
+        """Callback that returns True if the budget has room to record a call of a new kind."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
     def verified_tape(self, recorder: Recorder) -> Tape:
-        """Return the tape that `recorder` recorded, with its recomputable values.
+        """Return the tape that `recorder` recorded, with the values that replay can recompute.
 
-        Replay is verified only for the first tape of each digest. Later tapes share the result.
+        Replay is verified only for the first tape of each digest. Later tapes of the digest get the same result.
         """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
@@ -132,18 +139,19 @@ class TapeCache:
                 )
 
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
-        """Expect backward to unpack slots in the order observed when `kinds` were profiled."""
+        """Expect backward to unpack saved tensors in the order that was observed when the `kinds` of blocks were
+        profiled."""
         for kind in kinds:
             if kind.untrusted is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
 
     def expect_same_orders(self, other: TapeCache) -> None:
-        """Expect backward to unpack slots in the orders recorded in `other`."""
+        """Expect backward to unpack saved tensors in the orders that the cache `other` has recorded."""
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Record that a call of `block` with this key ran the operators of `tape`, and add the tape to its size
-        class."""
+        """Record that a call of `block` with this key ran the operators of `tape`, and use `tape` to predict other
+        sizes."""
         for name in (block, None):
             self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
@@ -153,35 +161,41 @@ class TapeCache:
             self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
 
     def symbolic_tape_at(self, key: CallKey, block: str) -> tuple[SymbolicTape, CallSizes] | None:
-        """Return (symbolic tape, sizes) for a call of `block` with this key.
+        """Return (symbolic tape, sizes) for a call of `block` with this key. A symbolic tape is one tape for all sizes.
 
-        Return None if no symbolic tape covers the call.
+        Return None if no symbolic tape is fitted to calls that differ from this call only in sizes.
         """
         sizes = self._sizes_of(key)
         symbolic_tape = self._records_of(block, sizes).active_symbolic_tape()
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
-        """Extend the confirmed sizes of `symbolic_tape` by the sizes in `key`. A call with this key ran the tape's
-        operators."""
+        """Extend the range of sizes at which `symbolic_tape`, a tape for all sizes, is known to be right.
+
+        A call with `key` ran the operators of this tape.
+        """
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
-        """Return the tape of a call of these sizes, or None if the symbolic tape does not cover them."""
+        """Return the tape of a call of these sizes, as `symbolic_tape` (a tape for all sizes) predicts it.
+
+        Return None if the polynomials of the symbolic tape are not valid at these sizes.
+        """
         return symbolic_tape.tape_at(sizes, self._orders.get(_tape_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """Return an untrusted tape from another size if all recorded tapes of this size class were untrusted.
+        """Return an untrusted tape of `block` from another size, if all tapes recorded for calls like this one are
+        untrusted.
 
-        Return None otherwise.
+        Calls that differ only in sizes are alike. An untrusted tape cannot be replayed. Return None otherwise.
         """
         return self._records_of(block, self._sizes_of(key)).untrusted
 
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
         """Retain `values` from now on, at all sizes, because their replay gave different bits at a new size.
 
-        The same values are retained in all symbolic tapes with the same operators as `symbolic_tape`. Log a warning
-        that names `block`.
+        The same values are retained in all symbolic tapes (tapes for all sizes) that have the operators of
+        `symbolic_tape`. Log a warning that names `block`.
         """
         names = ", ".join(symbolic_tape.base.values[value].name for value in sorted(values))
         log.warning(
@@ -196,10 +210,12 @@ class TapeCache:
                 cached_tape.refuse(values)
 
     def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Compare a recorded tape with the tape evaluated from the block's symbolic tape for the same sizes (rule R7).
+        """Compare the recorded tape `tape` with the tape predicted for the same sizes by the block's symbolic tape
+        (rule R7).
 
-        If the operators differ, discard the symbolic tape. If the symbolic tape recomputes a value that replay of the
-        recorded tape cannot recompute exactly, retain this value from now on, at all sizes.
+        A symbolic tape is one tape for all sizes. If the operators differ, discard the symbolic tape. If the symbolic
+        tape recomputes a value that replay of the recorded tape cannot recompute exactly, retain this value from now
+        on, at all sizes.
         """
         match = self.symbolic_tape_at(key, block)
         if match is None or tape.untrusted is not None:
@@ -215,9 +231,10 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran different operators.
+        """Discard `symbolic_tape`, a tape for all sizes, because a call of `block` at a new size ran operators that are
+        not on it.
 
-        From now on, each new size is recorded. `reason` describes the difference.
+        Log a warning. From now on, each new size is recorded. `reason` describes the difference.
         """
         log.warning(
             "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
@@ -241,7 +258,11 @@ class TapeCache:
         return size_class_records
 
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Return the symbolic tape fitted to `records`, or None. Blocks with equal records share a symbolic tape."""
+        """Return the symbolic tape (one tape for all sizes) fitted to the recorded calls `records`, or None if nothing
+        fits.
+
+        Blocks with equal records share a symbolic tape.
+        """
         key = identity_of(records)
         symbolic_tape = self.symbolic_tapes.get(key)
         if symbolic_tape is None:
@@ -252,7 +273,7 @@ class TapeCache:
         return symbolic_tape
 
     def forget(self, kind: str, key: CallKey) -> None:
-        """Forget which tapes blocks of `kind` ran in calls with this key.
+        """Forget the tapes that were recorded for blocks of `kind` in calls with this key.
 
         Call this method if a call with this key has run operators that differ from the expected tape.
         """
@@ -261,17 +282,19 @@ class TapeCache:
                 self._of_calls.pop(call, None)
 
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
-        """Return the tape that `block`, with a plan for `kind`, probably runs in a call with this key.
+        """Return the tape (record of operators) that a call of `block` with this key is expected to follow.
 
-        If the block itself has run a tape with this key before, for example in a profile, return this tape. Otherwise
-        return the tape that another block of the kind ran last. Numbers on the tape of another block may differ,
-        because layers may differ. Return None if no block of the kind has run a call with this key.
+        The block has a plan for blocks of `kind`. If the block itself has run a call with this key before, for example
+        in a profile, return the tape of that call. Otherwise return the tape of another block of the kind, the one that
+        ran last. Numbers on the tape of another block may differ, because layers may differ. Return None if no block of
+        the kind has run a call with this key.
         """
         candidates = (self._of_calls.get((_tape_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in candidates if tape is not None), None)
 
     def take(self, other: TapeCache) -> None:
-        """Merge the tapes and observations of the cache `other` into this cache. Keep the tapes of `other` alive."""
+        """Merge the tapes and observations of the cache `other` into this cache. This cache then keeps the tapes of
+        `other` alive."""
         self.profiled |= other.tapes
         self.tapes.update(other.tapes)
         self._of_calls.update(other._of_calls)
@@ -288,10 +311,9 @@ class TapeCache:
                 own_records.setdefault(size_class, SizeClassRecords()).take(size_class_records, self._symbolic_tape_of)
 
     def tape_of_structure(self, structure: str) -> Tape | None:
-        """Return a recorded tape, of any size, with the operators that `structure` identifies.
+        """Return a recorded tape, of any size, whose operators have the digest `structure`, or None if there is none.
 
-        Return None if no recorded tape has these operators. `structure` is the first part of a plan's kind
-        (`Tape.kind`): a digest of operators without sizes.
+        `structure` is the first part of a plan's kind (`Tape.kind`): a digest of operators without sizes.
         """
         return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
@@ -302,18 +324,20 @@ class TapeCache:
         return self._once((tape.digest, (actions, shared, equal)), lambda: ExecutionPlan(tape, choices, shared))
 
     def resized(self, plan: ExecutionPlan, tape: Tape) -> ExecutionPlan:
-        """Return the execution plan `plan` for `tape`, the tape of the same operators at another size."""
+        """Return a version of the execution plan `plan` for `tape`, which has the operators of the plan's tape at
+        another size."""
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        """Return the cached execution plan for `key`, or build and cache it."""
+        """Return the cached execution plan for `key`. If there is none, call `build` and cache the result."""
         execution_plan = self.execution_plans.get(key)
         if execution_plan is None:
             execution_plan = self.execution_plans[key] = build()
         return execution_plan
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Warn that the blocks of a kind run plainly or under torch's checkpoint, because `tape` is untrusted.
+        """Warn that a block and others of its kind run plainly or under torch's checkpoint, because `tape` cannot be
+        replayed.
 
         Warn once for each kind.
         """
@@ -336,9 +360,9 @@ class TapeCache:
         )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Warn that a block runs operators for which its plan was not made. Say how to avoid this.
+        """Warn that the block `name` runs operators for which its plan was not made, and how to avoid this.
 
-        Only the first warning has level WARNING. Further kinds and shapes are logged at level INFO.
+        Only the first warning has level WARNING. Warnings for further kinds of blocks and shapes have level INFO.
         """
         sizes = _input_sizes(tape)
         others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
@@ -350,9 +374,9 @@ class TapeCache:
         )
 
     def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Warn that a call of block `name` is not recorded, because the budget has no room. Say how to avoid this.
+        """Warn that a call of the block `name` is not recorded, because the budget has no room, and how to avoid this.
 
-        `arguments` contains (path, tensor) for each tensor among the call's arguments. Warn once for each kind.
+        `arguments` contains (path, tensor) for each tensor among the call's arguments. Warn once for each `kind`.
         """
         sizes = [tuple(tensor.shape) for _, tensor in arguments]
         event = "run operators that no profile has recorded (to record them would exceed memory_budget)"
@@ -367,7 +391,7 @@ class TapeCache:
         treatment: str,
         cause: tuple[str, str] = _OTHER_SIZE,
     ) -> None:
-        """Log once per `topic` that a block runs operators for which its plan was not made."""
+        """Log that the block `name` runs operators for which its plan was not made, only once for each `topic`."""
         if topic in self._warned:
             return
         self._warned.add(topic)
@@ -390,9 +414,10 @@ class TapeCache:
             log.warning(message, *details)
 
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:
-        """Schedule replay of `tape` for the order in which a backward unpacked its slots.
+        """Schedule replay of `tape` for the order in which a backward unpacked the saved tensors.
 
-        Ignore the order if an order of more slots was observed before.
+        `unpacked_slots` has the indices of the saved tensors in this order. Ignore the order if one with at least as
+        many saved tensors was observed before.
         """
         order = tuple(dict.fromkeys(unpacked_slots))
         if len(order) <= len(tape.order or ()):
@@ -404,13 +429,14 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Record the unpack order for new tapes of `kind`, unless an order of more slots was observed earlier."""
+        """Record the order in which saved tensors are unpacked, for new tapes of `kind`, unless one at least as long is
+        recorded."""
         structure = _tape_structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
 
 def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
-    """Return the sizes of a tape's block inputs."""
+    """Return the sizes of the arguments on a tape that the block reads."""
     return [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
 
 
@@ -423,16 +449,16 @@ _OF_PROFILES: WeakKeyDictionary[nn.Module, TapeCache] = WeakKeyDictionary()
 
 
 def profiled_tapes(model: nn.Module) -> TapeCache:
-    """Return the cache of the tapes that profiles of `model` have recorded. The cache is freed with the model.
+    """Return the cache of the tapes (records of blocks' operators) that profiles of `model` have recorded.
 
-    A policy's first calls are compared with these tapes. Recording and verifying a call again would take twice the
-    memory of all intermediates of a block, which the policy's budget may not have.
+    The cache is freed with the model. A policy's first calls are compared with these tapes. Recording and verifying a
+    call again would take twice the memory of all intermediates of a block, which the policy's budget may not have.
     """
     return _OF_PROFILES.setdefault(model, TapeCache())
 
 
 def _treatment_of_varying(tape: Tape) -> str:
-    """Describe the execution of a block whose operators vary.
+    """Describe, for a message, how a block whose operators vary from call to call is run.
 
     A block with collectives must not run again (rule R13).
     """
@@ -441,7 +467,7 @@ def _treatment_of_varying(tape: Tape) -> str:
 
 @contextmanager
 def autocast_off(tape: Tape) -> Iterator[None]:
-    """Disable autocast for all device types of `tape` inside the `with` block.
+    """Disable autocast inside the `with` block, for the types of all devices of values on `tape`.
 
     A block on a GPU may have values on the CPU too (random seeds).
     """

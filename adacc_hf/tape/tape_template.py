@@ -1,6 +1,6 @@
 """Templates of tapes. A template is a tape with placeholders for its integers, such as tensor sizes and strides.
 
-To get the tape of another batch size, the placeholders are filled with the integers of that size.
+The tape of another batch size results from filling the placeholders with the integers of that size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, T
 
 
 class TapeNumbers:
-    """The integers of a tape, in order, and a digest of everything else, for fitting and comparing symbolic tapes."""
+    """The integers on a tape, in order, and a digest of everything else.
+
+    Symbolic tapes (one tape for all sizes) are fitted to the integers, and compared by both.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
@@ -29,7 +32,7 @@ class TapeNumbers:
             parts.append((self._without_numbers(operator.args), self._without_numbers(operator.kwargs)))
         parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
         self.digest_without_numbers: str = hashlib.sha256(repr(parts).encode()).hexdigest()
-        """Digest of the tape without its integers. Equal for tapes that may share a symbolic tape."""
+        """Digest of the tape without its integers. It is equal for tapes that differ only in sizes."""
 
     def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
         size, stride, offset = ref.geometry
@@ -37,7 +40,7 @@ class TapeNumbers:
         return len(size), ref.dtype
 
     def _without_numbers(self, tree: Any) -> Any:
-        """Append the integers in `tree` to `numbers`, and return `tree` without the integers."""
+        """Append the integers in `tree`, a part of the tape, to `numbers`, and return `tree` without the integers."""
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -53,43 +56,48 @@ class TapeNumbers:
 
 
 def _sorted_reads(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the data that a tape's call has read into Python, in a fixed order."""
+    """Return the items of `reads`, the data that a tape's call has read into Python, in a fixed order."""
     return sorted(reads.items(), key=repr)
 
 
 @dataclass(frozen=True, slots=True)
 class _NumberPlaceholder:
-    """Placeholder in a template for a number. `place` is its index in the list of numbers that fill the template."""
+    """Placeholder in a template for an integer. `place` is the integer's index in the list that fills the template."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _RefPlaceholder:
-    """Placeholder in a template for the tensor reference at index `place` in the list of the template's references."""
+    """Placeholder in a template for a tensor reference. `place` is its index in the list of the template's
+    references."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _BlankLike:
-    """Placeholder in a template for a `Blank`. `place` is the index of a tensor reference with the blank's geometry."""
+    """Placeholder in a template for a `Blank`, the layout of an argument whose elements the operator does not read.
+
+    `place` is the index of a tensor reference with the same geometry.
+    """
 
     place: int
     device: torch.device
 
 
 class TapeTemplate:
-    """A tape with placeholders for its numbers.
+    """A tape with placeholders for its integers, such as tensor sizes.
 
     Tapes made by `fill` share with each other everything that does not depend on sizes. `places` has one index for each
-    number of the tape, in order: the index of the number's value in the list that is passed to `fill`.
+    integer of the tape, in order. The index says where the integer is in the list that is passed to `fill`.
     """
 
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
-        """Index of each distinct (value, dtype, places of size, of stride, of offset)."""
+        """Index of each distinct tensor reference, by (value, dtype, places of the size, of the stride, of the
+        offset)."""
         self._reads = [(path, self._tree(data)) for path, data in _sorted_reads(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
@@ -97,7 +105,8 @@ class TapeTemplate:
         tape.consumers(0)  # computed once, for the tapes of all sizes
 
     def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """Return a tape in which `numbers` replace the placeholders. Everything else is shared with `base`."""
+        """Return a tape in which the integers `numbers` replace the placeholders. Everything else is shared with
+        `base`."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
         refs = []
@@ -143,7 +152,10 @@ class TapeTemplate:
         return _RefPlaceholder(self._refs.setdefault(key, len(self._refs)))
 
     def _tree(self, tree: Any) -> Any:
-        """Return `tree` with integers, references and blanks replaced by placeholders."""
+        """Return a copy of `tree`, a part of the tape, with placeholders for integers, tensor references and `Blank`s.
+
+        A `Blank` is the layout of an argument whose elements the operator does not read.
+        """
         if isinstance(tree, TensorRef):
             return self._ref(tree)
         if isinstance(tree, Blank):
@@ -161,7 +173,8 @@ class TapeTemplate:
 
 
 def _filled_template(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
-    """Return `tree` with placeholders replaced: numbers by `at(place)`, references by the references in `refs`."""
+    """Return a copy of `tree` with its placeholders replaced: by the integers `at(place)`, or by the tensor references
+    in `refs`."""
     kind = type(tree)
     if kind is _RefPlaceholder:
         return refs[tree.place]

@@ -1,1 +1,2 @@
-"""Interface to torch: private names, module hooks, autograd nodes, Dynamo, exchange between ranks, state of modules."""
+"""Interface to torch: private names, module hooks, autograd nodes, Dynamo, communication between ranks, state of
+modules."""

@@ -38,7 +38,7 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
 
 
 def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Return True if `tensor` is a list of indices into a larger tensor of the batch, instead of data.
+    """Return True if `tensor` is a list of indices into a larger tensor of the batch, and not data.
 
     An index list has one dimension, a length other than the number of samples, and fewer elements than another tensor
     of integers. Activations do not grow with the length of an index list.
@@ -60,7 +60,7 @@ def to_profile_shapes(shapes: BatchShapes) -> Shapes:
 
 
 def from_profile_shapes(shapes: Shapes) -> BatchShapes:
-    """Convert (name, size) pairs, the form in profiles and policies, to batch shapes."""
+    """Convert (name, size) pairs, the form in which profiles and policies store shapes, to batch shapes."""
     return tuple(TensorShape(name, size) for name, size in shapes)
 
 
@@ -74,13 +74,15 @@ def bucket_of(shapes: BatchShapes) -> BatchShapes:
 
 
 def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
-    """Yield the sizes of a batch's tensor, rounded up to powers of two except in the fixed dimension."""
+    """Yield the sizes of a batch's tensor, rounded up to powers of two except in the fixed dimension
+    (`_fixed_dimension`)."""
     fixed = _fixed_dimension(size)
     return (n if dim == fixed else _power_of_two(n) for dim, n in enumerate(size))
 
 
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
-    """Return the dimension of a tensor in which batches of one bucket must agree, or None.
+    """Return the dimension of a tensor whose size is never rounded and must be equal for batches to be grouped, or
+    None.
 
     The dimension is the number of images per sample in [B, N, C, H, W], and the number of channels in [B, C, H, W].
     """
@@ -88,7 +90,7 @@ def _fixed_dimension(size: tuple[int, ...]) -> int | None:
 
 
 def has_same_tensors(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Return True if both batches have tensors of the same names and numbers of dimensions.
+    """Return True if two batches of these shapes have tensors of the same names and numbers of dimensions.
 
     Sizes may differ, except the number of images or channels (`_fixed_dimension`).
     """
@@ -101,7 +103,8 @@ def _shape_signature(shape: TensorShape) -> tuple[str, int, int | None]:
 
 
 def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Return True if each tensor in `shapes` has a counterpart in `other` that is at least as large in each dimension.
+    """Return True if, for each tensor in `shapes`, the tensor of the same name in `other` is at least as large in each
+    dimension.
 
     `shapes` may lack tensors of `other`: in a batch of text without images, the image modules are idle.
     """
@@ -116,21 +119,21 @@ def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
 
 
 def smallest_enclosing(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
-    """Return the smallest shapes that enclose both `shapes` and `other`, which are in the same bucket."""
+    """Return the smallest shapes that enclose both `shapes` and `other`, two lists of shapes for the same tensors."""
     return tuple(replace(a, size=tuple(map(max, a.size, b.size))) for a, b in zip(shapes, other, strict=True))
 
 
 def num_elements(shapes: BatchShapes) -> int:
-    """Return the total number of elements of all tensors in a batch."""
+    """Return the total number of elements of all tensors with these shapes."""
     return sum(prod(shape.size) for shape in shapes)
 
 
 def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
     """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
-    A tensor that is not in `after`, such as one that a collator adds later, is resized in each dimension whose size
-    equals a number of samples or a length in `before`. If such a tensor lists the boundaries of packed documents, the
-    boundaries are cut or extended to the new length.
+    A tensor of the batch that is not in `after`, such as one that a collator has added later, is resized in each
+    dimension whose size equals a number of samples or a length in `before`. If such a tensor lists the boundaries of
+    packed documents, the boundaries are cut or extended to the new length.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {
@@ -147,7 +150,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
 
 
 def _is_boundary_list(value: Any, mapping: Mapping[int, int]) -> bool:
-    """Return True if `value` lists the boundaries of documents in a dimension whose size is a key of `mapping`."""
+    """Return True if `value` lists the boundaries of documents: increasing positions from 0 to a key of `mapping`."""
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or len(value) < 2 or not _has_integers(value):
         return False
     return int(value[0]) == 0 and int(value[-1]) in mapping and bool((value.diff() >= 0).all())
@@ -187,5 +190,5 @@ def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
 
 
 def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least `n`, to round a batch's sizes."""
+    """Return the smallest power of two that is at least `n`, or 0 for `n` = 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

@@ -1,4 +1,4 @@
-"""Filter for Transformers' warning that caching is incompatible with gradient checkpointing.
+"""Filter for Transformers' warning that a key-value cache is incompatible with gradient checkpointing.
 
 Blocks under a policy use the entry point of gradient checkpointing, so Transformers would warn about these blocks.
 """
@@ -22,14 +22,14 @@ _CACHING_WARNING = "Caching is incompatible with gradient checkpointing"
 
 
 class CachingWarning(logging.Filter):
-    """Log filter that drops Transformers' warning that caching is incompatible with gradient checkpointing.
+    """Log filter that drops Transformers' warning that a key-value cache is incompatible with gradient checkpointing.
 
     Only warnings about layers for which `is_ours(layer)` returns True are dropped.
     """
 
     _has_dropped = False
-    """True if any filter has dropped a warning. The flag is a class attribute, because only the first filter sees each
-    record."""
+    """True if any filter of this class has dropped a warning. The flag is a class attribute, because of several filters
+    only the first sees each record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -37,9 +37,8 @@ class CachingWarning(logging.Filter):
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False if `record` is the caching warning of a layer that satisfies `is_ours`.
-
-        If this method returns False, logging drops `record`.
+        """Return False, so that logging drops `record`, if `record` is the caching warning of a layer for which
+        `is_ours` is True.
 
         logging calls this method inside the call that logs `record`, so the layer is found on the call stack.
         """

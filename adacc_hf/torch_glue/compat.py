@@ -37,12 +37,13 @@ FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_f
 SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
 _CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"
-"""Name of the class attribute of layers that can be checkpointed with a key-value cache. The attribute does not exist
-in Transformers 5.17."""
+"""Name of a class attribute of layers: True if the layer can be checkpointed with a key-value cache. The attribute does
+not exist in Transformers 5.17."""
 if hasattr(GradientCheckpointingLayer, _CACHE_ATTRIBUTE):
     private_name("GradientCheckpointingLayer", _CACHE_ATTRIBUTE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
-"""Name of gradient checkpointing in TrainingArguments and in methods of models. Transformers 5.17 has an older name."""
+"""Name that Transformers uses for gradient checkpointing in TrainingArguments and in methods of models. In Transformers
+5.17 the name is an older one."""
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
@@ -55,7 +56,8 @@ __all__ = [
 
 @cache
 def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = False) -> bool:
-    """Return True if this release of torch can add products in `dtype` to a float32 sum (`torch.addmm(out_dtype=...)`).
+    """Return True if this release of torch can add matrix products in `dtype` to a float32 sum
+    (`torch.addmm(out_dtype=...)`).
 
     The function tries a small product. Some releases of torch support such sums for half types on CUDA, but not on CPUs
     and ROCm. `is_fake` is True for fake tensors, whose device may be absent. The flag only separates the results for
@@ -75,7 +77,7 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
 def keyword_arguments(fn: Any) -> dict[str, Any]:
     """Return the keyword arguments bound in `fn`, the function that Transformers passes to a checkpoint function.
 
-    Every release of Transformers binds the keyword arguments with `functools.partial`.
+    All releases of Transformers bind the keyword arguments with `functools.partial`.
     """
     return fn.keywords if isinstance(fn, partial) else {}
 
@@ -95,11 +97,12 @@ def block_of(fn: Any) -> nn.Module | None:
 def run_inside_hooks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 ) -> Any:
-    """Run the call `fn(*args)` of a block, with the block's forward hooks outside `run`. Return the result.
+    """Run the call `fn(*args)` of a block: pass the block's forward to `run`, and call the block's forward hooks around
+    `run`.
 
-    `run(forward, args)` gets the block's forward without hooks. Transformers 5.23 passes the forward alone as `fn`, but
-    5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because FSDP2's hooks gather the
-    parameters before forward and free the parameters afterwards.
+    `run(forward, args)` gets the forward without hooks. Return the result of the call. Transformers 5.23 passes the
+    forward alone as `fn`, but 5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because
+    FSDP2's hooks gather the parameters before forward and free the parameters afterwards.
     """
     block, call = block_of(fn), fn.func if isinstance(fn, partial) else fn
     if block is None or getattr(call, "__func__", None) is not nn.Module.__call__:
@@ -120,9 +123,9 @@ def run_inside_hooks(
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return (fn, args) of a block's call with every key-value cache among the arguments replaced by None.
+    """Return (fn, args) of a block's call with each key-value cache among the arguments replaced by None.
 
-    A second run of the block in backward would append to the cache again.
+    The result is for a second run of the block in backward, which would otherwise append to the cache again.
     """
     if any(isinstance(argument, Cache) for argument in args):
         args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
@@ -155,9 +158,9 @@ def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
 
 
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
-    """Return the forward hooks on modules of `block` with which Transformers collects hidden states and attentions.
+    """Return the forward hooks, on modules of `block`, with which Transformers collects hidden states and attentions.
 
-    The returned hooks only observe, and run no operator.
+    These hooks only observe, and run no operator.
     """
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
@@ -192,15 +195,16 @@ def forward_needs_all_ranks(module: nn.Module) -> bool:
 
 
 def is_compiled_around() -> bool:
-    """Return True if the caller runs inside a function or module that torch.compile compiles.
+    """Return True if this code runs inside a function or module that torch.compile compiles.
 
-    `is_compiling` is True while the compiler traces. The eval-frame callback is set while Python runs the code.
+    Two signs are checked: `is_compiling` is True while the compiler traces, and Dynamo's eval-frame callback is set
+    while Python runs the code.
     """
     return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
 class _IdentityFunction(torch.autograd.Function):
-    """Identity function as an `autograd.Function`, to test how torch owns its graph node."""
+    """Identity as an `autograd.Function`, to test if the Python object of its graph node keeps the node alive."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -208,11 +212,11 @@ class _IdentityFunction(torch.autograd.Function):
 
 
 def _python_objects_own() -> bool:
-    """Return True if, in this release of torch, the Python object of an `autograd.Function`'s node keeps the node
+    """Return True if, in this release of torch, a Python reference to the node of an `autograd.Function` keeps the node
     alive.
 
-    Before torch 2.13 the node keeps the object alive, and dies with the last tensor or node that refers to it. The
-    Python objects of torch's own nodes keep their nodes alive in all releases.
+    Before torch 2.13 it did not: the node died with the last tensor or node that referred to it. For nodes of torch's
+    own operators, a Python reference suffices in all releases.
     """
     with torch.enable_grad():
         node = _IdentityFunction.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
@@ -227,16 +231,15 @@ _PYTHON_OBJECTS_OWN = _python_objects_own()
 
 
 def owns_graph_node(node: Any) -> bool:
-    """Return True if a reference to the Python object `node` keeps the autograd node in the graph alive."""
+    """Return True if a Python reference to `node`, an autograd node, keeps the node alive in the graph."""
     return _PYTHON_OBJECTS_OWN or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def graph_owner(tensor: torch.Tensor) -> Any:
-    """Return a torch autograd node of `tensor`.
+    """Return an autograd node that keeps the graph of `tensor` alive while the caller references the node.
 
-    While the caller references the node, the graph of `tensor` stays alive. The returned node is the tensor's
-    `grad_fn`. If a reference to `grad_fn` does not keep the graph alive (`owns_graph_node`), the returned node is the
-    `grad_fn` of a new view of `tensor`.
+    The returned node is the tensor's `grad_fn`. If a reference to `grad_fn` does not keep the graph alive
+    (`owns_graph_node`), the returned node is the `grad_fn` of a new view of `tensor`.
     """
     if owns_graph_node(tensor.grad_fn):
         return tensor.grad_fn
@@ -245,7 +248,7 @@ def graph_owner(tensor: torch.Tensor) -> Any:
 
 
 def cast_source(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the leaf tensor, usually a parameter, that `tensor` is a cast of. Return None if `tensor` is not a
+    """Return the leaf tensor, usually a parameter, from which `tensor` was cast. Return None if `tensor` is not a
     cast."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -273,7 +276,8 @@ def no_packed_sequences() -> Iterator[None]:
 
 
 SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Function without arguments that returns (function, arguments) of a checkpointed call's second forward."""
+"""Type of a function without arguments that returns (function, arguments) for the second run of a checkpointed
+forward."""
 
 
 def checkpoint_call(
@@ -282,16 +286,16 @@ def checkpoint_call(
     """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
 
     Before the second run, state that the first run changed gets the values that it had before the first run. After the
-    second run, the values from before the second run are put back. So buffers and counters change once per call, lists
-    get each item once, and random generators give the same numbers in both runs. torch itself restores only its own
-    default generators.
+    second run, this state gets back the values that it had before the second run. So buffers and counters change once
+    per call, lists get each item once, and random generators give the same numbers in both runs. torch itself restores
+    only its own default generators.
 
     torch's hooks are removed even if `fn` raises. Before torch 2.13 the hooks would stay active as long as the error is
     referenced.
 
     By default `fn` and `args` are kept until backward. If `hold` is given, `hold()` is called after the first run, and
-    the function that `hold` returns is kept instead. In backward, this function returns the function and the arguments
-    of the second run.
+    the function that it returns is kept in their place. In backward, this function returns the function and the
+    arguments of the second run.
     """
     errors: list[BaseException] = []
     in_forward = True
@@ -330,7 +334,8 @@ def checkpoint_call(
 
 
 def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return one empty tensor for each device of the tensors among the arguments of torch's checkpoint, except the CPU.
+    """Return one empty tensor for each device, except the CPU, of the tensors among the arguments of a checkpointed
+    call.
 
     The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """
@@ -344,8 +349,8 @@ def switch_checkpointing(
 ) -> None:
     """Switch Transformers' own gradient checkpointing of `model` on or off.
 
-    `torch_options` go to torch's checkpoint. `options` are further arguments of Transformers' method that switches
-    checkpointing on.
+    `torch_options` are passed to torch's checkpoint. `options` are further arguments of Transformers' method that
+    switches checkpointing on.
     """
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)
@@ -354,7 +359,7 @@ def switch_checkpointing(
 
 
 def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """Return (owner, attribute, rate) of each non-zero layerdrop rate.
+    """Return (owner, attribute, rate) of each layerdrop rate that is not 0. Layerdrop skips layers at random.
 
     The owner is a module of `model` or its config.
     """

@@ -1,4 +1,4 @@
-"""Events of torch's CPU allocator: recording of the events of all threads, and reading of live bytes from events."""
+"""Events of torch's CPU allocator: recording of the events of all threads, and computation of live bytes from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _ALL_THREADS_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 
 _LOG_LEVEL = "FLAGS_caffe2_log_level"
 _ERROR = 2
-"""c10's log level for errors. Level 0 is information, and level 1 is warnings."""
+"""Log level for errors in c10, torch's core library. Level 0 is information, and level 1 is warnings."""
 
 
 def _c10_variable(name: str, kind: type[Any]) -> Any:
-    """Return c10's variable `name` as an object of the ctypes class `kind`, or None in a build without the variable."""
+    """Return the variable `name` of c10, torch's core library, as an object of the ctypes class `kind`. Return None if
+    this build has no such variable."""
     try:
         return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
     except (OSError, ValueError):
@@ -30,9 +31,11 @@ def _c10_variable(name: str, kind: type[Any]) -> Any:
 
 
 all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
-"""Flag that makes all threads report their allocations and frees to the profiler."""
+"""Variable of torch's core library that makes all threads report their allocations and frees to the profiler, or
+None."""
 log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
-"""Minimum level of messages that c10 writes to stderr. The level does not affect Python warnings."""
+"""Variable of torch's core library, c10: the minimum level of messages that it writes to stderr. The level does not
+affect Python warnings."""
 
 
 @contextmanager
@@ -43,9 +46,9 @@ def count_all_threads() -> Iterator[None]:
     ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
     torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
 
-    c10 warns about freed blocks whose allocation the profiler did not record: about the first freed block, then about
-    each thousandth. The warnings are useless here, and c10 has hardly any other warnings, so only c10's errors are
-    written inside the `with` block.
+    torch's core library, c10, warns about freed blocks of memory whose allocation the profiler did not record: about
+    the first freed block, then about each thousandth. The warnings are useless here, and c10 has hardly any other
+    warnings, so only c10's errors are written inside the `with` block.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:
@@ -57,7 +60,7 @@ def count_all_threads() -> Iterator[None]:
 
 @contextmanager
 def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
-    """While open, set a variable of torch's profiler to `value`."""
+    """Set a variable of torch's profiler to `value` inside the `with` block."""
     before, variable.value = variable.value, value
     try:
         yield
@@ -68,8 +71,9 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
 def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
     """Return the live bytes after each CPU allocator event that `profiler` recorded, in order of time.
 
-    For each `record_function` named `mark`, the list contains None instead. The bytes are relative to the first event.
-    Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next listed event.
+    Each `record_function` named `mark` has the entry None at its place in the list. The bytes are relative to the first
+    event. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next listed
+    event.
     """
     events = []
     assert profiler.kineto_results is not None  # the profiler has ended

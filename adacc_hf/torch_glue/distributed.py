@@ -1,4 +1,4 @@
-"""Communication between the ranks of a distributed run. With a single process no function communicates."""
+"""Communication between the ranks of a distributed run. If there is only one process, no function communicates."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def gather_from_all_ranks(value: T) -> list[T]:
 
 
 _SHARD_ATTRIBUTES = (LOCAL_TENSOR, SHARDED_SIZE, "ds_tensor")
-"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also while the parameters are gathered."""
+"""Names of attributes that only sharded parameters have (FSDP2, FSDP, DeepSpeed's ZeRO-3), also while they are
+gathered."""
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if the module's parameters are sharded and gathered around forward (FSDP2, FSDP, ZeRO-3)."""
+    """Return True if the module's parameters are sharded among ranks, and gathered for forward (FSDP2, FSDP,
+    ZeRO-3)."""
     return any(
         parameter.numel() == 0 or any(hasattr(parameter, name) for name in _SHARD_ATTRIBUTES)
         for parameter in module.parameters()
@@ -60,7 +62,7 @@ class OutOfMemoryOnRankError(torch.OutOfMemoryError):
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Catch an error of any rank inside the `with` block. At the end of the block, raise an error on all ranks.
+    """Make all ranks raise an error at the end of the `with` block if the block has failed on any rank.
 
     Without this context, the other ranks could wait for the failed rank forever.
 
@@ -84,8 +86,8 @@ def fail_together() -> Iterator[None]:
 def end_process_if_out_of_memory() -> Iterator[None]:
     """Turn an out-of-memory error inside the `with` block into RankFailedError if there are several ranks.
 
-    A RankFailedError is not retried. The context is for code with collectives. The other ranks may be waiting in a
-    collective, and cannot be notified. The launcher stops the other ranks when this process has ended.
+    A RankFailedError is not retried, so the process ends. The context is for code with collectives, in which the other
+    ranks may be waiting, and cannot be notified. The launcher stops the other ranks when this process has ended.
     """
     try:
         yield
@@ -127,12 +129,12 @@ def check_same_policy(policy: Policy) -> None:
 
 
 def common_profile(profile: Profile) -> Profile:
-    """Exchange `profile` between ranks: return the first rank's profile on every rank.
+    """Exchange `profile` between ranks: return the first rank's profile, with the least available memory, on every
+    rank.
 
-    Available memory is the least of all ranks and their hosts.
-
-    Measured costs and outliers differ between ranks, but decisions based on costs and outliers, such as when to solve,
-    must be equal. A rank that starts the solver alone would wait for the other ranks forever.
+    Available memory is the least of all ranks and of their hosts. Measured costs and outliers differ between ranks, but
+    decisions based on them, such as when to solve for a policy, must be equal. A rank that starts the solver alone
+    would wait for the other ranks forever.
     """
     if num_ranks() == 1:
         return profile
@@ -142,7 +144,7 @@ def common_profile(profile: Profile) -> Profile:
 
 
 def broadcast_from_first_rank(make: Callable[[], T]) -> T:
-    """Call `make` on the first rank, and return its result, or raise its error, on every rank."""
+    """Call `make` on the first rank. On every rank, return the result of this call, or raise its error."""
     if num_ranks() == 1:
         return make()
     if dist.get_rank() == 0:
@@ -161,8 +163,9 @@ def broadcast_from_first_rank(make: Callable[[], T]) -> T:
 
 
 SentError = tuple[type[Exception], tuple[Any, ...], dict[str, Any]]
-"""Class, arguments and attributes of an error. The error itself cannot be unpickled if its constructor's arguments
-differ from `args`, and a failed message would leave the other ranks waiting forever."""
+"""Class, arguments and attributes of an error, to send to other ranks. The error itself is not sent: if the
+constructor's arguments differ from `args`, it cannot be unpickled, and a failed message would leave the other ranks
+waiting forever."""
 
 
 def _picklable_parts(error: Exception) -> SentError:

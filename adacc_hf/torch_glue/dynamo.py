@@ -39,7 +39,7 @@ class NotTraceableError(Exception):
 
 
 class TracedGuards:
-    """Dynamo's guards for one traced call of a block. `numbers` and `tensors` get the graph inputs that no guard
+    """Dynamo's guards for one traced call of a block, and functions that read the graph inputs that no guard
     compares."""
 
     def __init__(
@@ -48,10 +48,10 @@ class TracedGuards:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
         self.numbers = _compile_getter(inputs.numbers, variables)
-        """Function from a `Scope` to the numbers that are inputs of the traced graph."""
+        """Function from a call's local variables (`Scope`) to the numbers that are inputs of the traced graph."""
         self.tensors = _compile_getter(inputs.tensors, variables)
-        """Function from a `Scope` to the input tensors of the graph that are not arguments, parameters or buffers
-        reached by name."""
+        """Function from a call's local variables (`Scope`) to those input tensors of the traced graph that are neither
+        arguments nor parameters or buffers reached by name."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
@@ -61,12 +61,13 @@ class TracedGuards:
     def is_alive(self) -> bool:
         """True while all objects whose addresses a guard compares are alive.
 
-        Another object may get the address of a dead object.
+        The guards are not used any more after that, because another object may get the address of a dead object.
         """
         return not self._dead_objects
 
     def hold(self, scope: Scope) -> bool:
-        """Return True if all guards accept a call with these local variables. The call then takes the traced path.
+        """Return True if all guards accept a call with the local variables `scope`. The call then takes the traced
+        path.
 
         Active dispatch modes are disabled during the check, because dispatch modes only observe the block's operators.
         """
@@ -82,7 +83,7 @@ class TracedGuards:
             return self._check(scope)
 
     def first_failure(self, scope: Scope) -> str:
-        """Return Dynamo's description of the first guard that rejects a call with these local variables.
+        """Return Dynamo's description of the first guard that rejects a call with the local variables `scope`.
 
         Return "" if no guard rejects the call.
         """
@@ -141,15 +142,15 @@ _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
-"""Names of the methods with which loggers log. The last three methods are added by Transformers."""
+"""Names of the methods with which loggers log. Transformers adds the last three methods."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
-"""Suffixes of the names of guards on module attributes that do not affect the operators of forward: backward hooks, and
-the calling conventions of forward hooks. Calling conventions matter only for existing hooks, which have their own
-guards."""
+"""Suffixes of the names of guards that need no check, because they are on module attributes that do not affect the
+operators of forward: backward hooks, and the calling conventions of forward hooks. Calling conventions matter only for
+existing hooks, which have their own guards."""
 
 
 def _message_functions() -> Iterator[Callable[..., Any]]:
-    """Yield the functions that log or warn, which traces leave out.
+    """Yield the functions that log or warn, which are left out of traces.
 
     The functions are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
     """
@@ -176,7 +177,7 @@ def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _DeadObjects(list[Any]):
-    """List of weak references to watched objects that have died.
+    """List of weak references to those watched objects that have died.
 
     The list is empty while all watched objects are alive.
     """
@@ -186,7 +187,7 @@ class _DeadObjects(list[Any]):
         self._watched: dict[int, Callable[[], Any]] = {}
 
     def watch(self, obj: Any) -> None:
-        """Append a weak reference to this list when `obj` dies.
+        """Watch `obj`: when it dies, append a weak reference to it to this list.
 
         Keep `obj` alive if weak references to `obj` are not possible.
         """
@@ -197,22 +198,23 @@ class _DeadObjects(list[Any]):
 
 
 def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Compile Dynamo's source expressions `names` to one function, which returns the values of the expressions.
+    """Compile the expressions `names` to one function that returns their values.
 
-    The function's argument is a `Scope`, the variable `L` of the expressions. `variables` contains the expressions'
-    other variables.
+    The expressions are Dynamo's description of where a value comes from (its source). The function's argument is a
+    `Scope`, the variable `L` of the expressions. `variables` contains the expressions' other variables.
     """
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
     return eval(f"lambda L: ({items})", variables)
 
 
 _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\]$")
-"""Pattern of the expression of a parameter or buffer that is reached by module names in the block."""
+"""Pattern of an expression that reaches a parameter or buffer through the names of modules in the block."""
 _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
 class _UnguardedInputs:
-    """Dynamo's source expressions of the graph inputs that no guard compares, for one traced graph."""
+    """Inputs of one traced graph that no guard compares, as expressions in which Dynamo describes where an input comes
+    from."""
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
@@ -221,15 +223,15 @@ class _UnguardedInputs:
         self.tensors: list[str] = []
         """Expressions of tensors that are neither arguments nor parameters or buffers."""
         self.reads_environment = False
-        """True if the traced path reads `os.environ`."""
+        """True if the traced code reads `os.environ`."""
         self.class_reads: dict[tuple[type, str], None] = {}
-        """(class, name) of each attribute that was looked up on a class."""
+        """(class, name) of each attribute that the traced code looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Return, for each of Dynamo's guards, True if the guard must be checked.
 
-        Dynamo calls this method for each trace. Half of all guards say that a module has no hooks. Such guards are
-        dropped. Values that a guard does not compare exactly are added to `numbers`.
+        Dynamo calls this method for each trace. Half of all guards say that a module has no hooks, and are dropped. If
+        a guard does not compare a value exactly, the expression of the value is added to the attribute `numbers`.
         """
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
@@ -239,7 +241,7 @@ class _UnguardedInputs:
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def record_inputs(self, graph: Any) -> None:
-        """Extend `numbers` and `tensors` by the inputs of a traced graph that no guard checks."""
+        """Append to `numbers` and `tensors` the expressions of those inputs of a traced graph that no guard checks."""
         from torch._dynamo import source as sources
 
         for node in graph.graph.nodes:
@@ -260,7 +262,7 @@ class _UnguardedInputs:
 def _raw_environment() -> dict[Any, Any]:
     """Return the environment variables undecoded, as os.environ stores them.
 
-    The variables are compared at each call. Decoding the variables would take longer than the check of all of Dynamo's
+    The variables are compared at each call, and decoding them would take longer than the check of all of Dynamo's
     guards.
     """
     variables: Any = os.environ
@@ -290,7 +292,7 @@ def _in_one_line(error: Exception) -> str:
 
 @cache
 def _dynamo_namespace() -> Any:
-    """Import Dynamo, and return a namespace of the functions that `trace` needs: `tracing`, `is_traced`,
+    """Import Dynamo, and return a namespace of the functions with which `trace` uses Dynamo: `tracing`, `is_traced`,
     `cache_entries`."""
     import torch._dynamo
     from torch._dynamo import config
@@ -320,7 +322,7 @@ def _dynamo_namespace() -> Any:
 
     @contextmanager
     def tracing(ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs) -> Iterator[list[Any]]:
-        """Change Dynamo's settings for `trace` inside the `with` block.
+        """Change Dynamo's settings for a trace inside the `with` block.
 
         Yield a list. Some guards compare the address of an object. When one of these objects dies, a weak reference to
         the object is appended to the list.
@@ -361,7 +363,7 @@ def _dynamo_namespace() -> Any:
 
 @contextmanager
 def grouped_products_of_any_dtype() -> Iterator[None]:
-    """Let torch infer shapes of float32 and float16 grouped matrix products inside the `with` block.
+    """Let torch infer the shapes of grouped matrix products in float32 and float16 inside the `with` block.
 
     torch's shape inference supports only bfloat16, although torch's kernels support the other dtypes.
     """

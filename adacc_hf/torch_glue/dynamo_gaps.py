@@ -1,9 +1,10 @@
 """Guards that Dynamo lacks: object identities, classes, the order of dicts, the standard library's globals.
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
-standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. The
-contexts in this module record or guard such reads while Dynamo traces, and add expressions to the list `numbers`. The
-values of the expressions are part of a call's key.
+standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While
+Dynamo traces a call, the contexts in this module either guard such a read, or describe it by a Python expression. These
+expressions go into a list that the caller passes as `numbers`, because their values become part of the call's key, next
+to the numbers that the call reads.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 
 _CALL_METHODS = ("__call__", "_call_impl")
-"""Methods through which a module's forward is called, and which Dynamo skips."""
+"""Methods through which Python calls a module's forward. Dynamo does not look them up."""
 
 
 class ClassReads:
-    """Guard on the methods, properties and attributes that Dynamo looked up on classes during a trace.
+    """Guard on the methods, properties and attributes that traced code looked up on classes.
 
     `reads` has the (class, name) of each lookup.
     """
@@ -43,7 +44,7 @@ class ClassReads:
         self._before = self._values()
 
     def are_current(self) -> bool:
-        """Return True if all looked-up attributes have the values that they had when traced."""
+        """Return True if all attributes in the guard still have the values that they had when the code was traced."""
         try:
             return self._values() == self._before  # compares identities first, which is cheap
         except Exception:  # an attribute or a class does not exist any more, or a new value cannot be compared
@@ -51,10 +52,9 @@ class ClassReads:
 
 
 def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return the suffixes with which every evaluation of the expression `owner.name` gives the same object.
+    """Return suffixes for the expression `owner.name` such that each evaluation gives the same object.
 
-    Return ("",) if no suffix is needed, (".__func__",) for a class method, and () if no expression gives the same
-    object.
+    Return ("",) if no suffix is needed, (".__func__",) for a class method, and () if no suffix helps.
     """
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):
@@ -70,7 +70,8 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
 def guard_identities(numbers: list[str]) -> Iterator[None]:
     """Guard, inside the `with` block, the identity of objects that traced code compares by `is` or uses as keys.
 
-    For two tensors, add the expression `a is b` to `numbers` instead.
+    Two tensors that are compared get no guard. Instead, append the source text of the comparison, "a is b", to
+    `numbers`, a list of expressions whose values become part of a call's key.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
@@ -81,7 +82,8 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
         return
 
     def guarded(original: Callable[..., Any], places: Sequence[int], by_value: bool = True) -> Callable[..., Any]:
-        """Return `original` with guards on its arguments at `places`, which are Dynamo's variables."""
+        """Return a wrapper of `original`, a function of Dynamo, that guards the identity of the arguments at the
+        indices `places`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for place in places:
@@ -94,7 +96,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
     example, sources = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return a node's example tensor.
+        """Return the example tensor of `node`, and note the comparison if `node` is the second operand of `is`.
 
         Dynamo calls this function only for the two operands of `is`, one after the other.
         """
@@ -122,10 +124,11 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """Record attributes that traced code looks up on classes, inside the `with` block.
+    """Record, inside the `with` block, the attributes that traced code looks up on classes.
 
-    For each lookup, `class_reads` gets the (class, name). Globals of the standard library are guarded too. For each
-    `__dict__` that is read, `numbers` gets an expression that hashes the names in the `__dict__`.
+    For each lookup, add (class, name) to `class_reads`. For each `__dict__` that the code reads, append an expression
+    that hashes its names to `numbers`, a list of expressions whose values become part of a call's key. Globals of the
+    standard library are guarded too.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
@@ -159,19 +162,18 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
 
 
 _ITERATING = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
-"""Methods of Dynamo's variables that iterate over a whole dict."""
+"""Names of methods that iterate over a whole dict, in the classes with which Dynamo represents variables."""
 _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__", "__ior__")
-"""Methods of dicts and lists that iterate over a whole dict."""
+"""Names of the methods of dicts and lists that iterate over a whole dict."""
 
 
 @contextmanager
 def record_dict_order(numbers: list[str]) -> Iterator[None]:
-    """Add an expression to `numbers`, inside the `with` block, for each dict that traced code iterates.
+    """Record, inside the `with` block, the order of each dict that traced code iterates.
 
-    The expression is a hash of the dict's ordered names.
-
-    Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
-    OrderedDict.
+    For each dict, append an expression that hashes its names in order to `numbers`, a list of expressions whose values
+    become part of a call's key. Dynamo guards neither the names nor the order of a dict that is copied or converted to
+    a list, nor the order of an OrderedDict.
     """
     from torch._dynamo.variables import dicts, lists
 
@@ -209,7 +211,8 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While open, replace attributes of Dynamo, given as (owner, name, value). Skip attributes that do not exist."""
+    """Replace attributes of Dynamo, given as (owner, name, value), inside the `with` block. Skip attributes that do not
+    exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:
@@ -222,11 +225,11 @@ def _patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _guard_identity(variable: Any, by_value: bool) -> None:
-    """Install a guard on the identity of the object that `variable`, one of Dynamo's variables, stands for.
+    """Install a guard on the identity of the object that `variable` represents in Dynamo's trace.
 
-    Constants and tensors get no guard, because Dynamo itself guards constants and tensors. `by_value` is True if the
-    traced code compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the
-    guard, because the hash of such an object is its identity.
+    Constants and tensors get no guard here, because Dynamo itself guards them. `by_value` is True if the traced code
+    compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the guard, because
+    the hash of such an object is its identity.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -239,5 +242,8 @@ def _guard_identity(variable: Any, by_value: bool) -> None:
 
 
 def name_of(source: Any) -> str:
-    """Return the expression of one of Dynamo's sources. `name` is a property since torch 2.13, and a method before."""
+    """Return the Python expression of `source`, Dynamo's description of where a value comes from.
+
+    `name` is a property since torch 2.13, and a method before.
+    """
     return source.name if isinstance(source.name, str) else source.name()

@@ -4,7 +4,7 @@ Patching `Function.apply` is not enough: code may have looked up the method befo
 torch 2.14 this method is a C function. But in each release of torch, `apply` looks up attributes of the Function's
 class: first the class of the context, under the caller's gradient mode, then `forward`, with gradients disabled, and
 after the forward `setup_context`. So lookups of these attributes are intercepted, in the metaclass of all Functions. A
-callback of the current thread, the *watcher*, then gets each call.
+callback that the current thread has registered, the *watcher*, is then called in place of the forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.private import CONTEXT_CLASS
 from adacc_hf.torch_glue.watchers import Watchers
 
 Lookup = Callable[[Any, str], Any]
-"""Function of (class, attribute name) that returns the attribute of the class."""
+"""Type of a function from (class, attribute name) to the attribute of the class."""
 
 
 class ForwardCall:
@@ -41,12 +41,12 @@ class ForwardCall:
     def saved(self) -> list[torch.Tensor]:
         """Tensors that the Function saves for backward.
 
-        Autograd packs these tensors right after the watcher has returned.
+        Autograd packs these tensors right after the callback that runs this call, the watcher, has returned.
         """
         return saved_tensors(self._context) if self._has_gradients else []
 
     def run(self) -> Any:
-        """Run the Function's `forward`, and then its `setup_context` if the Function defines one.
+        """Run the forward of the `autograd.Function`, and then its `setup_context` if it defines one.
 
         Return the result of `forward`.
         """
@@ -57,13 +57,15 @@ class ForwardCall:
         return result
 
     def create_context(self, context_class: Callable[[], Any]) -> Any:
-        """Create and return the context, as `apply` does. The next lookup of `forward` belongs to this call."""
+        """Create and return the context (`ctx`) of this call, as `apply` does. The next lookup of `forward` belongs to
+        this call."""
         self._context = context_class()
         _thread.begun = self
         return self._context
 
     def replace_forward(self, lookup: Lookup) -> Callable[..., Any]:
-        """Return a replacement for `forward`, which calls the current thread's watcher."""
+        """Return a function that `apply` calls in place of `forward`. It calls the current thread's callback, the
+        watcher."""
         self._forward = lookup(self.function, "forward")
         self._setup = lookup(self.function, "setup_context") if has_setup(self.function) else None
         return self._watched_forward
@@ -79,37 +81,41 @@ class ForwardCall:
 
 
 Watcher = Callable[[ForwardCall], Any]
-"""Callback that calls `run` of a Function's call, and returns its result."""
+"""Type of a callback that gets a `ForwardCall`, calls its `run`, and returns the result of `run`."""
 
 
 class _ThreadState(threading.local):
-    """State of one thread, from one lookup by `apply` (context class, `forward`) to the next (`setup_context`)."""
+    """State of one thread while `apply` of an `autograd.Function` looks up the class's attributes one after the other.
+
+    The attributes are the context class, `forward` and `setup_context`.
+    """
 
     begun: ForwardCall | None = None
-    """Call whose context was created, and whose forward was not looked up yet."""
+    """Call whose context was created, and whose `forward` was not looked up yet."""
     set_up: type[Function] | None = None
-    """Class whose `setup_context` has run as part of `ForwardCall.run`, and will be looked up next."""
+    """Function class whose `setup_context` has already run as part of `ForwardCall.run`, and will be looked up next."""
 
 
 _thread = _ThreadState()
 
 
 def saved_tensors(context: FunctionCtx) -> list[torch.Tensor]:
-    """Return the tensors that a Function has passed to `save_for_backward` of its context."""
+    """Return the tensors that an `autograd.Function` has passed to `save_for_backward` of `context`, its context."""
     return [tensor for tensor in getattr(context, "to_save", None) or () if tensor is not None]
 
 
 def has_setup(function: type[Function]) -> bool:
-    """Return True if a Function defines `setup_context`, so that its `forward` gets no context."""
+    """Return True if an `autograd.Function` defines `setup_context`, so that its `forward` gets no context."""
     return function.setup_context is not Function.setup_context
 
 
 def _skip_setup_context(*args: Any) -> None:
-    """Do nothing. Stands in for a `setup_context` that `ForwardCall.run` has run already."""
+    """Do nothing, in place of a `setup_context` that `ForwardCall.run` has already run."""
 
 
 def _intercepted_attribute(lookup: Lookup, function: type[Function], name: str) -> Any:
-    """Return the attribute `name` of a Function, or a replacement for it if `apply` looks it up."""
+    """Return the attribute `name` of an `autograd.Function`, or a replacement if `apply` is the caller that looks it
+    up."""
     begun, is_set_up = _thread.begun, _thread.set_up is function
     # torch's own Functions run operators that the dispatcher sees, or compiled code.
     is_own = function.__module__.partition(".")[0] == "torch"
@@ -128,7 +134,7 @@ _NAMES = {CONTEXT_CLASS, "forward", "setup_context"}
 
 
 def _patch_lookups() -> Callable[[], None]:
-    """Patch the lookup of attributes of Functions. Return a function that removes the patch."""
+    """Patch the lookup of attributes of `autograd.Function` classes. Return a function that removes the patch."""
     before = vars(FunctionMeta).get("__getattribute__")
     lookup: Lookup = FunctionMeta.__getattribute__
 

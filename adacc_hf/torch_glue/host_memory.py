@@ -1,4 +1,4 @@
-"""Memory of the host next to a device: a check for separate memory, and the free bytes for this process."""
+"""Memory of the host of a device: a check that the device has memory of its own, and the host's free bytes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from adacc_hf.torch_glue.distributed import num_ranks
 
 UNIFIED_NAMES = ("GB10",)
-"""Parts of the names of GPUs that share the host's memory, for drivers that do not report such GPUs as integrated."""
+"""Parts of the names of GPUs that share the host's memory. They are for drivers that do not report these GPUs as
+integrated."""
 CGROUP = Path("/sys/fs/cgroup")
 """Folder of the cgroups, which limit the memory of containers and of jobs."""
 OWN_CGROUPS = Path("/proc/self/cgroup")
 """File with the paths of this process's cgroups."""
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Names of a cgroup's files with its limit and its used bytes, and the key of the inactive page cache in memory.stat,
-by version of the cgroups."""
+"""Names of the files with a cgroup's limit and its used bytes, and the key of the inactive page cache in memory.stat,
+for each version of cgroups."""
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return True if `device` is a GPU whose memory is separate from the host's. Payloads may then move to the host."""
+    """Return True if `device` is a GPU whose memory is separate from the host's, so that moving tensors to the host
+    frees memory."""
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -33,9 +35,9 @@ def has_own_memory(device: torch.device) -> bool:
 def free_host_bytes() -> int:
     """Return the free bytes of the host's memory, divided by the number of ranks on the host.
 
-    Limits on the process's cgroups, such as a container's or a job's, count too. The number of ranks is the
-    variable LOCAL_WORLD_SIZE, which torchrun and Accelerate set. Without it, all ranks of the run are assumed to be on
-    this host.
+    Limits on the process's cgroups, such as a container's or a job's, count too. The number of ranks is the variable
+    LOCAL_WORLD_SIZE, which torchrun and Accelerate set. Without this variable, all ranks of the run are assumed to be
+    on this host.
     """
     import psutil
 
@@ -44,7 +46,7 @@ def free_host_bytes() -> int:
 
 
 def _container_bytes() -> list[int]:
-    """Return the bytes that are free within each memory limit on this process's cgroup and on the cgroups above it.
+    """Return the free bytes within each memory limit on this process's cgroup and on the cgroups that contain it.
 
     The limits come from containers, batch systems such as Slurm, and systemd. The inactive part of the page cache
     counts as free, because the kernel frees it when memory is needed.
@@ -58,7 +60,7 @@ def _container_bytes() -> list[int]:
 
 
 def _own_path(is_version_2: bool) -> str:
-    """Return the path of this process's cgroup in a hierarchy, or "/" if it is unknown.
+    """Return the path of this process's cgroup in the hierarchy of version 2 or 1, or "/" if the path is unknown.
 
     A line of OWN_CGROUPS is "number:controllers:path". The number in version 2 is 0.
     """
@@ -81,7 +83,8 @@ def _folders(hierarchy: Path, path: str) -> list[Path]:
 
 
 def _free_within(folder: Path, limit: str, used: str, cached: str) -> list[int]:
-    """Return a list of the free bytes within the limit of the cgroup in `folder`. The list is empty without a limit."""
+    """Return a list with the free bytes within the limit of the cgroup in `folder`, or an empty list if it has no
+    limit."""
     try:
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         used_bytes = int((folder / used).read_text()) - int(counts.get(cached, 0))

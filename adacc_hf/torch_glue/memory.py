@@ -1,4 +1,4 @@
-"""Measurement of memory.
+"""Measurement of the memory that a step takes, and of the memory of a device.
 
 Meters count live bytes over time, as the allocator does, temporaries and all threads included.
 
@@ -29,10 +29,11 @@ from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hook
 _MARK = "adacc_hf.torch_glue.memory.mark"
 
 FRAGMENTATION_SHARE = 0.1
-"""Share of a GPU's memory reserved for fragmentation of torch's caching allocator, unless segments are expandable.
+"""Share of a GPU's memory reserved for fragmentation in torch's caching allocator, unless its segments are expandable.
 
 tests/emulated_cuda/fragments.py fills an emulated GPU, on which `AdaccConfig.memory_margin` alone is not enough. The
-share has not been measured on a GPU yet."""
+share has not been measured on a GPU yet.
+"""
 FRAGMENTATION_HINT = (
     f'memory_budget="auto" reserves {FRAGMENTATION_SHARE:.0%} of the GPU for memory fragmentation; set '
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use this memory too"
@@ -40,12 +41,12 @@ FRAGMENTATION_HINT = (
 
 
 MEASURABLE = ("cpu", "cuda")
-"""Types of devices with a memory meter."""
+"""Types of the devices for which there is a memory meter."""
 UNMEASURABLE = (
     "memory on device {} cannot be measured: train on cpu or cuda (use_cpu=True in TrainingArguments), or train "
     "without adacc_hf"
 )
-"""Error message for devices without a memory meter."""
+"""Error message for devices for which there is no memory meter."""
 
 _FAILED_ALLOCATION_MESSAGES = (
     "CUDA error: out of memory",
@@ -61,8 +62,8 @@ _FAILED_ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Messages of failed allocations for which torch raises a plain RuntimeError. The RuntimeErrors come from torch's CPU
-allocator, and from libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
+"""Messages of failed allocations that are plain RuntimeErrors, and not torch.OutOfMemoryError. They come from torch's
+CPU allocator, and from libraries that allocate memory themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
 def refuse_unmeasurable(model: nn.Module) -> None:
@@ -81,7 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Live bytes at one mark of a memory meter, and the maximum of the live bytes until the next mark.
+    """Live bytes when a memory meter was marked, and the maximum of the live bytes until the next mark.
 
     All numbers of bytes are relative to the start of the meter.
     """
@@ -94,7 +95,7 @@ class MemoryPoint:
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Context manager that measures the live bytes of one device at marks and between marks.
+    """Context manager that measures the live bytes of one device at marks, which the caller sets, and between marks.
 
     `points` is set on exit.
     """
@@ -105,8 +106,8 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
     def mark(self, label: tuple[Any, ...], dying_bytes: int = 0) -> None:
         """Set a mark named `label`. `dying_bytes` are bytes that will be freed immediately after the mark.
 
-        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Do nothing outside the `with`
-        block of the meter, because code that reports freed tensors may call this method at any time.
+        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Outside the meter's `with`
+        block, do nothing, because code that reports freed tensors may call this method at any time.
         """
         if self.is_open:
             self._mark(label, dying_bytes)
@@ -236,11 +237,11 @@ def _silenced_stderr() -> Iterator[None]:
 
 
 _peaks_before_reset: dict[torch.device, int] = {}
-"""Highest peak that a meter has reset in torch's statistics since the last `take_peak`, by device."""
+"""By device, the highest peak that a meter has erased from torch's statistics since the last `take_peak`."""
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Reset torch's peak statistic, and save its value for `take_peak`, because torch cannot restore the statistic."""
+    """Reset torch's peak statistic. Keep the old value for `take_peak`, because torch cannot restore the statistic."""
     _peaks_before_reset[device] = max(_peaks_before_reset.get(device, 0), torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
 
@@ -258,8 +259,8 @@ def take_peak() -> int:
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Memory meter for a GPU, which reads the statistics of torch's caching allocator. The meter does not synchronise
-    with the device.
+    """Memory meter for a GPU, which reads the statistics of torch's caching allocator without synchronising with the
+    device.
 
     The allocator counts in units of 512 bytes. The maximum after a mark includes memory that is freed right at the
     mark, so peaks in forward may be predicted too high.
@@ -298,11 +299,11 @@ class StepMemory:
     static_bytes: int
     """Bytes live before the step: parameters, buffers, gradients, optimizer state, the batch (see `static_bytes`)."""
     stored_bytes: int
-    """Bytes that forward stores for backward, without the loss."""
+    """Bytes that forward stores for backward, without the loss itself."""
     peak_bytes: int
     """Peak of the live bytes during the step, static memory included."""
     timeline: tuple[tuple[str, int], ...]
-    """(label, maximum of the live bytes until the next label) of each mark of the meter, static memory included."""
+    """(label, maximum of the live bytes until the next mark) of each mark of the meter, static memory included."""
 
 
 @contextmanager
@@ -354,7 +355,7 @@ def measure_step(
 
 
 def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.Tensor:
-    """Run one forward of `model` on `batch`, and return its loss.
+    """Run one forward of `model` on `batch`, and return the loss.
 
     Clear autocast's cache afterwards, as the end of a model's own autocast does. Raise ValueError if the model returns
     no loss that requires a gradient.
@@ -392,8 +393,8 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
     """Return the bytes live on the model's device before a step.
 
     On a GPU, the result has all bytes that the allocator counts for this process, including a second model, prefetched
-    batches and cuBLAS workspaces. torch's CPU allocator has no count, so the tensors of model, batch and optimizer are
-    summed (`count_static_bytes`).
+    batches and cuBLAS workspaces. torch's CPU allocator does not count bytes, so on a CPU the tensors of model, batch
+    and optimizer are summed (`count_static_bytes`).
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -404,7 +405,7 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes that this process has allocated on `device`.
 
-    Return 0 for a CPU, for which torch has no count.
+    Return 0 for a CPU, because torch does not count the bytes there.
     """
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
@@ -417,7 +418,7 @@ def has_expandable_segments() -> bool:
 
 
 def allocate_workspaces(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspaces, about 32 MiB, which a GPU keeps after the first matrix products.
+    """Make cuBLAS allocate its workspaces, about 32 MiB, which stay allocated after a GPU's first matrix products.
 
     Call this function before a step whose stored bytes are measured: a workspace allocated in that step would count as
     stored.
@@ -447,7 +448,7 @@ def count_static_bytes(
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that `optimizer` holds in addition to the model's parameters.
 
-    Optimizers hold such tensors in the state, in objects of the state (GaLore's projections), in the groups
+    They may be in the optimizer's state, in objects of the state (GaLore's projections), in the parameter groups
     (GrokAdamW), or in attributes (AdaLomo).
     """
     tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is not a torch optimizer
@@ -464,7 +465,7 @@ def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.
 
 
 def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the innermost optimizers of `optimizer`, without the wrapper of Accelerate.
+    """Return the optimizers of which `optimizer` consists, without the wrapper of Accelerate.
 
     GaLore's layer-wise mode has one optimizer per layer. Otherwise the list has a single optimizer.
     """
@@ -501,8 +502,8 @@ def available_bytes(device: torch.device, static_bytes: int) -> int:
     """Return the bytes that this process can use on `device`: the bytes that the process uses already, plus the free
     bytes.
 
-    On a GPU, the process's memory fraction is the limit. Unless segments are expandable, `FRAGMENTATION_SHARE` is
-    subtracted. On a CPU, `static_bytes` are the bytes in use.
+    On a GPU, the process's memory fraction is the limit. Unless the allocator's segments are expandable,
+    `FRAGMENTATION_SHARE` is subtracted. On a CPU, `static_bytes` are the bytes that the process uses already.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ModelHook:
-    """Forward hook of a model that runs `call`. If the model is copied or pickled, the copy's hook does nothing."""
+    """Forward hook of a model that calls `call`. If the model is copied or pickled, the copy's hook does nothing."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -24,7 +24,7 @@ class ModelHook:
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments of a call of `module` by parameter name of its forward.
+    """Return a dict of all arguments of a call of `module`, by the parameter names of its forward.
 
     Return None if a positional argument has no name, because the forward takes `*args`.
     """

@@ -65,25 +65,26 @@ if TYPE_CHECKING:
     from adacc_hf.torch_glue.no_trace import Tables
 
 LARGEST_COPY = 64 << 20
-"""Limit in bytes up to which a snapshot copies a tensor that is not a buffer. Changes of larger tensors are only
-detected."""
+"""Maximum size in bytes of a tensor, other than a buffer, that a snapshot copies. Changes of larger tensors are
+detected, but cannot be undone."""
 SMALL_COPY = 64 << 10
-"""Smaller limit that replaces LARGEST_COPY, for tensors that require a gradient, and for blocks whose calls have
-changed no state so far."""
+"""Lower limit that replaces LARGEST_COPY for tensors that require a gradient, and for blocks whose calls have changed
+no state so far."""
 MAX_ITEMS = 4096
-"""Maximum length of a container whose items are searched for state. Data sets are longer, and blocks do not change
-their items."""
+"""Maximum length of a container whose items are searched for state. Data sets are longer, but running a block does not
+change their items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "PIL", "_pytest", "accelerate", "adacc_hf", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub",
     "hypothesis", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "pytest", "safetensors", "scipy", "sklearn",
     "tensorboard", "tokenizers", "torch", "torchao", "tqdm", "transformers", "triton", "trl", "wandb",
 }  # fmt: skip
-"""Packages whose objects, classes and globals are not searched, on the assumption that blocks change no state there."""
+"""Packages whose objects, classes and globals are not searched for state, on the assumption that running a model
+changes none there."""
 _INSTALLED = ("site-packages", "dist-packages")
-"""Names of the folders of installed packages. Of an installed package that is not in `_LIBRARIES`, only objects are
-searched, unless a module or a root of the search belongs to the package. Code of packages that the model merely reaches
-changes its globals independently of the model: `filelock`, for example, counts the locks of the process."""
+"""Names of the folders of installed packages. If an installed package is not in `_LIBRARIES`, its objects are searched
+for state, but its code is searched only if a module or a root of the search belongs to the package. Code of other
+packages changes its globals independently of the model: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,
@@ -92,7 +93,7 @@ _ATOMS = (
 
 
 class _StateSearch:
-    """Search for all mutable state of modules and Python objects that is reachable from the objects `roots`."""
+    """Search for all mutable state that is reachable from the objects `roots`, such as modules and functions."""
 
     def __init__(self, roots: Iterable[Any], largest_copy: int, excluded: Iterable[Any]) -> None:
         roots = list(roots)
@@ -101,14 +102,15 @@ class _StateSearch:
         self.records: list[tuple[Kind, Any]] = []
         """(kind of state, object) of each object with state."""
         self.empty: list[dict[Any, Any]] = []
-        """Attributes of modules that are empty dicts. Most of these dicts are for hooks."""
+        """Empty dicts among the attributes of modules. Most of these dicts are for hooks."""
         self.leaves: dict[int, torch.Tensor] = {}
-        """Tensors that may get a gradient, by id."""
+        """Leaf tensors, such as parameters, that may get a gradient, by id."""
         self._visited: dict[Any, Any] = {id(obj): obj for obj in excluded}
         self._packages: set[str] = set()
         """Installed packages whose code is searched."""
         self._skipped: dict[str, list[Callable[[], None]]] = {}
-        """Searches to do if a module of an installed package is found, by package."""
+        """By installed package, the postponed searches. They run if a module of the package is found among the searched
+        objects."""
         for root in roots:
             self._search_code_of(root if isinstance(root, (type, FunctionType)) else type(root))
         self._queue = roots
@@ -126,7 +128,10 @@ class _StateSearch:
         self._queue += inner
 
     def _search_code_of(self, obj: type | FunctionType) -> None:
-        """Search also the code of the installed packages that define `obj` and its base classes, from now on."""
+        """Add the installed packages that define `obj` and its base classes to the packages whose code is searched.
+
+        Run the searches of these packages that were postponed (`_skips`).
+        """
         for base in getattr(obj, "__mro__", (obj,)):
             package = _installed_package(base.__module__)
             if package is not None and package not in self._packages:
@@ -135,8 +140,10 @@ class _StateSearch:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched. Then keep `search`, which runs if the module is searched
-        later."""
+        """Return True if the code of `module` is not searched for state, or not yet.
+
+        If the module belongs to an installed package, postpone `search`: it runs if the package is searched later.
+        """
         if _is_library_module(module):
             return True
         package = _installed_package(module)
@@ -146,7 +153,7 @@ class _StateSearch:
         return True
 
     def _module(self, module: nn.Module) -> None:
-        """Add the state of a module: its attributes, buffers, hooks and class attributes."""
+        """Add the state of a module to the found state: its attributes, buffers, hooks and class attributes."""
         self._search_code_of(type(module))
         entries = vars(module)
         self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, entries)
@@ -171,7 +178,7 @@ class _StateSearch:
         self._queue.append(type(module))
 
     def _tensor(self, tensor: torch.Tensor | None, is_buffer: bool = False) -> None:
-        """Add a tensor: the content if the tensor can be copied, else only the version."""
+        """Add a tensor to the found state: its content if the tensor can be copied, else only its version counter."""
         if tensor is None or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             self.leaves |= {} if tensor is None else {id(tensor): tensor}
             return
@@ -200,7 +207,8 @@ class _StateSearch:
         self._queue += items
 
     def _function(self, function: FunctionType) -> None:
-        """Add the state that a Python function can change: closure, defaults, attributes and globals."""
+        """Add the state that a Python function can change to the found state: closure, defaults, attributes and
+        globals."""
         self._queue += map(cell_content, function.__closure__ or ())
         if self._skips(function.__module__, partial(self._function_code, function)):  # for example a decorator
             return
@@ -217,8 +225,11 @@ class _StateSearch:
         self._names(function.__globals__, _names_in_code(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
-        """Add the global variables of `namespace` that a function's code uses, and the global variables of other
-        modules that the code reaches."""
+        """Add to the found state the global variables of `namespace` that a function's code uses, with those of modules
+        in it.
+
+        `code_names` are the names that occur in the code.
+        """
         names = Globals(namespace, code_names)
         for value in names.values():
             if not isinstance(value, ModuleType):
@@ -267,7 +278,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_overlapping_elements(tensor: torch.Tensor) -> bool:
-    """Return True if elements of the tensor share memory, as in a view by `unfold`. Such a tensor cannot be
+    """Return True if elements of the tensor share memory, as in a view by `unfold`, so that the tensor cannot be
     restored."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > extent
@@ -282,21 +293,23 @@ def _names_in_code(code: CodeType) -> frozenset[str]:
 
 @cache
 def _is_library_module(module: Any) -> bool:
-    """Return True if `module`, the name of a module, belongs to a library, whose state is not searched."""
+    """Return True if `module`, a module's name, belongs to a library whose state is not searched."""
     # `__module__` of a Cython function is a descriptor instead of a name.
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
 
 @cache
 def _installed_package(module: Any) -> str | None:
-    """Return the name of the top-level package of `module` if the package is installed, and not the user's own code."""
+    """Return the top-level package of `module`, a module's name, if the package is installed. Return None for the
+    user's code."""
     package = module.partition(".")[0] if isinstance(module, str) else ""
     place = getattr(sys.modules.get(package), "__file__", None) or ""
     return package if any(folder in PurePath(place).parts for folder in _INSTALLED) else None
 
 
 def _state_visitor(kind: Kind) -> Callable[[_StateSearch, Any], None]:
-    """Return a function that adds an object of the kind to a search of a model's state."""
+    """Return a function of (search, object) that adds the object to the state that the search has found, as state of
+    `kind`."""
     return lambda search, obj: search._add(kind, obj)
 
 
@@ -348,13 +361,13 @@ class ModelState:
     def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, excluded: Iterable[Any] = ()) -> None:
         search = _StateSearch(roots, largest_copy, excluded)
         self.leaves = list(search.leaves.values())
-        """Parameters and other tensors that may get a gradient."""
+        """Parameters and other leaf tensors that may get a gradient."""
         self._is_sharded = search.is_sharded
         self._empty = search.empty
         self.records = [(kind, obj, kind.take(obj)) for kind, obj in search.records]
 
     def watch_parameters(self) -> None:
-        """From now on, also detect in-place changes of parameters and other leaf tensors."""
+        """Also detect in-place changes of parameters and other leaf tensors from now on."""
         copied_ids = {id(obj) for kind, obj, _ in self.records if kind is CONTENT}
         leaves = [leaf for leaf in self.leaves if id(leaf) not in copied_ids and not leaf.is_inference()]
         self.records += [(VERSION, leaf, version_of(leaf)) for leaf in leaves if not self._is_sharded]
@@ -375,7 +388,8 @@ class ModelState:
         return part if part._empty or part.records else None
 
     def restore(self, tables: Tables | None = None) -> None:
-        """Restore the state of this snapshot, except for the dict entries that `tables` retains.
+        """Restore the state of this snapshot, except for dict entries that `tables` retains, such as cached rotary
+        embeddings.
 
         Raise UnrestorableError for a change that cannot be undone.
         """
@@ -392,7 +406,7 @@ class ModelState:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Set the model to the state of this snapshot inside the `with` block. Restore the present state afterwards."""
+        """Restore the state of this snapshot inside the `with` block. After the block, restore the present state."""
         present = copy.copy(self)
         present.records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self.records]
         present.records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]

@@ -1,7 +1,7 @@
-"""Restoration of a model's state after extra runs by a profile or the gradient check (`NoTrace`).
+"""Restoration of a model's state after extra runs, such as those of a profile or the gradient check (`NoTrace`).
 
-`record_state_changes` detects the state that one call of a block changes. torch's checkpoint needs
-`record_state_changes`, because torch's checkpoint runs a block twice, and the block's state must change only once.
+`record_state_changes` detects the state that one call of a block changes. It is needed for torch's checkpoint, which
+runs a block twice, although the block's state must change only once.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from adacc_hf.torch_glue.tensors import gradient_leaves, without_gradient_hooks
 
 
 class Tables:
-    """Registry of tables: dict entries that a model's runs fill with tensors, such as cached rotary embeddings.
+    """Registry of tables: dict entries that runs of a model fill with tensors, such as cached rotary embeddings.
 
-    An entry is a table if a run gave it tensors without gradient, and before that run it was absent, None or a tensor
-    of a different shape. Tables are not restored between runs, because training too fills tables in the first step and
-    reads the tables in later steps. After the last run, a table stays if it was filled once and then only read. An
-    entry that later runs change, such as a counter that starts at None, is restored.
+    A dict entry is a table if a run put tensors without gradient into it, and before that run the entry was absent,
+    None or a tensor of a different shape. Tables are not restored between runs, because training too fills tables in
+    the first step and reads the tables in later steps. After the last run, a table stays if it was filled once and then
+    only read. An entry that later runs change, such as a counter that starts at None, is restored.
     """
 
     def __init__(self) -> None:
         self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """(first value, versions of the first value's tensors at that time) of each table, by (id of the dict,
-        name)."""
+        """(value of the entry when first filled, versions of its tensors at that time) by table. A table is identified
+        by (id of the dict, name of the entry)."""
         self._changed_keys: set[tuple[int, Any]] = set()
-        """Keys of entries that a later run has changed."""
+        """Tables that a later run has changed, as (id of the dict, name of the entry)."""
         self.has_copies = False
-        """True if `retained_entries` has replaced tensors on the CPU by copies."""
+        """True if `retained_entries` has put copies in place of some tensors on the CPU."""
         self.is_closed = False
-        """True after the last run has ended."""
+        """True after the last of the model's extra runs has ended."""
 
     def retained_entries(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of the dict `now` that must keep their values. `before` is the copy of the dict in a
-        snapshot."""
+        """Return the entries of the dict `now` that must not be restored, such as filled tables.
+
+        `before` is a copy of the dict from a snapshot before the run.
+        """
         retained = {}
         for name, value in now.items():
             value_before = before.get(name)
@@ -69,7 +71,7 @@ class Tables:
         return retained
 
     def names(self) -> frozenset[tuple[int, Any]]:
-        """Return (id of the dict, name) of all tables."""
+        """Return (id of the dict, name of the entry) of all tables."""
         return frozenset(self._first_values)
 
 
@@ -82,7 +84,7 @@ def _is_tensor_replaced(now: Any, before: Any) -> bool:
 
 
 def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """Return the tensors of the dict entry `now` if the entry may be a table (`Tables`), else [].
+    """Return the tensors of a dict entry with the value `now` if the entry may be a table (`Tables`), else [].
 
     `before` is the value of the entry before the run.
     """
@@ -96,16 +98,18 @@ def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
 # State changes by calls that torch's checkpoint repeats in backward.
 
 UNCHANGED_CALLS = 2
-"""Number of consecutive calls without a change of state after which snapshots no longer copy a block's larger tensors,
-but only detect their changes."""
+"""Number of consecutive calls of a block without a change of state after which snapshots no longer copy the block's
+larger tensors, but only detect their changes."""
 
 _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""(number of consecutive calls that changed no state, training flags of the modules at these calls), by block."""
+"""By block: (number of consecutive calls that changed no state, training flags of the block's modules at these
+calls)."""
 
 
 @contextmanager
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
-    """Watch the state of `block` and of `call` (the called function and its arguments) inside the `with` block.
+    """Detect the state of `block`, and of `call` (the called function and its arguments), that changes in the `with`
+    block.
 
     Yield a list. At the end of the context, the list receives snapshots with the earlier values of all state that has
     changed. Raise UnrestorableError if a change cannot be undone.
@@ -126,7 +130,7 @@ def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[M
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context manager for runs of a model outside training.
+    """Context manager for runs of a model outside training, which leave no trace in the model's state.
 
     At the end of the `with` block, the state that the runs changed is restored.
 
@@ -159,7 +163,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     def start_over(self) -> frozenset[Any]:
         """Restore the state and the random generators before the next run, so that all runs do the same.
 
-        Return the key of each table, (id of the dict, name). A table is a dict entry that a run has filled with
+        Return (id of the dict, name of the entry) for each table. A table is a dict entry that a run has filled with
         tensors, such as rotary embeddings. Tables are not restored (see `Tables`).
         """
         self._first_states.restore()
@@ -174,7 +178,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._first_states.have_advanced()
 
     def continue_random_states(self) -> None:
-        """Restore the model's state, but not the random generators.
+        """Restore the model's state before the next run, but not the random generators.
 
         Later runs start from the present states of the generators.
         """
@@ -182,10 +186,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._state.restore(self._tables)
 
     def protect_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Add the leaf tensors that a backward from `outputs` reaches to the tensors whose gradients are restored.
-
-        The gradients are restored at the end of this context.
-        """
+        """Have the gradients of all leaf tensors that a backward from `outputs` reaches restored at the end of this
+        context."""
         protected_ids = {id(leaf) for leaf, _, _ in self._gradients}
         leaves = [leaf for leaf in gradient_leaves(outputs) if id(leaf) not in protected_ids]
         self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]

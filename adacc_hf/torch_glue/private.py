@@ -1,4 +1,4 @@
-"""Private names of torch that the package uses, each under its own name (tested: torch 2.11, 2.13, 2.14.1).
+"""Private names of torch that the package uses, imported or registered one by one (tested: torch 2.11, 2.13, 2.14.1).
 
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
 objects would cause an error later, or seem to be absent from every object. So each attribute is registered here with
@@ -49,11 +49,11 @@ __all__ = [
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
-"""(class or module, attribute) of each private name of torch that was registered by `private_name`."""
+"""(class or module, attribute) for each private attribute that was registered by `private_name`."""
 
 
 def private_name(owner: str, attribute: str) -> str:
-    """Register a private attribute of torch or Transformers that this package uses, and return its name `attribute`.
+    """Register a private attribute of torch or Transformers that this package uses. Return its name, `attribute`.
 
     `owner` is the name of the class or module that has the attribute. A test checks that the attribute exists in each
     release.
@@ -79,9 +79,9 @@ coo_indices, coo_values = Tensor._indices, Tensor._values
 """Functions that return the indices and the values of a sparse COO tensor, also of an uncoalesced tensor, for which the
 public methods raise an error."""
 GRADIENT_HOOKS = (private_name("Tensor", "_backward_hooks"), private_name("Tensor", "_post_accumulate_grad_hooks"))
-"""Names of the attributes with a parameter's hooks before and after the accumulation of its gradient."""
+"""Names of the attributes in which a parameter stores hooks that run before and after its gradient is accumulated."""
 make_wrapper_subclass = Tensor._make_wrapper_subclass
-"""Constructor of a tensor of a given class, with a shape but without memory."""
+"""Constructor for a tensor of a given subclass of Tensor that has a shape but no memory."""
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -90,30 +90,32 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 LOCAL_TENSOR, SPEC = private_name("DTensor", "_local_tensor"), private_name("DTensor", "_spec")
-"""Names of a DTensor's attributes with the local tensor of this rank, and with the spec (mesh, placements, shape)."""
+"""Names of two attributes of a DTensor: the local tensor of this rank, and the spec (mesh, placements, shape)."""
 SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")
-"""Name of an attribute that only flat parameters of FSDP have."""
+"""Name of an attribute that only FSDP's flat parameters have."""
 
 # Modules.
 
 PARAMETERS, BUFFERS, MODULES = (private_name("Module", name) for name in ("_parameters", "_buffers", "_modules"))
-"""Names of a module's attributes with its own parameters, buffers and child modules, each a dict by name."""
+"""Names of the attributes in which a module stores its own parameters, buffers and child modules, each a dict by
+name."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
 """Functions that return a module's dict of parameters, of buffers, and of child modules, faster than the public
 methods."""
 forward_pre_hooks = _attribute_getter("Module", "_forward_pre_hooks")
 forward_hooks = _attribute_getter("Module", "_forward_hooks")
-"""Functions that return the forward hooks of a module, a dict by id."""
+"""Functions that return a module's forward hooks, or forward pre-hooks, as a dict by id."""
 GLOBAL_PRE_HOOKS, GLOBAL_HOOKS = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
-"""Forward hooks that torch runs for every module."""
+"""Forward pre-hooks and forward hooks that torch runs for every module."""
 attention_priority = torch._C._get_sdp_priority_order
-"""Function that returns the order of preference of fused attention's kernels."""
+"""Function that returns the order in which torch prefers the kernels of fused attention."""
 COMPILED_MODULE = private_name("OptimizedModule", "_orig_mod")
-"""Name of the original module inside the wrapper that torch.compile returns."""
+"""Name under which the wrapper that torch.compile returns contains the original module."""
 compiled_call = _attribute_getter("Module", "_compiled_call_impl")
-"""Function that returns the compiled call of a module after `Module.compile`, or None before."""
+"""Function that returns the compiled call of a module on which `Module.compile` was called, or None for any other
+module."""
 CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")
-"""Name of the original module inside torch's activation-checkpoint wrapper."""
+"""Name under which torch's activation-checkpoint wrapper contains the original module."""
 
 # Autograd.
 
@@ -127,10 +129,10 @@ current_autograd_node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Function that returns True if the backward running in this thread was called with retain_graph."""
 CONTEXT_CLASS = private_name("Function", "_backward_cls")
-"""Name of the attribute with the class of the contexts (`ctx`) of an `autograd.Function`. Each call of the Function
-looks up this attribute."""
+"""Name of the attribute in which an `autograd.Function` stores the class of its contexts (`ctx`). Each call of the
+Function looks up this attribute."""
 outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-"""Function that returns the innermost active pair of saved-tensor hooks, or None. The function is called once per call
+"""Function that returns the innermost active pair of saved-tensor hooks, or None. This package calls it once per call
 of a block."""
 
 
@@ -172,10 +174,10 @@ schema_of = _attribute_getter("OpOverload", "_schema")
 op_name = _attribute_getter("OpOverload", "_opname")
 """Function that returns the name of an operator without its namespace and overload."""
 TO_COPY = torch.ops.aten._to_copy.default
-"""Operator of a cast, a move to another device, or both."""
+"""ATen operator for a cast, a move to another device, or both."""
 SOFTMAX = torch.ops.aten._softmax
 GROUPED_PRODUCT = getattr(torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm"))
-"""Product of matrices in groups of rows, one group for each expert."""
+"""ATen operator for matrix products of groups of rows, each group with a matrix of its own, such as an expert's."""
 
 _ATTENTION = {
     kind: private_name("torch.ops.aten", f"_scaled_dot_product_{rest}")
@@ -200,28 +202,28 @@ def attention_name(kind: str) -> str:
 
 
 def attention_operator(kind: str) -> Any:
-    """Return the fused-attention operator of torch of this `kind` (see `attention_name`), with all its overloads."""
+    """Return torch's fused-attention operator of this `kind` (see `attention_name`), with all its overloads."""
     return getattr(torch.ops.aten, _ATTENTION[kind])
 
 
 # State of the running process: Dynamo, torch.func, profilers, GPU stream.
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Function that returns the callback that Dynamo makes Python call for each function. The callback is None or False if
-Dynamo is inactive."""
+"""Function that returns the callback that Python calls for each function while Dynamo is active. If Dynamo is inactive,
+the callback is None or False."""
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
-"""Names of the functions with which every torch profiler prepares and starts the process's profiler session."""
+"""Names of the functions with which each of torch's profilers prepares and starts the process's profiler session."""
 
 
 transform_level = torch._C._functorch.maybe_current_level
-"""Function that returns the nesting depth of torch.func transforms (grad, vmap, jvp), or None outside transforms.
+"""Function that returns how many torch.func transforms (grad, vmap, jvp) are nested here, or None outside transforms.
 Tensors inside a transform have no storage."""
 
 
 def is_profiling() -> bool:
-    """Return True if a torch profiler is running in any thread, or is in its warm-up."""
+    """Return True if one of torch's profilers is running in any thread, or is in its warm-up."""
     if torch.autograd.profiler._is_profiler_enabled:
         return True
     if torch.profiler.profiler.PROFILER_STEP_NAME not in torch.autograd.profiler.KinetoStepTracker._step_dict:
@@ -230,7 +232,7 @@ def is_profiling() -> bool:
 
 
 def _is_profiler_prepared(profiler: torch.profiler.profile) -> bool:
-    """Return True if torch's profiler has a session that still records or is in its warm-up."""
+    """Return True if torch's profiler `profiler` has a session that is still recording or in its warm-up."""
     session = profiler.profiler
     if session is None or not session.entered:
         return False
@@ -241,7 +243,7 @@ def _is_profiler_prepared(profiler: torch.profiler.profile) -> bool:
 
 @contextmanager
 def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
-    """Call `call` before each torch profiler that prepares or starts a session inside the `with` block."""
+    """Call `call` whenever one of torch's profilers is about to prepare or start a session inside the `with` block."""
     before = {name: getattr(torch.autograd.profiler, name) for name in _STARTS}
 
     def start(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Messages on the progress of a run, shown on stderr even if the program does not configure logging.
 
-Python shows only warnings of a library. The logger `adacc_hf.progress` shows a few lines of information too: when
-profiling starts, when a policy is set or changed, how much of the run followed the policy, and why training stands
-still for more than a few seconds. To switch these messages off, set the logger's level:
+By default, Python shows only a library's warnings. The logger `adacc_hf.progress` also shows a few lines of
+information: when profiling starts, when a policy is set or changed, how much of the run followed the policy, and why
+training stands still for more than a few seconds. To switch these messages off, set the logger's level:
 `logging.getLogger("adacc_hf.progress").setLevel(logging.WARNING)`.
 """
 
@@ -24,19 +24,23 @@ from adacc_hf.torch_glue.distributed import is_first_rank
 progress = logging.getLogger("adacc_hf.progress")
 
 SLOW_SECONDS = 3.0
-"""Time after which a phase that interrupts training is reported. A shorter interruption needs no explanation."""
+"""Time after which a phase that holds up training, such as profiling, is reported. A shorter one needs no
+explanation."""
 GROWTH = 4
-"""Factor between the times of two reports of one phase, so that a long phase has few reports."""
+"""Factor by which the time of a phase grows from one report of the phase to the next, so that a long phase has few
+reports."""
 
 
 PROFILING, SOLVING = "profiling", "solving"
-"""Kinds of interruptions. A wait for the solver counts as SOLVING."""
+"""Kinds of interruptions, which are work that training waits for. A wait for the solver counts as SOLVING."""
 MAX_INTERRUPTIONS = 64
-"""Number of latest interruptions that a thread remembers. A step has fewer interruptions."""
+"""Number of interruptions (work that training waited for) that a thread remembers, the latest ones. A step has
+fewer."""
 
 
 class Interruption(NamedTuple):
-    """Finished interruption of training: its kind, its start as `time.perf_counter()`, and its duration in seconds."""
+    """Finished work that training waited for: its kind, its start as `time.perf_counter()`, and its duration in
+    seconds."""
 
     kind: str
     started: float
@@ -44,7 +48,10 @@ class Interruption(NamedTuple):
 
 
 class _LatestInterruptions(threading.local):
-    """Latest interruptions, stored per thread, because a solver on another thread does not interrupt training."""
+    """Latest interruptions of training by profiling or solving, recorded per thread.
+
+    A solver on another thread does not interrupt the training thread, so its work must not be counted there.
+    """
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
@@ -54,7 +61,8 @@ _remembered = _LatestInterruptions()
 
 
 class _StderrHandler(logging.Handler):
-    """Handler that writes to stderr, unless the root logger or the logger "adacc_hf" has a handler."""
+    """Handler that writes to stderr, unless the program has given the root logger or the logger "adacc_hf" a
+    handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and not logging.getLogger("adacc_hf").handlers:
@@ -66,14 +74,15 @@ progress.addHandler(_StderrHandler())
 
 
 def announce(text: str, *details: Any) -> None:
-    """Log a message on the first rank. `text` is a %-format string for `details`."""
+    """Log a progress message on the first rank. `text` is a %-format string for `details`."""
     if is_first_rank():
         progress.info(text, *details)
 
 
 @contextmanager
 def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Time the work in the `with` block, for which training waits. If the work is slow, report the work as `phase`.
+    """Time the work in the `with` block, for which training waits. If the work is slow, report it under the name
+    `phase`.
 
     `kind` is PROFILING or SOLVING. `interruptions_since` returns how long the work took.
     """
@@ -86,15 +95,19 @@ def interruption(kind: str, phase: str) -> Iterator[None]:
 
 
 def interruptions_since(started: float) -> list[Interruption]:
-    """Return the interruptions of this thread that have begun since `started`, a `time.perf_counter()`."""
+    """Return the work (profiling or solving) that training on this thread has waited for, if it began at `started` or
+    later.
+
+    `started` is a value of `time.perf_counter()`.
+    """
     return [interruption for interruption in _remembered.interruptions if interruption.started >= started]
 
 
 class SlowReport:
-    """Report of a phase, such as "solving for a policy", if the phase takes more than SLOW_SECONDS.
+    """Reports of a phase, such as "solving for a policy", that are logged if the phase takes more than SLOW_SECONDS.
 
-    The report comes while the phase lasts, from another thread, and once more at the phase's end. If `normal_seconds`
-    is more than SLOW_SECONDS, the first report comes after this time.
+    Reports are logged while the phase lasts, from another thread, and once more at its end. If `normal_seconds` is more
+    than SLOW_SECONDS, the first report is logged after `normal_seconds`.
     """
 
     def __init__(self, phase: str, normal_seconds: float = 0.0) -> None:
@@ -110,8 +123,11 @@ class SlowReport:
             self._thread.start()
 
     def end(self, has_failed: bool = False) -> None:
-        """End the report. If the phase was reported, log its time, and if it has failed. Further calls have no
-        effect."""
+        """End the reports. If the phase was reported as slow, log the time that it took, and that it is done or has
+        failed.
+
+        Further calls have no effect.
+        """
         if self._thread is None:
             return
         self._ended.set()
@@ -124,7 +140,7 @@ class SlowReport:
 
 @contextmanager
 def reported_if_slow(phase: str) -> Iterator[None]:
-    """Return a context with a `SlowReport` of `phase`."""
+    """Log reports of the work in the `with` block, under the name `phase`, if the work is slow (`SlowReport`)."""
     report = SlowReport(phase)
     try:
         yield
@@ -135,10 +151,9 @@ def reported_if_slow(phase: str) -> Iterator[None]:
 
 
 def _report_progress(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
-    """Report that `phase` is running: `first` seconds after `started`, and then at growing intervals until `ended` is
-    set.
+    """Log that `phase` is running, first after `first` seconds and then at growing intervals, until `ended` is set.
 
-    The times of the reports are appended to `reports`.
+    The times of the reports, in seconds since `started`, are appended to `reports`.
     """
     seconds = first
     while not ended.wait(max(0.0, started + seconds - time.monotonic())):

@@ -39,7 +39,7 @@ class PythonStates:
     def temporarily_restored(self) -> Iterator[None]:
         """Set the generators to the states of the snapshot inside the `with` block.
 
-        Restore the generators' present states afterwards.
+        After the block, restore the generators' present states.
         """
         present = PythonStates()
         self.restore()
@@ -50,7 +50,8 @@ class PythonStates:
 
 
 class RandomStates:
-    """Snapshot of all default generators: of the CPU, of the GPUs among `devices`, of Python and of numpy.
+    """Snapshot of the states of all default random generators: of the CPU, of the GPUs among `devices`, of Python and
+    of numpy.
 
     A GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels (rule R10).
     """
@@ -84,7 +85,7 @@ class RandomStates:
 
 
 _replacement_generators: dict[str, Any] = {}
-"""Replacements of torch's default generators, by device type (`replace_generators`)."""
+"""Generators that are used in place of torch's default generators, by device type (`replace_generators`)."""
 
 
 def generator_of(device: torch.device) -> Any:
@@ -110,12 +111,12 @@ def generator_state(device: torch.device) -> torch.Tensor | None:
 
 
 def to_bytes(state: torch.Tensor) -> bytes:
-    """Return a generator's state as bytes, which do not count as live memory of tensors."""
+    """Return a generator's state as bytes. Unlike a tensor, bytes do not count as live memory of tensors."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def from_bytes(state: bytes | None) -> torch.Tensor | None:
-    """Return the generator's state that `to_bytes` converted, or None for None."""
+    """Return a generator's state as a tensor, from the result of `to_bytes`. Return None for None."""
     return None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
@@ -135,7 +136,7 @@ def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """Set the default generator of `device` to `state` inside the `with` block. Restore the generator afterwards.
+    """Set the default generator of `device` to `state` inside the `with` block. After the block, restore the generator.
 
     If `state` is None, do nothing.
     """
@@ -152,7 +153,8 @@ def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterato
 
 
 def gpus_in_use() -> list[torch.device]:
-    """Return the GPUs visible to this process, or [] if CUDA is not initialized. Never initialize CUDA."""
+    """Return the GPUs visible to this process, or [] if CUDA is not initialized. This function never initializes
+    CUDA."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -169,5 +171,5 @@ def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _device_index(device: torch.device) -> int:
-    """Return the index of a CUDA device, to read its random generator."""
+    """Return the index of the CUDA device `device`, to read the device's random generator."""
     return torch.cuda.current_device() if device.index is None else device.index

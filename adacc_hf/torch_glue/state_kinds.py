@@ -22,7 +22,7 @@ _ABSENT: Any = object()
 
 
 class Kind(NamedTuple):
-    """Functions for one kind of state of an object.
+    """Functions that copy, compare and restore one kind of state of an object.
 
     `take` copies the state. `same` compares the object with the copy, and `put` restores the object from the copy.
     """
@@ -73,7 +73,8 @@ def _put_cell(cell: CellType, before: Any) -> None:
 
 
 def own_attributes(owner: Any) -> dict[str, Any]:
-    """Return the data attributes in a class's own namespace, or the values of an object's slots."""
+    """Return a class's data attributes, without inherited ones. For an object that is not a class, return the values of
+    its `__slots__`."""
     if isinstance(owner, type):
         attributes = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
         return {name: value for name, value in attributes.items() if not hasattr(value, "__get__")}
@@ -89,7 +90,7 @@ def _slots_of(cls: type) -> list[str]:
 
 
 def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
-    """Restore the attributes of an object to the values that they had before a model's run could change them."""
+    """Restore the attributes of an object to the values in `before`, which they had before a run of the model."""
     now = own_attributes(owner)
     for name in now.keys() - before.keys():
         delattr(owner, name)
@@ -99,7 +100,7 @@ def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 
 class Globals:
-    """Global variables that a function's code uses: names in a module's namespace."""
+    """Global variables that a function's code uses, given as names in a module's namespace."""
 
     def __init__(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         self.namespace = namespace
@@ -122,7 +123,7 @@ def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _refuse_change(tensor: torch.Tensor, before: int) -> None:
-    """Raise UnrestorableError for a tensor that was changed in place and not copied."""
+    """Raise UnrestorableError for a tensor that was changed in place and of which there is no copy."""
     if isinstance(tensor, nn.Parameter):
         advice = "change parameters outside of forward, in the training step"
     else:
@@ -134,7 +135,8 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
 
 
 def _iterator_position(iterator: Any) -> Any:
-    """Return a value that changes when the iterator advances. Some iterators advance without a visible change."""
+    """Return a value that changes when the iterator advances, as far as this is visible. Some iterators advance
+    invisibly."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     if not isinstance(iterator, GeneratorType):
@@ -168,7 +170,8 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
 
 
 def _local_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of a sharded module, without parameters and views of parameters.
+    """Return the entries of a sharded module's `__dict__`, or of a dict in it, without parameters and views of
+    parameters.
 
     FSDP sets and removes parameters and views of parameters around each forward.
     """
@@ -180,7 +183,8 @@ def _local_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _put_local_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Restore the entries of a sharded module, except for parameters and views of parameters."""
+    """Restore the entries of a sharded module's dict `now` from `before`, except for parameters and views of
+    parameters."""
     for name in _local_entries(now).keys() - before.keys():
         del now[name]
     now.update(before)
@@ -190,7 +194,7 @@ ENTRIES = Kind(dict, _has_same_entries, _put_entries)
 LOCAL_ENTRIES = Kind(
     _local_entries, lambda now, before: _has_same_entries(_local_entries(now), before), _put_local_entries
 )
-"""Kind for entries of modules with sharded parameters. Parameters are left out."""
+"""Kind of state for the attribute dicts of modules with sharded parameters. Parameters are left out."""
 ITEMS = Kind(list, _has_same_items, _put_items)
 SET = Kind(set, lambda now, before: now == before, _put_items)
 CELL = Kind(cell_content, lambda cell, before: cell_content(cell) is before, _put_cell)
@@ -219,15 +223,16 @@ UNRESTORABLE = (VERSION, ITERATOR)
 
 
 CAPTURING = "transformers.utils.output_capturing"
-"""Module of Transformers' hooks that collect hidden states.
+"""Name of Transformers' Python module that defines hooks to collect hidden states.
 
-A model that returns hidden states (LLaVA's vision tower) registers the hooks permanently at its first forward.
-Restoring state does not remove these hooks, because otherwise each forward would register new hooks, and need new
-guards."""
+A model that returns hidden states (LLaVA's vision tower) registers these hooks permanently at its first forward.
+Restoring state does not remove them, because otherwise each forward would register new hooks, and need new guards.
+"""
 CAPTURES = "_output_capturing_hooks_installed"
 """Name of an attribute that Transformers sets on a model that has registered the hooks of `CAPTURING`."""
 
 
 def is_capturing(name: Any, value: Any) -> bool:
-    """Return True if Transformers' hooks for hidden states put the entry (`name`, `value`) into a module's state."""
+    """Return True if the entry (`name`, `value`) of a module's state comes from Transformers' hooks that collect hidden
+    states."""
     return name == CAPTURES or getattr(value, "__module__", None) == CAPTURING

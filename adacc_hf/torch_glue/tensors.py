@@ -1,7 +1,7 @@
 """Helpers for tensors: tensors that wrap other tensors (DTensor, sparse, quantized), autograd nodes, and norms.
 
-Operators on a DTensor run on its local tensor, so a tape contains local tensors only. Autograd saves the DTensor, so
-the tensor returned to autograd must be a DTensor again.
+Operators on a DTensor run on its local tensor, so the operators of a block are recorded with local tensors only.
+Autograd saves the DTensor, so the tensor returned to autograd must be a DTensor again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _INDICES = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
     torch.sparse_coo: (coo_indices,),
 }
-"""Methods that return the indices of a tensor's elements, by sparse layout."""
+"""Methods that return the indices of the elements that a sparse tensor stores, by sparse layout."""
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set without a function call."""
+"""Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set directly, without a function
+call."""
 
 
 def runs_on_parts(kind: type) -> bool:
-    """Return True if operators on tensors of class `kind` run on the tensors that they wrap (DTensor,
+    """Return True if tensors of class `kind` wrap other tensors, and operators run on the wrapped tensors (DTensor,
     AsyncCollectiveTensor)."""
     return hasattr(kind, LOCAL_TENSOR) or hasattr(kind, "trigger_wait")
 
@@ -71,7 +72,8 @@ def to_dtensor(local: Tensor, spec: Any) -> Tensor:
 
 
 def parts_with_memory(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold the memory of `tensor` on this rank, such as torchao's codes and scales."""
+    """Return the plain tensors that hold the memory of `tensor` on this rank. A quantized tensor of torchao has two:
+    codes and scales."""
     local = local_of(tensor)
     if local.layout in _INDICES:
         return [_stored_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
@@ -82,7 +84,7 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor's part on this rank.
+    """Return the storage of a tensor, or of its local tensor on this rank if it is a DTensor.
 
     For a sparse or nested tensor, return the storage of the values.
     """
@@ -91,19 +93,19 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def wraps_others(tensor: Tensor) -> bool:
-    """Return True if `tensor` has no memory of its own, and consists of other tensors."""
+    """Return True if `tensor` has no memory of its own, but wraps other tensors."""
     return not is_plain(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `base` on a copy of its whole storage."""
+    """Copy the whole storage of `base`, and return a tensor with the layout and dtype of `base` on the copy."""
     storage = base.untyped_storage().clone()
     copy = torch.empty(0, dtype=base.dtype, device=base.device)
     return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
 
 
 _CHUNK = 1 << 17
-"""Number of 64-bit words of a storage that are hashed at once."""
+"""Number of 64-bit words that are hashed at once."""
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 """Odd 64-bit multipliers with half of their bits set, as signed integers."""
 
@@ -126,7 +128,8 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def clone_with_storage(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor`, which may be a DTensor, on a copy of its whole storage."""
+    """Copy the whole storage of `tensor`, which may be a DTensor, and return a tensor with the same layout on the
+    copy."""
     return to_dtensor(copy_with_storage(local_of(tensor)), spec_of(tensor))
 
 
@@ -163,9 +166,8 @@ def current_node() -> Any:
 def calling_node(node: Any) -> Iterator[None]:
     """Make `current_node` return `node` inside the `with` block.
 
-    `node` is an autograd node that is called without torch's engine.
-
-    If the engine runs another node inside the block, `current_node` returns the other node.
+    This is for an autograd node that is called without torch's engine. If the engine runs another node inside the
+    block, `current_node` returns that node.
     """
     token = _called.set(node)
     try:
@@ -178,9 +180,9 @@ def calling_node(node: Any) -> Iterator[None]:
 
 
 def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates.
+    """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates gradients.
 
-    Leaves that only a nested backward, within an autograd Function, reaches are not included.
+    Leaves that only a nested backward, within an `autograd.Function`, reaches are not included.
     """
     queue: list[Any] = [output.grad_fn for output in outputs]
     visited, leaves = set(queue), []
@@ -198,7 +200,7 @@ def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Return True if hooks run before or after the accumulation of the gradient of `parameter`."""
+    """Return True if `parameter` has hooks that run before or after its gradient is accumulated."""
     return any(getattr(parameter, kind) for kind in GRADIENT_HOOKS)
 
 
@@ -229,8 +231,8 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
 # synchronise.
 
 NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Number of parts of a tensor that are cast to double precision one after the other, and the minimum number of elements
-in a part."""
+"""Number of parts in which a tensor is cast to double precision, one part after the other, and the minimum number of
+elements in a part."""
 
 
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
@@ -265,12 +267,13 @@ def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
 
 
 def _double_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of double precision in which the norm of `tensor` is computed."""
+    """Return the double-precision dtype, real or complex, in which the norm of `tensor` is computed."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into parts with matching elements. Do not split if layouts differ or have gaps."""
+    """Split tensors of one shape into parts that hold matching elements. Return them whole if layouts differ or have
+    gaps."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):
@@ -280,7 +283,7 @@ def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _combined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of a vector whose parts have these norms."""
+    """Return the norm of a vector from `norms`, the norms of its parts."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

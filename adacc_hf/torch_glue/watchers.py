@@ -1,4 +1,4 @@
-"""Patches of torch functions that are applied only while a watcher is registered, with watchers per thread."""
+"""Patches of torch functions that are applied only while a watcher (a callback of one thread) is registered."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Watcher = TypeVar("Watcher")
 
 
 class Watchers(Generic[Watcher]):
-    """Watchers, by thread, of one patched function of torch.
+    """Watchers, which are callbacks of single threads, for one patched function of torch.
 
-    The patched function gets the watcher from `current()`. The patch is applied when the first watcher begins, and
-    undone when the last watcher ends. Other code, such as Dynamo, may keep a reference to the patched function. If the
-    patched function is called after the patch was undone, `current()` returns None.
+    The patched function gets the calling thread's watcher from `current()`. The patch is applied when the first watcher
+    begins, and undone when the last watcher ends. Other code, such as Dynamo, may keep a reference to the patched
+    function. If it is called after the patch was undone, `current()` returns None.
     """
 
     def __init__(self, apply_patch: Callable[[], Callable[[], None]]) -> None:
@@ -24,22 +24,22 @@ class Watchers(Generic[Watcher]):
         self._undo_patch: Callable[[], None]
         self._lock = Lock()
         self._by_thread: dict[int, list[Watcher]] = {}
-        """Watchers by thread id. The innermost watcher of a thread is last."""
+        """Watchers (callbacks) by thread id. The innermost watcher of a thread is last."""
 
     def current(self) -> Watcher | None:
-        """Return the calling thread's innermost watcher of the patched torch function, or None."""
+        """Return the calling thread's innermost watcher (callback) of the patched torch function, or None."""
         watchers = self._by_thread.get(get_ident())
         return watchers[-1] if watchers else None
 
     def begin(self, watcher: Watcher) -> None:
-        """Register `watcher` for the calling thread until `end`."""
+        """Register `watcher`, a callback, for the calling thread until `end` is called."""
         with self._lock:
             if not self._by_thread:
                 self._undo_patch = self._apply_patch()
             self._by_thread.setdefault(get_ident(), []).append(watcher)
 
     def end(self) -> None:
-        """Remove the innermost watcher of the calling thread."""
+        """Remove the innermost watcher (callback) of the calling thread."""
         with self._lock:
             watchers = self._by_thread[get_ident()]
             watchers.pop()
@@ -50,7 +50,7 @@ class Watchers(Generic[Watcher]):
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
-        """Register `watcher` for the calling thread inside the `with` block."""
+        """Register `watcher`, a callback, for the calling thread inside the `with` block."""
         self.begin(watcher)
         try:
             yield

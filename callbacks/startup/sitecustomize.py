@@ -15,14 +15,15 @@ TRAINER_MODULE = "transformers.trainer"
 SETTINGS = os.environ.get("ADACC_HF_RUN_SETTINGS")
 """Settings of AdaccConfig in JSON, or None if this process is not part of `adacc run`."""
 RECORDS = os.environ.get("ADACC_HF_RUN_RECORDS", "")
-"""Folder in which `record` creates empty files, to tell `adacc run` how far the processes came."""
+"""Folder in which `record` creates empty files, so that `adacc run` can see how far the processes got."""
 
 
 class TrainerFinder:
     """Finder on sys.meta_path that calls `wrap_train_begin` after the import of the Trainer's module."""
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec of the Trainer's module from the other finders, or None for every other module."""
+        """Return the import spec of the Trainer's module, as the other finders give it. Return None for every other
+        module."""
         if name != TRAINER_MODULE:
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -50,7 +51,7 @@ def call_after_import(loader, function):
 def wrap_train_begin(trainer_module):
     """Wrap the method `on_train_begin` of the Trainer's CallbackHandler. The wrapper adds an AdaccCallback.
 
-    The list of default callbacks would be a simpler place for the callback, but ms-swift replaces this list.
+    The callback could be added more simply to the list of default callbacks, but ms-swift replaces this list.
     """
     record("trainer")
     handler_class = trainer_module.CallbackHandler
