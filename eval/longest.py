@@ -85,11 +85,9 @@ def _measure_model(ledger: Ledger, model: str, size: Size, run: Run) -> dict[str
     longest: dict[str, int] = {}
     for method in tqdm(info["methods"], desc=f"longest, {model}", unit="method"):
         tokens = predicted_longest(profile, method, info)
-        for _ in range(NUM_ATTEMPTS):
-            if not tokens or _trial(ledger, model, method, tokens, run)["status"] == Status.MEASURED.value:
-                break
-            tokens -= info["multiple"]
-        longest[method] = tokens
+        lengths = range(tokens, max(0, tokens - NUM_ATTEMPTS * info["multiple"]), -info["multiple"])
+        fits = (_trial(ledger, model, method, length, run)["status"] == Status.MEASURED.value for length in lengths)
+        longest[method] = next((length for length, fit in zip(lengths, fits, strict=True) if fit), 0)
     common = longest.get(REFERENCE, 0)
     for method, tokens in longest.items():
         if common and tokens > common:

@@ -1,0 +1,84 @@
+"""The longest sequence of every method: its prediction, its counted bytes, and the table of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.eval import longest
+from adacc_hf.eval.trials.isolation import run_here
+
+SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--vocabulary", "64", "--rounds", "1"]
+POINT = {"status": "measured", "peak_bytes": 2**20, "ms_per_1000_tokens": {"median": 5, "low": 4, "high": 6}}
+
+
+@pytest.fixture
+def predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict peaks of 100 bytes a token, with a divisor for each method, in place of a profile."""
+    divisors = dict(zip(longest.METHODS, (1, 2, 4, 8, 2, 16), strict=True))
+    monkeypatch.setattr(longest, "LongTraining", lambda *args: Stub())
+    monkeypatch.setattr(longest, "peak_at", lambda profile, method, tokens: 100 * tokens // divisors[method])
+
+
+class Stub:
+    def profile(self, tokens: int, all_sizes: bool) -> None:
+        assert all_sizes
+
+
+def run_main(tmp_path: Path, run, *options: str) -> tuple[int, dict, str]:
+    output = tmp_path / "longest.json"
+    status = longest.main(["--models", "llama", "--limit", "100000", "--output", str(output), *options], run)
+    return status, json.loads(output.read_text())["train_info"], output.with_suffix(".md").read_text()
+
+
+def test_each_method_is_measured_at_its_longest_and_at_a_common_length(tmp_path: Path, predictions: None) -> None:
+    orders = []
+
+    def run(function, order: dict, timeout_s: float) -> dict:
+        orders.append((order["method"], order["tokens"]))
+        return POINT
+
+    status, record, table = run_main(tmp_path, run)
+    assert status == 0
+    expected = {"plain": 960, "checkpointing": 1984, "chunked": 3968, "tiled": 8000, "exact": 1984, "adacc": 16000}
+    assert record["longest"] == {"llama": expected}
+    assert orders == [*expected.items(), ("tiled", 3968), ("adacc", 3968)]
+    row = next(line for line in table.splitlines() if line.startswith("| Adacc  "))
+    assert [cell.strip() for cell in row.split("|")[2:5]] == ["16,000", "4.03", "1.00 MiB"]
+    assert (tmp_path / "longest_llama.svg").exists()
+
+
+def test_a_shorter_length_is_tried_if_counted_bytes_exceed_the_limit(tmp_path: Path, predictions: None) -> None:
+    def run(function, order: dict, timeout_s: float) -> dict:
+        return POINT if order["tokens"] <= 3840 else {"status": "out_of_memory", "reason": "the step takes more"}
+
+    status, record, _ = run_main(tmp_path, run, "--methods", "chunked")
+    assert (status, record["longest"]) == (0, {"llama": {"chunked": 3840}})
+
+
+def test_a_method_without_a_fitting_length_is_listed_with_its_reason(tmp_path: Path, predictions: None) -> None:
+    def run(function, order: dict, timeout_s: float) -> dict:
+        return {"status": "error", "reason": "no reason given"}
+
+    status, record, table = run_main(tmp_path, run, "--methods", "plain")
+    assert (status, record["longest"]) == (1, {"llama": {"plain": 0}})
+    assert "no reason given" in table
+
+
+def test_predicted_lengths_fit_by_counted_bytes(tmp_path: Path, few_rows) -> None:
+    options = [*SMALL, "--limit", "4MiB", "--profiled", "256", "--most", "4096", "--multiple", "32"]
+    status, record, _ = run_main(tmp_path, run_here, *options, "--methods", "plain", "chunked", "tiled", "adacc")
+    lengths = record["longest"]["llama"]
+    assert status == 0
+    assert 0 < lengths["plain"] < lengths["chunked"] < lengths["tiled"] < lengths["adacc"]
+    for method, tokens in lengths.items():
+        point = record["points"][f"llama, {method}, {tokens} tokens"]
+        assert 0.9 * 2**22 < point["peak_bytes"] <= 2**22
+
+
+def test_bytes_on_a_gpu_are_left_to_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match="adacc plan --longest"):
+        run_main(tmp_path, run_here, "--device", "cuda")
