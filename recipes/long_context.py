@@ -13,7 +13,7 @@ status 2. The recipe's own settings come first in the list below, then all of Tr
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from planned_run import Run, plan_run
@@ -74,8 +74,14 @@ class RecipeArguments:
         },
     )
     actions: str = field(
-        default="retain,compress,recompute",
-        metadata={"help": "Allowed actions on activations; retain,recompute is bit-equal to plain training."},
+        default="retain,compress,recompute,tile",
+        metadata={"help": "Allowed actions; retain,recompute is bit-equal to plain training."},
+    )
+    host_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "Memory of the host that each process may use for activations, such as 64GiB; no effect on a CPU."
+        },
     )
     plan_only: bool = field(default=False, metadata={"help": "Print the plan and stop."})
     find_largest: bool = field(
@@ -127,6 +133,11 @@ def long_config(recipe: RecipeArguments) -> PretrainedConfig:
     return config
 
 
+def policy_settings(recipe: RecipeArguments) -> dict[str, Any]:
+    """Return the settings of AdaccConfig that the plan and the training share."""
+    return {"actions": tuple(recipe.actions.split(",")), "host_memory": recipe.host_memory}
+
+
 def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig) -> int:
     """Print the plan for the run, and return its budget in bytes. Raises ValueError if the plan does not fit."""
     run = Run(
@@ -135,7 +146,7 @@ def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config:
         attention=recipe.attn_implementation,
         seq_len=recipe.seq_len,
         device=recipe.device,
-        adacc=AdaccConfig(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(","))),
+        adacc=AdaccConfig(memory_budget=parse_budget(recipe.memory_budget), **policy_settings(recipe)),
         find_largest=recipe.find_largest,
     )
     planned = plan_run(run, training)
@@ -235,7 +246,7 @@ def command_line() -> int:
         budget = broadcast_from_first_rank(lambda: planned_budget(recipe, training, config))
         if recipe.plan_only:
             return 0
-        callback = AdaccCallback(memory_budget=budget, actions=tuple(recipe.actions.split(",")))
+        callback = AdaccCallback(memory_budget=budget, **policy_settings(recipe))
         trainer = make_trainer(recipe, training, config, callback)
     except (ValueError, OSError, AdaccError) as error:
         return print_error(error)
