@@ -143,7 +143,7 @@ class FunctionRecorder:
     def paused(self) -> Iterator[None]:
         """Disable the recording of operators and reads inside the `with` block.
 
-        This is for operators that the recorder itself runs, and not the block.
+        Use this for operators that the recorder runs itself. They are not operators of the block.
         """
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
