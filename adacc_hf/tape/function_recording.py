@@ -268,8 +268,8 @@ class FunctionRecorder:
         return None if is_complete else recomputed_values
 
     def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values whose memory one of `operators` allocated uninitialized, and to which no operator has
-        written."""
+        """Return the values whose memory was allocated without initialization by one of `operators`, and to which no
+        operator has written."""
         allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 

@@ -454,7 +454,8 @@ def profiled_tapes(model: nn.Module) -> TapeCache:
     """Return the cache of the tapes (records of blocks' operators) that profiles of `model` have recorded.
 
     The cache is freed with the model. A policy's first calls are compared with these tapes. Recording and verifying a
-    call again would take twice the memory of all intermediates of a block, which the policy's budget may not have.
+    call again would take twice the memory of all intermediates of a block, for which the policy's budget may have no
+    room.
     """
     return _OF_PROFILES.setdefault(model, TapeCache())
 
