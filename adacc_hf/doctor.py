@@ -120,7 +120,8 @@ def _check_tracing() -> Finding:
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Yield the version of each required package. For a missing package, advise to install the required version."""
+    """Yield the version of each required package. For a missing package, yield the command that installs the required
+    version."""
     yield Finding("python", platform.python_version())
     requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):

@@ -29,8 +29,8 @@ class ThroughputCallback(TrainerCallback):
 
     def __init__(self, warmup_steps: int = 3) -> None:
         self.warmup_steps = warmup_steps
-        """Number of steps at the start that are not measured, because caches are filled and autotuning and profiling
-        run in them."""
+        """Number of steps at the start that are not measured, because caches are filled, kernels are tuned and batches
+        are profiled in them."""
         self._hook: Any = None
         self._guard: TrainerGuard | None = None
         self._reset()

@@ -126,9 +126,9 @@ def encode_groups(
     Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. The peak of a group is the element with the largest
     absolute value. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit.
 
-    `keep` is a bit mask with one integer per channel, which has as many bits as an element: 0 replaces the channel's
-    elements by zeros, and -1 keeps them. The mask has `channels` + G integers and repeats after `channels`, so that a
-    group that begins at any channel reads a contiguous range.
+    `keep` has an integer for each channel, with as many bits as an element: -1 to keep the channel's elements, and 0 to
+    replace them by zeros. The integers repeat after `channels`, up to a length of `channels` + G, so that a group that
+    begins at any channel reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -179,8 +179,8 @@ def encode_asymmetric(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Encode a contiguous tensor in A groups of G = `group_size` elements, each group with its own offset and range.
 
-    Return 4-bit codes packed two per byte, uint8 [A/2, G], offsets [A] and half ranges [A]. They equal the results of
-    `asymmetric_int4.encode_ref`.
+    Return 4-bit codes packed two per byte, uint8 [A/2, G], offsets [A], and (max - min) / 2 of each group, [A]. They
+    equal the results of `asymmetric_int4.encode_ref`.
     """
     groups = even_groups(flat_N.numel(), group_size)
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
@@ -196,8 +196,8 @@ def encode_asymmetric(
 def decode_asymmetric(
     out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float
 ) -> None:
-    """Decode packed codes [A/2, G], offsets [A] and half ranges [A], the results of `encode_asymmetric`, into `out_N`,
-    a contiguous tensor."""
+    """Decode the results of `encode_asymmetric` into `out_N`, a contiguous tensor: packed codes [A/2, G], offsets [A],
+    and (max - min) / 2 of each group, [A]."""
     rows, group_size = codes.shape
     _cpp_kernels().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
@@ -261,7 +261,7 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     """Pack one bit per element, which is 1 for a nonzero element.
 
     Return uint8 [ceil(N / 8)], equal to the result of `bitmask.encode_ref`. If `with_pattern`, also return the bit
-    pattern [1] that all nonzero elements share.
+    pattern of the nonzero elements, which are all equal, as a tensor of shape [1].
     """
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")

@@ -2,8 +2,8 @@
 
 NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
 copy, the stream of the copy waits for the stream of the previous copy. A range of the pool can therefore be used again
-as soon as the block in the range is deleted, although copies of this block may still be pending. If all copies are on
-one stream, no copy waits.
+as soon as the `HostBlock` in the range is deleted, although copies of its tensors may still be pending. If all copies
+are on one stream, no copy waits.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class HostPool:
             return peak
 
     def reserve(self, user: object, nbytes: int, model: object = None) -> None:
-        """Make room in the pool for `nbytes` of payloads (encoded tensors) of `user`, or more if it has reserved more
-        already.
+        """Make room in the pool for `nbytes` of payloads (encoded tensors) of `user`. If `user` has reserved more
+        already, keep this reservation.
 
         The payloads belong to `model`. The reservation ends with `release`, or when `user` is deleted. The memory is
         allocated immediately, and not at the first copy, because pinning memory waits for the device. If payloads are

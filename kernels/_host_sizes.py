@@ -1,10 +1,11 @@
-"""Sizes of payloads in host memory, with the rounding of the pool (_host_pool.py).
+"""Sizes of payloads (encoded tensors) in host memory, rounded as the pool of host memory rounds them (_host_pool.py).
 
 This module does not import torch, because the solver uses it.
 """
 
 ALIGNMENT = 512
-"""Number of bytes to a multiple of which the size of each tensor in the pool of host memory is rounded up."""
+"""Unit in bytes of sizes in the pool of host memory. The size of each tensor is rounded up to a multiple of this
+unit."""
 MOST_TENSORS = 4
 """Maximum number of tensors in a payload, the encoded form of a tensor."""
 

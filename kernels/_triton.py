@@ -201,7 +201,7 @@ def widened(x):
 
 @triton.jit
 def rounded_to(x, dtype: tl.constexpr):
-    """Convert float32 to the dtype of the tensor, rounding to nearest even."""
+    """Convert the float32 values `x` to `dtype`, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)

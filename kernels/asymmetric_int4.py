@@ -1,12 +1,13 @@
-"""Asymmetric group-wise INT4 (paper 3.2, eq. 3) over the flat tensor, for softmax and score.
+"""Asymmetric group-wise INT4 (paper 3.2, eq. 3) over the flat tensor, for the result of a softmax, before and after
+dropout.
 
 `scale="paper"` is eq. 3: offset (max + min) / 2 and scale (max - min) / 16, which clips the maximum by one step.
 `scale="range15"`, the default, has offset min and scale (max - min) / 15. Nothing is clipped, and the zeros of causally
 masked softmax decode to exact zeros. Codes are 0..15, the paper's -8..7 shifted by 8.
 
-Offsets are stored in the tensor's dtype, in which the minimum is exact. Half of the range is stored in bfloat16,
-truncated towards zero so that decoding never exceeds the maximum. All arithmetic is on halves of the elements, because
-the whole range may exceed float32.
+Offsets are stored in the tensor's dtype, in which the minimum is exact. (max - min) / 2 is stored in bfloat16,
+truncated towards zero so that decoding never exceeds the maximum. All arithmetic is on elements divided by 2, because
+max - min may exceed float32.
 """
 
 from math import prod
@@ -24,8 +25,8 @@ OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 
 
 def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] in the tensor's dtype, half ranges
-    bfloat16 [A].
+    """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] in the tensor's dtype, and (max - min) /
+    2 of each group, bfloat16 [A].
 
     The N elements are cut into A groups of G = `group_size` elements. A is rounded up to an even number, because a byte
     holds two 4-bit codes. The groups are filled up with copies of the last element. Codes of non-finite elements are
@@ -40,7 +41,8 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
 
 
 def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode `x_AG` with plain torch operators. Return (codes before packing, offsets, half of each group's range)."""
+    """Encode `x_AG` with plain torch operators. Return (codes before packing, offset of each group, (max - min) / 2 of
+    each group)."""
     high_A, low_A = x_AG.amax(1).float(), x_AG.amin(1).float()
     half_ranges = _symmetric.cut_to_bfloat16(high_A * 0.5 - low_A * 0.5)
     offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(x_AG.dtype)

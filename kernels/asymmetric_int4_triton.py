@@ -49,10 +49,11 @@ def _encode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups, starting with first_group. Store their offsets and half ranges, and return int32 codes [T, G].
+    """Encode T groups, starting with first_group. Store their offsets and their (max - min) / 2, and return int32 codes
+    [T, G].
 
-    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore encodes one half of
-    the groups, then the other half.
+    Each byte packs the codes of two groups: one from the first half of the tensor's elements, and one from the second
+    half. The caller therefore calls this function twice.
     """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -172,7 +173,7 @@ def _decode_kernel(
 def encode(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and half of the range of each group.
+    """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and (max - min) / 2 of each group.
 
     The result equals `asymmetric_int4.encode_ref`, bit for bit. `zero` is the code that decodes to the group's offset.
     """

@@ -27,8 +27,8 @@ DTYPES = (
 def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     """Return one bit per element of `patterns_N`, packed into uint8 [ceil(N / 8)]. A bit is 1 for a nonzero element.
 
-    If `with_pattern`, also return the bit pattern [1] that all nonzero elements share. The pattern is 0 if all elements
-    are 0.
+    If `with_pattern`, also return the bit pattern of the nonzero elements, which are all equal, as a tensor of shape
+    [1]. The pattern is 0 if all elements are 0.
     """
     num_bytes = -(-patterns_N.shape[0] // 8)
     padded = _symmetric.pad_to(patterns_N, 8 * num_bytes)
@@ -105,8 +105,8 @@ class Bitmask(Codec):
 
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a mask as [N]. In a compiled graph for a GPU, have the mask written to memory before
-    packing.
+    """Return the elements of a mask as [N]. In a compiled graph for a GPU, force Inductor to write the mask to memory
+    before packing.
 
     A byte is packed from eight distant elements. If the mask were not in memory, Inductor would recompute the mask
     while packing, and would store the four-byte random numbers from which the mask is computed. A compiled graph for a

@@ -1,8 +1,9 @@
 """Triton kernels of channel_int4: one launch to encode, one to decode.
 
-A byte holds the 4-bit codes of two elements that are half the tensor apart. A program therefore handles G rows of
-COLUMNS columns in each half: G rows of the first half, and the corresponding G rows of the second half. Consecutive
-programs handle neighbouring columns, so that concurrent programs read whole pages of memory.
+A byte holds the 4-bit codes of two elements: one from the first half of the tensor, and the corresponding one from the
+second half. A program therefore handles G rows of COLUMNS columns in each half: G rows of the first half, and the
+corresponding G rows of the second half. Consecutive programs handle neighbouring columns, so that concurrent programs
+read whole pages of memory.
 """
 
 import torch

@@ -115,8 +115,8 @@ class Codec:
     """True for the precise codec (INT8), which is used where the errors of other codecs are too large. Only one codec
     may set this to True."""
     instead_of: ClassVar[str | None] = None
-    """Name of a codec. On tensors on which this codec's error is smaller, it replaces the named one. None for most
-    codecs.
+    """Name of another codec, or None for most codecs. If this codec's error on a tensor is smaller than the other
+    codec's error, this codec is used in its place.
 
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data on which errors could be compared.

@@ -50,7 +50,8 @@ def _group_places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.
 
 @triton.jit
 def _fp8_codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
-    """Convert scaled float32 elements to uint8 E4M3 codes, as `fp8.codes_ref` does with the same variable names."""
+    """Convert scaled float32 elements to uint8 E4M3 codes, by the formulas of `fp8.codes_ref`, with the same names of
+    variables."""
     bits = scaled.to(tl.int32, bitcast=True)
     above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
     steps = tl.abs(scaled) * ((136 << 23) - above).to(tl.float32, bitcast=True)

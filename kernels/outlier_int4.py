@@ -29,8 +29,8 @@ class Outliers:
     indices: Tensor
     """int32 [K], the indices of the outlier channels in ascending order."""
     keep: Tensor
-    """Bit mask [C + group_size], in integers with as many bits as the elements: 0 for an outlier channel, else -1. The
-    mask repeats after C integers, so that a group that begins at any channel reads a contiguous range."""
+    """Integers [C + group_size], with as many bits as the elements: 0 for an outlier channel, else -1. The integers
+    repeat after C channels, so that a group that begins at any channel reads a contiguous range."""
 
 
 SUMMED_ELEMENTS = 2**16

@@ -1,7 +1,8 @@
 """Triton kernels of outlier_int4: one launch to encode, one to decode, one for the channel sums.
 
-A byte holds the 4-bit codes of two elements that are half the tensor apart. Program p therefore encodes T groups of
-each half: groups [p * T, (p + 1) * T) of the first half, and the corresponding groups of the second half.
+A byte holds the 4-bit codes of two elements: one from the first half of the tensor, and the corresponding one from the
+second half. Program p therefore encodes T groups of each half: groups [p * T, (p + 1) * T) of the first half, and the
+corresponding groups of the second half.
 """
 
 import torch
@@ -50,8 +51,8 @@ def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
-    """Return the position (row, column) of the element that comes half of the tensor's elements after position `row`,
-    `column`."""
+    """Return the position (row, column) that is N / 2 elements after position (`row`, `column`), in a tensor of N
+    elements."""
     column += half_columns
     wraps = (column >= channels).to(tl.int32)
     return row + half_rows + wraps, column - wraps * channels
@@ -113,7 +114,7 @@ def _encode_half(
 ):  # fmt: skip
     """Encode T groups, starting with first_group. Store the peak of each group. Return int32 codes [T, G].
 
-    A peak is the element with the largest absolute value of a group.
+    The peak of a group is the element with the largest absolute value.
     """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)

@@ -1,8 +1,9 @@
 """Triton kernels of token_int4: one launch to encode, one to decode.
 
-A byte holds the 4-bit codes of two elements that are half the tensor apart. A program therefore handles whole rows of
-the first half, and the corresponding rows of the second half. Rows of up to MAX_BLOCK elements stay in registers.
-Longer rows are read twice, in chunks. The second read is mostly from the cache.
+A byte holds the 4-bit codes of two elements: one from the first half of the tensor, and the corresponding one from the
+second half. A program therefore handles whole rows of the first half, and the corresponding rows of the second half.
+Rows of up to MAX_BLOCK elements stay in registers. Longer rows are read twice, in chunks. The second read is mostly
+from the cache.
 """
 
 import torch

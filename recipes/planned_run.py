@@ -1,4 +1,4 @@
-"""Plan (as of `adacc plan`) of a Trainer run, with the settings from TrainingArguments and the launcher."""
+"""Plan of a Trainer run, as `adacc plan` would make it, with the settings from TrainingArguments and the launcher."""
 
 import os
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-"""Names of optimizers for `adacc plan`, by the Trainer's names of them."""
+"""Names that `adacc plan` has for optimizers, by the names that the Trainer has for the same optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Run:
 
 
 def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
-    """Return the plan, as of `adacc plan`, for the run. Raises ValueError if the run cannot be planned."""
+    """Return the plan that `adacc plan` would make for the run. Raises ValueError if the run cannot be planned."""
     device = local_device() if run.device == "auto" else find_device(run.device)
     if training.optim not in OPTIMIZERS:
         raise ValueError(

@@ -34,7 +34,8 @@ def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[D
 
 
 def split_stream(documents: IterableDataset, validation_documents: int) -> tuple[IterableDataset, IterableDataset]:
-    """Split a stream into (training, validation) parts. The first `validation_documents` are the validation part."""
+    """Split a stream into (training, validation) parts. The validation part is the first `validation_documents`
+    documents."""
     return documents.skip(validation_documents), documents.take(validation_documents)
 
 
@@ -75,8 +76,8 @@ def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[i
 def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
     """Concatenate encoded documents, and return sequences of `seq_len` tokens, [seq_len] int64 each.
 
-    A Dataset is cached as Arrow, a stream is streamed. Raises ValueError, with the name `part` in the message, if the
-    text does not fill one sequence.
+    The sequences of a Dataset are cached as an Arrow file. The sequences of a stream are streamed. Raises ValueError,
+    with the name `part` in the message, if the text does not fill one sequence.
     """
     features = Features({"input_ids": List(Value("int32"), length=seq_len)})
     kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}

@@ -3,7 +3,8 @@
 A gradient is degraded if its relative error exceeds DEGRADED_ERROR. Gradients are checked in the sampled blocks of
 every tracking step. If a logged loss is suspicious, the next step also checks one block of every kind (blocks that run
 the same operators). Codecs that degrade gradients are not used in later policies. The first step of the next policy
-checks every kind again, because a policy may recompute, from compressed values, a value that must be exact.
+checks every kind again, because the new policy may degrade gradients too: it may recompute a value that must be exact
+from compressed values.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class LossGuard:
             self.suspicion = reason
 
     def check_new_policy(self) -> bool:
-        """If the previous policy lost codecs that degraded gradients, request a check of gradients in the new policy's
-        first step.
+        """If codecs of the previous policy were switched off because they degraded gradients, request a check of
+        gradients in the new policy's first step.
 
         Return True if a check was requested.
         """
@@ -100,7 +101,7 @@ class LossGuard:
     def doubt(self, tracking: Tracking) -> str | None:
         """Return a message if a gradient measured in the tracking step is degraded, else None.
 
-        If the check was not requested because of a loss, pass this message to `judge` as the reason for the check.
+        If no suspicious loss was the reason for the check, pass this message to `judge` as the reason.
         """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"

@@ -56,7 +56,7 @@ class ExtrapolatedPolicies:
     def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
         """Return (profile, policy) for the size class `sizes`, without a solver run.
 
-        The policy is the fastest that fits the budget, among the policies of other classes and full recomputation.
+        The policy is the fastest that fits the budget, among the policies of other size classes and full recomputation.
         Return None if no policy fits, if the fastest policy is plain training, or if the fastest policy uses up the
         budget (USED_UP). In these cases, call `solve` instead.
         """
@@ -72,15 +72,15 @@ class ExtrapolatedPolicies:
         return profile, fastest
 
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Run the solver for a size class that so far used another class's policy. Return the new policy, or None if no
-        policy fits."""
+        """Run the solver for a size class that so far used the policy of another size class. Return the new policy, or
+        None if no policy fits."""
         try:
             return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:
             return None
 
     def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
-        """Return (sizes, profile, policy) for a batch of `shapes` in the class `sizes`.
+        """Return (sizes, profile, policy) for a batch of `shapes` in the size class `sizes`.
 
         `sizes` are the upper bounds of the class. If no policy for these sizes fits the budget, solve for the batch's
         own sizes instead.
@@ -195,9 +195,9 @@ class ExtrapolatedPolicies:
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if `budget` is so small that the solver need not be run for `profile`.
 
-        The estimate uses the policy that needs the least memory at another batch size. By `profile`, this policy must
-        exceed the budget by FAR_ABOVE. The solver could take several seconds to find the policy with the least memory
-        at this size, and would save only little more memory.
+        The estimate uses the policy that needs the least memory at another batch size. According to `profile`, this
+        policy must exceed the budget by FAR_ABOVE. The solver could take several seconds to find the policy with the
+        least memory at this size, and would save only little more memory.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides

@@ -63,10 +63,10 @@ class FallbackStats:
         self.reasons.update(reasons)
 
     def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
-        """Estimate the overhead of the early micro-batches, which ran before the first policy.
+        """Add estimates for the early micro-batches, which ran before the first policy, to the overheads of the run.
 
-        `profile` was made for a batch of `shapes`. If `profile` is None, the early micro-batches are left out of the
-        mean.
+        The estimates come from `profile`, which was made for a batch of `shapes`. If `profile` is None, the early
+        micro-batches are left out of the run's mean overhead.
         """
         if self._early_shapes and profile is not None:
             profiled_ms = full_recomputation(profile).predicted_overhead_ms
@@ -123,8 +123,8 @@ class DivergedBatches:
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the profile of its last call and the resulting policy."""
         self._reported: set[bool] = set()
-        """Reports that `_report_excess` has made in this run: False after any report, and also True after a report of a
-        predicted excess over the budget."""
+        """Kinds of reports that `_report_excess` has made in this run. True stands for a report of a predicted excess
+        over the budget, and False for any report."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which the fraction `share` of the block calls diverged from their plans."""

@@ -98,7 +98,7 @@ class _RecordedCall:
         self.gradients: dict[int, Tensor] = {}
         """Gradients of the outputs, by the output's index in the flattened (pytree) result of the block."""
         self.state: ModelState | None = None
-        """State that the objects changed by the call had before the call."""
+        """State, before the call, of the objects that the call changed."""
         self.obstacle: str | None = None
         """Reason why the call cannot be run again, or None if the call can be run again."""
 
@@ -256,7 +256,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the peak of live bytes in a step under `policy` that samples one block, for each block by its name.
+    """Return, for each block by name, the peak of live bytes in a step under `policy` in which this block is sampled.
 
     A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
     """

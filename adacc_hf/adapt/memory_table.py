@@ -22,7 +22,8 @@ from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import parts_with_memory
 
 NUM_LARGEST = 10
-"""Number of rows for the largest live tensors, and of rows for the largest activations that the policy stores."""
+"""Number of rows of the out-of-memory table for the largest live tensors, and also for the largest activations that the
+policy stores."""
 MAX_GROWTH = 16
 """Size of the largest batch for which a peak is predicted, as a multiple of the profiled batch's size."""
 OTHER = "activation, temporary or input"
@@ -101,7 +102,8 @@ class LiveMemory:
 
 
 def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | None) -> str:
-    """Return the table as text. `policy` and `profile` belong to the failed step, or None if the step had none."""
+    """Return the table as text. `policy` and `profile` belong to the failed step, or are None if the step had no
+    policy."""
     rows = [
         ("parameters and buffers", live.parameter_bytes),
         ("gradients", live.gradient_bytes),
@@ -159,8 +161,11 @@ def _new_storages(
 
 
 def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of `tensor`, for the out-of-memory table. The list is empty if no part
-    has memory."""
+    """Return the plain tensors that hold the memory of `tensor`, for the out-of-memory table. Return [] if `tensor` has
+    no memory.
+
+    A tensor that wraps others, such as a quantized tensor, may have several such parts.
+    """
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]

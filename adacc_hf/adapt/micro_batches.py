@@ -163,7 +163,7 @@ class LastBatch:
         self._own_node = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep the batch of a model call for a later profile, with `compute_loss` if the model has no own loss."""
+        """Keep the batch of a model call for a later profile. If the model returns no loss, keep `compute_loss` too."""
         if not module.training or not torch.is_grad_enabled() or self._is_certain:
             return
         self._num_calls += 1

@@ -224,8 +224,8 @@ class MeasuringCodec:
 
 
 def _refitted_codec(option: CodecOption, count: int | None) -> Codec:
-    """Return a new codec for `option`. If `count` is not None, the codec stores this number of channels
-    uncompressed."""
+    """Return a new codec with the name and options of `option`. If `count` is not None, the codec stores this number of
+    channels uncompressed."""
     options = dict(option.options)
     if count is not None and codec_type(option.codec).keeps_outliers:
         options["num_outliers"] = count

@@ -51,7 +51,8 @@ class PolicyCache:
     def __init__(self) -> None:
         self.all: list[SizePolicy] = []
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
-        """Plans that do not change, by size class, for the classes without a policy that is adapted to the data."""
+        """Plans that do not change, by size class, for the size classes without a policy that is adapted to the
+        data."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
         """Counts for each bucket (group of similar batch sizes) without a policy: (smallest sizes that all batches of
         the bucket fit in, number of batches)."""
@@ -93,12 +94,13 @@ class PolicyCache:
 
     @property
     def measured(self) -> SizePolicy | None:
-        """Latest size policy whose profile can predict the profiles of other batch sizes, or None."""
+        """Latest policy (with its replanner) whose profile can predict the profiles of other batch sizes, or None."""
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return candidates[-1] if candidates else None
 
     def size_model(self) -> tuple[SizePolicy, SizeModel]:
-        """Return (size policy, size model) of the latest profile that predicts the profiles of other batch sizes.
+        """Return (policy with its replanner, size model) of the latest profile that predicts the profiles of other
+        batch sizes.
 
         Call this only if some profile has a size model (`measured` is not None).
         """

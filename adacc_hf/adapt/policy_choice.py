@@ -42,7 +42,8 @@ class PolicyChoice:
         self.current: SizePolicy | None = None
         """Size policy (policy of one batch size, with its state) that the blocks follow now.
 
-        None if the blocks run under torch's checkpoint, or under plans without a size policy (`PolicyCache.untracked`).
+        None if the blocks run under torch's checkpoint, or under plans that are not adapted to the data
+        (`PolicyCache.untracked`).
         """
         self.plans: BlockPlans | None = None
         """Plans that the blocks follow now, or None under torch's checkpoint."""
@@ -56,8 +57,8 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches, keyed by the `id` of the plans. The value None stands for plans
-        without a size policy."""
+        """Policies of the step's micro-batches, each with its state, keyed by the `id` of the plans. The value None
+        stands for plans that are not adapted to the data."""
         self._lasts = False
         """True if the chosen policy also applies to the next micro-batch, provided that its shapes are the same."""
         self.has_replaced_borrowed = False
@@ -68,9 +69,10 @@ class PolicyChoice:
 
     @property
     def shown(self) -> SizePolicy:
-        """Size policy of the most recent micro-batch.
+        """Policy of the most recent micro-batch, with its state.
 
-        If this micro-batch ran without a size policy, the result is the run's first size policy.
+        If this micro-batch ran under torch's checkpoint, or under plans that are not adapted to the data, the result is
+        the run's first policy.
         """
         return self.current or self.cache.all[0]
 
@@ -110,10 +112,11 @@ class PolicyChoice:
         self._lasts = is_final and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy for a batch of `shapes`, whose size class is `sizes`.
+        """Return the size policy for a batch of `shapes`, whose size class is `sizes`. If the class is new, make a
+        policy for the class.
 
-        If the class is new, make a policy for the class. Return None if the class has only plans that do not change,
-        and thus no size policy.
+        A size policy is the policy of one size class, with the replanner that adapts it to the data. Return None if the
+        class has only plans without a replanner, which never change.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None and size_policy.is_borrowed:
@@ -142,7 +145,7 @@ class PolicyChoice:
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
         """Count a batch that runs under a policy that was not solved for its size class (`is_borrowed`).
 
-        Once the overhead of these batches has taken as long as a solver run, solve for the batch's own class, and
+        Once the overhead of these batches has taken as long as a solver run, solve for the batch's own size class, and
         follow the new policy if it is faster. Together, these batches and the solver run take at most twice the time of
         the better choice: never to solve, or to solve immediately.
         """
@@ -169,10 +172,11 @@ class PolicyChoice:
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return the size policy for a new class `sizes` before the memory of a step has been measured.
+        """Return the policy, with its state, for the new size class `sizes` before the memory of a step has been
+        measured.
 
-        The result is `measured`, the run's first size policy, if it fits the budget at this size. Otherwise add a
-        policy that needs little memory. With several ranks, store only the plans of this policy and return None.
+        The result is `measured`, the run's first policy, if it fits the budget at this size. Otherwise add a policy
+        that needs little memory. With several ranks, store only the plans of this policy and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
         policy = current_policy(profile, measured.replanner.policy)
@@ -213,7 +217,7 @@ class PolicyChoice:
         return size_policy
 
     def add_extrapolated(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> SizePolicy:
-        """Add `policy` for the size class `sizes`, and return its size policy.
+        """Add `policy` for the size class `sizes`, and return its record, a `SizePolicy`.
 
         `profile` was extrapolated from the profile of another size.
         """
@@ -263,8 +267,8 @@ class PolicyChoice:
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
-        """Return the size policies of the step's micro-batches. None in the result stands for plans without a size
-        policy."""
+        """Return the policies of the step's micro-batches, each with its state. None in the result stands for plans
+        that are not adapted to the data."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:

@@ -416,8 +416,8 @@ class AdaptivePhase(FixedPolicyPhase):
         announce("Adacc: policy set, %s: %s", reason, describe_costs(policy, profile))
 
     def _report_failed_restart(self, step: int, obstacle: str) -> None:
-        """Warn that the run keeps its policies because of `obstacle`, and free the batch that was to be profiled for
-        new ones."""
+        """Warn that the run keeps its policies because of `obstacle`. Free the batch from which new policies were to be
+        made."""
         why = self._requests.why
         reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
@@ -442,7 +442,7 @@ class AdaptivePhase(FixedPolicyPhase):
         """Return the metrics to add to `logs`, the training loop's metrics at the current step.
 
         If all ranks log (`is_on_all_ranks`) and the loss or gradient norm in `logs` is suspicious, the next step
-        compares gradients with exact gradients.
+        compares gradients under compression with exact gradients.
         """
         if is_on_all_ranks:
             is_lossy = any(size_policy.replanner.has_work() for size_policy in self.choice.cache.all)

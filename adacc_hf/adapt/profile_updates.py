@@ -35,7 +35,8 @@ def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> P
 
 
 def _with_outlier_channels(value: Value, option: CodecOption, count: int) -> CodecOption:
-    """Return a copy of `option` for the number of outlier channels counted during the run."""
+    """Return a copy of `option`, a codec option of `value`, for `count` outlier channels, the number counted during the
+    run."""
     import torch
 
     codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": count}))

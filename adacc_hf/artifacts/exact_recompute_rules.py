@@ -71,8 +71,8 @@ def is_index(dtype: str) -> bool:
 
 
 def is_statistic(size: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has one number per row of another tensor, as the standard deviations of a
-    norm."""
+    """Return True if a value of shape `size` has one number per row of another tensor, such as the standard deviations
+    of a norm."""
     return tuple(size[-1:]) == (1,)
 
 
@@ -95,11 +95,11 @@ def upstream_activations(
 
 
 def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
-    """Walk a graph from `starts` towards the inputs. Return (nodes at which the walk ended, other visited nodes), in
-    order.
+    """Walk a graph from `starts` towards the inputs. Return (nodes at which the walk ended, other visited nodes), both
+    in the order of the visits.
 
-    `reads` returns the inputs of a node, and None if the walk ends at the node. `reads` may leave out inputs that it
-    has returned already.
+    `reads(node)` returns the inputs of a node, or None to end the walk at this node. It may leave out inputs that it
+    has returned for another node.
     """
     ends: dict[T, None] = {}
     passed: dict[T, None] = {}

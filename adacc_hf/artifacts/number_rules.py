@@ -74,12 +74,19 @@ class RuleFit:
         return [rules[column] for column in columns]
 
     def _exact_sum(self, column: Column) -> Rule | None:
-        """Return the exact polynomial of a profile's number, or None without an exact fit."""
+        """Return the rule for a number of the profile that is exactly a polynomial of the batch's sizes, or None
+        without such a polynomial.
+
+        `column` has the number in all measured batches.
+        """
         polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM)
         return None if polynomial is None else Exact(polynomial, column[0])
 
     def _approximation(self, column: Column) -> Rule:
-        """Return an approximate rule for a profile's number that no polynomial fits exactly."""
+        """Return an approximate rule for a number of the profile that is not exactly a polynomial of the batch's sizes.
+
+        `column` has the number in all measured batches.
+        """
         allows_least_squares = not self._uses_lines and len(column) >= MIN_LEAST_SQUARES_CALLS
         approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
         if approximation is not None:
@@ -119,8 +126,11 @@ class RuleFit:
         return None if best is None else _rule_plus(*best, column[0])
 
     def _difference(self, column: Column) -> Polynomial | None:
-        """Return the exact polynomial of the difference between two numbers of a profile, or None without an exact
-        fit."""
+        """Return the polynomial of the batch's sizes that gives `column` exactly, or None if there is no such
+        polynomial.
+
+        `column` has the difference between two neighbouring numbers of the profile, in all measured batches.
+        """
         if column not in self._differences:
             self._differences[column] = self._basis.fit(column, self._max_difference_terms)
         return self._differences[column]

@@ -123,7 +123,8 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """True if all activations are retained, and no module runs in tiles. The block then runs unchanged."""
+        """True if all activations are retained, and no module runs in tiles (some rows at a time). The block then runs
+        unchanged."""
         return (
             not self.is_checkpointed
             and self.tiling is None
@@ -192,7 +193,8 @@ class Policy:
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def block_counts(self) -> Counter[str]:
-        """Return the number of block calls with each action on the whole block. Idle blocks are not counted."""
+        """Return the number of block calls with each action on the whole block. Blocks that ran only without gradients
+        in the profile (idle blocks) are not counted."""
         plans = (self.plans[index] for _, index in self.blocks)
         return Counter(plan.block_action.value for plan in plans if plan.kind != IDLE_KIND)
 
@@ -209,7 +211,8 @@ class Policy:
 
     @property
     def tilings(self) -> tuple[Tiling | None, ...]:
-        """Tiles of each block call, in forward order. None for a block call without tiles."""
+        """Tiles (groups of rows) in which a module of each block call runs, in forward order. None for a block call
+        without tiles."""
         return tuple(self.plans[plan].tiling for _, plan in self.blocks)
 
     def _num_masks(self) -> int:

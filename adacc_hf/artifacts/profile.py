@@ -85,15 +85,15 @@ class Value:
     recomputable: bool
     """True if a replay from stored values was verified to be bit-exact (rule R7)."""
     role: str
-    """Class of tensor for codec selection (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, input,
-    parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
+    """Role of the tensor, by which codecs are selected (paper, section 3.2): linear, norm, activation, qkv, softmax,
+    mask, input, parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
     cached: bool = False
     """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
     cache, or a value that a module or an autograd Function references."""
     is_kept: bool = False
-    """True if a reference outside the block's slots also keeps the value alive: an output that another block or the
-    rest of the model holds, a cast parameter in autocast's cache, or a value that a module or autograd Function
-    references."""
+    """True if a reference other than autograd's saved tensors of the block also keeps the value alive: an output that
+    another block or the rest of the model holds, a cast parameter in autocast's cache, or a value that a module or
+    autograd Function references."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
     """Index of an earlier activation with the same bits, computed by the same operator from the same input, or None. If
@@ -122,7 +122,7 @@ class Value:
 
     @property
     def is_statistic(self) -> bool:
-        """True if the value has one number per row of another tensor, as the standard deviations of a norm."""
+        """True if the value has one number per row of another tensor, such as the standard deviations of a norm."""
         return is_statistic(self.shape)
 
     @property
@@ -164,14 +164,15 @@ class ForwardEvent:
     """Peak between this event and the next, in bytes above the live bytes at the start of the block. Stored values are
     left out."""
     tiled: int | None = None
-    """Index, in `RowTiles.modules`, of the module that runs in tiles between this event and the next. None for none."""
+    """Index, in `RowTiles.modules`, of the module that runs in tiles (some rows at a time) until the next event. None
+    if no module does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardEvent:
     """One event of a block's backward: autograd unpacks a saved-tensor slot, or releases the slot.
 
-    The run of a module's tiles begins and ends with a release of slot -1.
+    If a module runs in tiles (some rows at a time), releases of slot -1 mark the start and the end of this run.
     """
 
     slot: int
@@ -181,7 +182,8 @@ class BackwardEvent:
     extra_bytes: int
     """Peak in bytes between this event and the next, without stored and replayed values: gradients and temporaries."""
     tiled: int | None = None
-    """Index, in `RowTiles.modules`, of the module that runs in tiles between this event and the next. None for none."""
+    """Index, in `RowTiles.modules`, of the module that runs in tiles (some rows at a time) until the next event. None
+    if no module does."""
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
@@ -228,8 +230,8 @@ class KindProfile:
     if no operator can be replayed. For blocks with collectives, the actions are restricted, because collectives must
     run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of cast parameters that the block saves, and that an earlier call computed and autocast has cached. The
-    second forward of torch's checkpoint computes the casts again."""
+    """Bytes of those cast parameters saved by the block that an earlier call computed and autocast cached. The second
+    forward of torch's checkpoint computes the casts again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     host_link: HostLink | None = None
@@ -238,21 +240,23 @@ class KindProfile:
     """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
     operator by operator. None if guards can check that a call runs the recorded operators."""
     tiled: int | None = None
-    """Index into `Profile.kinds` of the variant of this kind in which modules run in tiles, or None. Blocks have the
-    variant only if a policy chooses it (`Profile.with_tiles`)."""
+    """Index into `Profile.kinds` of the variant of this kind in which modules run in tiles (some rows at a time), or
+    None. Blocks have the variant only if a policy chooses it (`Profile.with_tiles`)."""
     tiles: RowTiles | None = None
-    """The row-wise modules that run in tiles. None for a kind without tiles."""
+    """The row-wise modules that run in tiles (some rows at a time). None for a kind without tiles."""
     extra_ms: float = 0.0
-    """Time in ms that running modules in tiles adds, under every plan of this kind. 0 for a kind without tiles."""
+    """Time in ms that is added, under every plan of this kind, by running modules in tiles (some rows at a time). 0
+    for a kind without tiles."""
 
     @property
     def tiling(self) -> Tiling | None:
-        """The tiles of every plan of this kind, or None."""
+        """The tiles (groups of rows) in which modules run under every plan of this kind. None for a kind without
+        tiles."""
         return self.tiles.tiling if self.tiles else None
 
     def in_tiles(self, num_tiles: int) -> KindProfile:
-        """Return a copy of this kind with the memory and time of `num_tiles` tiles. The kind's `tiles` must not be
-        None.
+        """Return a copy of this kind with the memory and time of running its row-wise modules in `num_tiles` tiles. The
+        kind's `tiles` must not be None.
 
         With 0 tiles, no memory of a tile is included.
         """
@@ -320,10 +324,10 @@ class KindProfile:
 
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
-        """Map from saved activations to the values that must be exact if the activation is recomputed.
+        """Saved activations that depend on exact values, each with the values that must be exact if it is recomputed.
 
-        The dict has keys of two types. For a statistic (a tensor with one number per row), the rows must be exact. For
-        an activation whose replay error is too large, all upstream activations must be exact. See
+        For a statistic (a tensor with one number per row of another tensor), the tensor with the rows must be exact.
+        For an activation whose replay error is too large, all upstream activations must be exact. See
         `exact_recompute_rules.py`.
         """
         saved = [value for value in self.activations if value.saved]
@@ -385,8 +389,8 @@ class KindProfile:
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
 
     def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
-        """Return a copy in which each value `v` in `equal` is replaced by `equal[v]`, in the inputs of operators and in
-        slots."""
+        """Return a copy in which operators read the value `equal[v]` in place of each value `v` in `equal`, and saved
+        tensors refer to it."""
         if not equal:
             return self
         key = frozenset(equal.items())
@@ -556,7 +560,8 @@ class Profile:
         """Return a copy with more live bytes for every head. Negative numbers reduce the live bytes.
 
         `forward` bytes are live in the forward and in the loss's backward, `blocks[i]` in the backward of the i-th
-        block, and `after` after the backward of all blocks. `static_bytes` and the optimizer's peak do not change.
+        block, and `after` once the backward of all blocks has ended. `static_bytes` and the optimizer's peak do not
+        change.
         """
 
         def shifted(bases: Sequence[int]) -> tuple[int, ...]:
@@ -601,7 +606,8 @@ class Profile:
         return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
 
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
-        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles, or plainly if 0.
+        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles (groups of rows),
+        or plainly if 0.
 
         Kinds that no block has any more are left out. Raises ValueError for a block that was not profiled in tiles.
         """
@@ -632,22 +638,23 @@ class Profile:
 
     @property
     def untiled(self) -> Profile:
-        """Copy of the profile in which no module runs in tiles."""
+        """Copy of the profile in which no module runs in tiles (some rows at a time)."""
         return self.with_tiles([0] * len(self.blocks))
 
     def under(self, plans: Iterable[Plan]) -> Profile:
-        """Return a copy in which the i-th block runs in the tiles of the i-th plan, or without tiles if the plan has
-        none."""
+        """Return a copy in which the i-th block runs as the i-th plan requires: with a module in tiles (some rows at a
+        time), or without tiles."""
         return self.with_tiles([0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans])
 
     def kind_index(self, block: BlockProfile, plan: Plan) -> int:
-        """Return the index of the block's kind under `plan`. A plan with tiles has another kind than a plan without
-        tiles."""
+        """Return the index of the block's kind under `plan`. A block in which a module runs in tiles (some rows at a
+        time) has another kind."""
         tiled = self.kinds[block.kind].tiled
         return block.kind if plan.tiling is None or tiled is None else tiled
 
     def kinds_of(self, block: BlockProfile) -> tuple[int, ...]:
-        """Return the indices of the kinds that a block may have: without tiles, and with tiles."""
+        """Return the indices of the kinds that a block may have: without tiles, and with a module in tiles (some rows
+        at a time)."""
         tiled = self.kinds[block.kind].tiled
         return (block.kind,) if tiled is None else (block.kind, tiled)
 
@@ -692,8 +699,10 @@ class Profile:
 
     @property
     def head_overhead_ms(self) -> float:
-        """Time of the head minus the time of the plain head: negative if the head is faster, 0 if the plain head was
-        not profiled."""
+        """Time of the head (output layer and loss) minus the time of the plain head, which computes whole logits.
+
+        The number is negative if the head is faster than the plain head, and 0 if the plain head was not profiled.
+        """
         plain_ms = next((head.ms for head in self.other_heads if head.name == "plain"), self.head_ms)
         return self.head_ms - plain_ms
 

@@ -169,7 +169,7 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 def _round_size(size: int, reference: int) -> int:
     """Return the upper bound of the size class that `size` belongs to. `reference` is the upper bound of one of the
-    classes.
+    size classes.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
     sample, which often runs different operators.

@@ -9,7 +9,8 @@ from adacc_hf.artifacts.profile import Profile
 PASSES_OF_A_STEP = 3
 """Time of the blocks in a plain step, as a multiple of their forward time: a backward takes about two forwards.
 
-`Profile.step_ms` is no reference here: on a CPU, recording the memory of the measured step takes longer than the step.
+`Profile.step_ms` cannot be used instead, because on a CPU, recording the memory of the measured step takes longer than
+the step.
 """
 
 

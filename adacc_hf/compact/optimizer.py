@@ -110,8 +110,8 @@ class CompactAdamW(torch.optim.AdamW):
     def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
         """Yield (parameter group with the core, layer) for each compact layer whose `core` this optimizer trains.
 
-        `core` is a compact layer's trained parameter. If this optimizer is a copy that trains other parameters, yield
-        nothing.
+        `core` is a compact layer's trained parameter. A copy of this optimizer may train other parameters, to measure
+        the memory of the optimizer's state. The copy yields nothing.
         """
         by_core = {id(layer.core): layer for layer in self.layers}
         for group in self.param_groups:

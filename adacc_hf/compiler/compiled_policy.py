@@ -88,16 +88,17 @@ class CompiledPolicy:
     """Plans of all graphs (regions) that a run with torch.compile has compiled so far, and their budget."""
 
     share: float | None
-    """Fraction of a region's `plain_bytes` that the region may store, the same for all regions. None means that
-    `budget_bytes` applies instead. If `share` and `budget_bytes` are None, each region stores the least possible."""
+    """Fraction of a region's `plain_bytes` that the region (compiled graph) may store, the same for all regions. None
+    means that `budget_bytes` applies instead. If `share` and `budget_bytes` are None, each region stores the least
+    possible."""
     budget_bytes: int | None = None
-    """Bytes that each region may hold for its backward, if the budget was given in bytes."""
+    """Bytes that each region (compiled graph) may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None
     """`memory_budget` for which a run has finished adjusting `share`. None while `share` is being adjusted."""
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
-        """Return the limit in bytes for a compiled region, or None if the region must store the least possible.
+        """Return the limit in bytes for a region (compiled graph), or None if the region must store the least possible.
 
         `plain_bytes` are the bytes that the region would store under plain torch.compile. If the policy has a share,
         the limit is for the stored bytes. If the policy has a budget in bytes, the limit is for the stored and the
@@ -109,7 +110,7 @@ class CompiledPolicy:
 
     @property
     def call_plans(self) -> tuple[RegionPlan, ...]:
-        """Plans of a micro-batch's calls of compiled regions, in call order.
+        """Plans of a micro-batch's calls of regions (compiled graphs), in call order.
 
         If the calls were not counted, each region is assumed to be called once, with its most recently compiled plan.
         """

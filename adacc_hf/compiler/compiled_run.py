@@ -65,7 +65,7 @@ class CompiledRun:
     ) -> None:
         """Install the partitioner for the run. Events are reported by `note(step, event, **metrics)`.
 
-        The run follows `initial_policy` unchanged. If `initial_policy` is None, the run plans for its budget.
+        The run follows `initial_policy` unchanged. If `initial_policy` is None, plans are made for the run's budget.
         """
         self._config = config
         self._note = note
@@ -82,12 +82,13 @@ class CompiledRun:
         self._is_warned = False
         """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Numbers of input elements of the largest micro-batch: first in the current step, second in all measured
-        steps."""
+        """Two numbers of input elements: of the largest micro-batch in the current step, and of the largest one in all
+        measured steps."""
         self._least_peak_bytes: int | None = None
-        """Estimated peak if all compiled regions store the least possible. None before the first measured step."""
+        """Estimated peak if all compiled graphs store the least possible. None before the first measured step."""
         self._next_change: _ShareChange | None = None
-        """Change of the regions' share to make at the start of the next step, or None."""
+        """Change of the share that compiled graphs may store, to be made at the start of the next step. None for no
+        change."""
         self._meter = StepMeter()
         self._report: SlowReport | None = None
         """Report that logs a slow step while the model is compiled, or None outside such a step."""
@@ -108,13 +109,13 @@ class CompiledRun:
 
     @property
     def policy(self) -> CompiledPolicy:
-        """Policy with the plans of the regions compiled so far."""
+        """Policy with the plans of the graphs compiled so far."""
         settled_for = self._config.memory_budget if self._is_settled and self._next_change is None else None
         return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
     @property
     def refusals(self) -> list[str]:
-        """Reasons why torch's own partitioner handles some compiled regions, which therefore have no budget."""
+        """Reasons why torch's own partitioner handles some compiled graphs, which therefore have no budget."""
         return self._installed.partitioner.refusals
 
     @property
@@ -140,7 +141,7 @@ class CompiledRun:
             self._meter.count_memory(model, optimizer)
 
     def note_loss(self, loss: Any, inputs: Any) -> None:
-        """Count a micro-batch's calls of compiled regions and its input elements. Call this between forward and
+        """Count a micro-batch's calls of compiled graphs and its input elements. Call this between forward and
         backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
@@ -149,7 +150,7 @@ class CompiledRun:
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
     def end_step(self, step: int, model: Any) -> None:
-        """Report the newly compiled regions, and adjust the regions' share of memory after a measured step.
+        """Report the newly compiled graphs. After a measured step, adjust the share of memory that graphs may use.
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """

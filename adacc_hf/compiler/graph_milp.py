@@ -139,7 +139,8 @@ class _GraphProgram:
         return () if operator is None else self._graph.model.kind.operators[operator].inputs
 
     def peak(self) -> int:
-        """Add and return a variable for the peak in whole KiB: an upper bound of the live bytes in every segment."""
+        """Add and return a variable for the peak in whole KiB: an upper bound of the live bytes in every segment (part
+        of the graph)."""
         most_stored = sum(max(store.nbytes for store in menu) for menu in self._graph.model.menus.values())
         peak = self.program.variable(upper=float((most_stored + sum(self._graph.live_bytes)) // 1024 + 1))
         for segment in range(self._graph.segments.count):
@@ -204,7 +205,7 @@ def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
 
 
 def _graph_choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
-    """Return the choice that stores each value of `forms` in its form there, with the choice's cost.
+    """Return the choice that stores each value of `forms` in the form that `forms` gives, with the choice's cost.
 
     Values that nothing reads are left out.
     """

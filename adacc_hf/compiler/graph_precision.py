@@ -4,10 +4,11 @@ Some values must be stored without loss (`precision_sensitive_nodes`). Other val
 only by the precise codec (INT8). Further values must not be recomputed from a value that a coarser codec, such as INT4,
 stores (`precision_needs`).
 
-A codec scales each group of elements by the largest. A mask's infinities, or large numbers in place of infinities,
-leave no precision for the other elements of their group. Values to which a mask was added are just as large. Sums and
-norms have few elements, each of which affects a whole row. An additive error in the input of an exponential (logits,
-log-probabilities, scores) becomes a factor in its result. A small divisor that decodes to 0 gives infinities.
+A codec scales each group of elements by its largest element. A mask's infinities, or large numbers in place of
+infinities, leave no precision for the other elements of their group. Values to which a mask was added are just as
+large. Sums and norms have few elements, each of which affects a whole row. An additive error in the input of an
+exponential (logits, log-probabilities, scores) becomes a factor in its result. A small divisor that decodes to 0 gives
+infinities.
 """
 
 from __future__ import annotations

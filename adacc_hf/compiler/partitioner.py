@@ -96,11 +96,12 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         graphs."""
         self._times = OperatorTimes()
         self.refusals: list[str] = []
-        """Reasons why torch's own partitioner partitions some regions, which therefore have no budget: one per
-        region."""
+        """Reasons why torch's own partitioner partitions some regions (compiled graphs), which therefore have no
+        budget: one per region."""
 
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
-        """Forget all regions. Regions compiled from now on store at most the fraction `share` of their bytes.
+        """Forget all regions (compiled graphs). Regions compiled from now on store at most the fraction `share` of
+        their bytes.
 
         The fraction is relative to the bytes that plain torch.compile stores for backward. If `share` is None, regions
         store the least possible. `plans` contains earlier plans for the same share. A region with an earlier plan

@@ -34,7 +34,7 @@ class Device:
     attention_share: float = 1.0
     """Speed of fused attention in operations per second, divided by that of matrix products."""
     unaligned_share: float = 1.0
-    """Speed of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by that of all other
+    """Speed of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by the speed of all other
     matrix products."""
     host_bandwidth_bytes: float | None = None
     """Bytes per second of copies between the device and pinned memory of the host, in one direction. None if the device
@@ -75,7 +75,8 @@ _PCIE_BYTES = {3: 12 * GB, 4: 24 * GB, 5: 50 * GB}
 
 The values are about 80 % of the 15.75, 31.5 and 63 GB/s that remain in one direction after encoding (PCI Express Base
 Specification: 8, 16 and 32 GT/s, 128b/130b). With pinned memory, 52 to 55 GB/s are reported for H100 SXM. Ranks that
-share a switch get less: `adacc plan --host-bandwidth`."""
+share a switch get less. For them, set `adacc plan --host-bandwidth`.
+"""
 
 
 def _gpu_device(

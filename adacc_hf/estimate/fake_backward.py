@@ -204,8 +204,8 @@ def _accumulate_gradient(variable: torch.Tensor, gradient: torch.Tensor | None) 
 
 
 def _sole_use_count() -> int:
-    """Return the use count of a storage that only one tensor uses. A gradient with this use count is added to in
-    place."""
+    """Return the use count of a storage that only one tensor uses. If the storage of a gradient has this use count,
+    another gradient may be added to it in place."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return storage_use_count(storage)

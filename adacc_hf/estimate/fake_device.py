@@ -34,7 +34,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 """Largest size of an attention head that the flash kernel supports."""
 _ALIGNMENT = 8
-"""Number of elements to a multiple of which head sizes and rows of attention masks are padded for the fused kernels."""
+"""Unit of padding for the fused kernels: head sizes and rows of attention masks are padded to a multiple of this number
+of elements."""
 
 
 @contextmanager

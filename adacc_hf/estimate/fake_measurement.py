@@ -363,8 +363,8 @@ _MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 than that of the factors."""
 
 _ROW_BYTES = 16
-"""Bytes that the fast kernels for 16-bit matrices load at once. These kernels need rows that start at multiples of
-it."""
+"""Bytes that the fast kernels for 16-bit matrices load at once. These kernels need rows that start at multiples of this
+number of bytes."""
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:

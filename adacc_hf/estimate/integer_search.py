@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 NUM_INTERPOLATED = 3
-"""Number of known points through which a polynomial is laid for the next guess. Memory is at most quadratic in the
+"""Number of known points to which a polynomial is fitted for the next guess. Memory is at most quadratic in the
 sequence length."""
 MAX_STALLS = 3
 """Number of consecutive guesses that may shrink the search interval by less than half. After one more such guess, the
@@ -43,7 +43,8 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 
 
 def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return the polynomial through the points at `low`, at `high` and with the smallest absolute excess.
+    """Return the polynomial through the points at `low` and `high`, and through the points with the smallest absolute
+    excess.
 
     Each of `points` is a number and its excess over the budget. At most NUM_INTERPOLATED points are used. The
     interpolation uses Newton's divided differences.

@@ -24,7 +24,8 @@ from adacc_hf.solve.solver import solve_policy
 log = logging.getLogger(__name__)
 
 LONGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
-"""Training methods that are compared: without a policy (plain, recomputed, in tiles), and with exact or all actions."""
+"""Training methods that are compared: without a policy (plain, recomputed, or recomputed with modules that run on some
+rows at a time), and with a policy that uses exact actions or all actions."""
 
 
 @dataclass(frozen=True, kw_only=True)

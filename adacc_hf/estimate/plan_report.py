@@ -152,7 +152,8 @@ def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
 
 
 def _best_method(plan: TrainingPlan) -> str:
-    """Return the method whose memory in use `adacc plan` predicts: "plain" if plain training fits, else "adacc"."""
+    """Return the training method for which `adacc plan` estimates the memory in use on the device: "plain" if plain
+    training fits, else "adacc"."""
     return "plain" if plan.forecasts["plain"].fits else "adacc"
 
 

@@ -353,8 +353,9 @@ class TrainingPlanner:
         """Return peak minus budget in bytes under `method`, by (batch size, sequence length) of each traced shape.
 
         The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
-        bytes that stay allocated during the whole step, minus the budget. For method "adacc", shapes whose profile
-        lacks a head are left out, because they would take another trace.
+        bytes that stay allocated during the whole step, minus the budget. For method "adacc", a shape is left out if
+        its profile lacks the plain or the chunked head (output layer and loss), because the shape would have to be
+        traced again.
         """
         shapes = list(self._with_all_heads if method in ("adacc", EXACT, TILED) else self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}

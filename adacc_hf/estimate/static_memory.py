@@ -91,8 +91,8 @@ class StaticMemory:
     """Bytes of the optimizer's state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Bytes of the parameters that are gathered at the same time: those outside the blocks, of the running block, and
-    of one prefetched block. 0 if parameters are not sharded."""
+    """Bytes of the parameters that are gathered at the same time: the parameters outside the blocks, of the running
+    block, and of one prefetched block. 0 if parameters are not sharded."""
     buckets_bytes: int
     """Bytes of the gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has
     one bucket."""

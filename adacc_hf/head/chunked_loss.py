@@ -23,10 +23,11 @@ from adacc_hf.torch_glue.compat import adds_into_wider
 from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
 COLUMNS = 64
-"""Number of columns to a multiple of which the logits are padded: 128 bytes in half precision.
+"""Unit of padding: the logits are padded to a multiple of this number of columns, which is 128 bytes in half precision.
 
 cuBLAS' kernels for Hopper need rows that start at multiples of 16 bytes. Rows of 50257 half-precision numbers, for
-example, would start at any even address."""
+example, would start at any even address.
+"""
 MIN_CHUNK_ROWS = 64
 """Minimum number of rows per chunk. With fewer rows the matrix products are slow, because each chunk reads and writes
 the weight's gradient once."""

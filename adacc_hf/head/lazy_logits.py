@@ -303,7 +303,8 @@ def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _reshape(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of `view` or `reshape` as lazy logits if the last dimension stays, else NotImplemented."""
+    """Return the result of `view` or `reshape` as lazy logits if the last dimension keeps its size, else
+    NotImplemented."""
     sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else args
     if kwargs or not all(isinstance(size, int) for size in sizes) or not sizes or sizes[-1] != lazy.shape[-1]:
         return NotImplemented

@@ -292,8 +292,7 @@ def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def _is_decoder_tensor(name: str) -> bool:
-    """Return True if the batch's tensor `name` is as long as the decoder's sequence (the model is an
-    encoder-decoder)."""
+    """Return True if the tensor `name` in the batch of an encoder-decoder is as long as the decoder's sequence."""
     return name == "labels" or name.startswith("decoder_")
 
 

@@ -54,7 +54,7 @@ def price_tape(
 
     The times are the device's or the host's, whichever limits the speed of a step.
 
-    `run_block` runs the block itself, or is None if the block cannot run again.
+    `run_block` is a function that runs the whole block once more, or None if the block cannot run again.
     """
     block_host_ms = host_ms_of_block(run_block, bases[0].device)
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):

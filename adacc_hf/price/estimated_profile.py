@@ -125,7 +125,7 @@ def describe_duration(num_parts: int, seconds: float, num_steps: float) -> str:
 
 
 def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
-    """Predict the profile of batches of `shapes` from `profile`, with the codecs that support the resized values.
+    """Predict the profile of batches of `shapes` from `profile`. Leave out codecs that do not support the new sizes.
 
     The profile must be valid for batches of these shapes: `profile.sizes.size_class` must find a size class.
     """

@@ -165,8 +165,8 @@ class KindProfileBuilder:
         )
 
     def _reused_bytes(self, operator: TapeOperator) -> int:
-        """Return the bytes that `operator` overwrites in place in replay, and for which its results therefore need no
-        new memory.
+        """Return the bytes of inputs that `operator` overwrites in place in replay, so that its results need less new
+        memory.
 
         Replay overwrites a value only if no other operator reads the value. Otherwise, replay works on a copy.
         """

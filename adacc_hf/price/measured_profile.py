@@ -104,7 +104,10 @@ class _Readings:
 
 
 def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
-    """Measure the memory and the time of a step on `batch`, whose blocks are in `recording`, and return the profile."""
+    """Measure the memory and the time of a step on `batch`, and return the profile.
+
+    `recording` has the block calls of this step.
+    """
     measurement, installation = profiled.measurement, profiled.installation
     profiled.heads.check_own()
     installation.expect(block.name for block in recording.blocks)
@@ -138,8 +141,8 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 def _measure_blocks(
     profiled: ProfiledModel, batch: Batch, recording: ModelRecording, groups: Sequence[tuple[str, ...]]
 ) -> tuple[ModelRecording, ForwardLayout, StepLayout]:
-    """Measure the memory of forward and backward. Return the recording with this memory in each kind, and both
-    measurements.
+    """Measure the memory of all blocks in a forward and in whole steps. Return (the recording with this memory in each
+    kind, memory of the forward, memory of the step).
 
     A watched block is the last block of a kind, on which the kind's memory is measured. Each group in `groups` is
     measured in one step, in which the watched blocks of the group retain their activations.
@@ -184,8 +187,7 @@ def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
 
 
 def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: ModelRecording) -> KindProfile:
-    """Return a copy of `kind` with the backward that was measured at the block call `name`, which represents the
-    kind."""
+    """Return a copy of `kind` with the memory of its backward, which was measured at the block call `name`."""
     if kind.untrusted is not None:
         peak = step.peaks.get(name)
         extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])

@@ -71,7 +71,7 @@ class Measurement:
     ) -> Prices:
         """Measure the time of each operator of `tape`, and the codecs of each activation with their times.
 
-        `run_block` runs the block itself, or is None if the block cannot run again.
+        `run_block` is a function that runs the whole block once more, or None if the block cannot run again.
         """
         return price_tape(tape, bases, config, outliers, run_block)
 
@@ -190,8 +190,8 @@ def detach_inputs(loss: LossCall) -> LossCall:
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the elements of `tensor`, but is a leaf of a new autograd graph. `requires_grad`
-    stays."""
+    """Return a tensor that shares the elements of `tensor`, but is a leaf of a new autograd graph. It requires a
+    gradient if `tensor` does."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -208,8 +208,8 @@ PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
 
 
 class MemoryOnlyMeasurement(Measurement):
-    """Measurement of memory alone, for a further batch of a profile whose times and codec errors were measured on
-    another batch."""
+    """Measurement of memory alone. It is used for additional batches, if times and codec errors were measured on
+    another batch of the same profile."""
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement

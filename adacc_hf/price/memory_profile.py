@@ -294,8 +294,8 @@ class _StepReadings:
 
 
 class _LiveSlots:
-    """Counter of the activation bytes of a block that autograd still holds. `release` subtracts an activation once all
-    of its saved tensors are freed."""
+    """Counter of those activation bytes of a block that autograd still holds. `release` subtracts an activation once
+    all of its saved tensors are freed."""
 
     def __init__(self, kind: KindProfile) -> None:
         self._nbytes = {value.index: value.nbytes for value in kind.activations if value.saved}
@@ -325,7 +325,8 @@ name of the block call."""
 class StepMarker:
     """Recorder that marks the parts of each training step in `meter` until `remove()` is called.
 
-    The parts are the blocks' backward, the optimizer's step, and the rest. `functions` are the block calls.
+    The parts are the blocks' backward, the optimizer's step, and the rest. `functions` has, by the name of each block
+    call, the object that runs this call.
     """
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:

@@ -36,8 +36,8 @@ class ModelRecording:
     shared: tuple[Shared, ...]
     """Records of the tensors that block calls share with each other and with the rest of the model."""
     replay_sources: dict[str, list[Source]]
-    """Sources of the inputs shared with other blocks that each call holds if all blocks are recomputed. A source is the
-    place where a call finds the input, such as an argument."""
+    """For each call, the sources of those inputs that other blocks read too and that the call keeps alive if all blocks
+    are recomputed. A source is the place where a call finds the input, such as an argument."""
     calls_before_rest: set[str]
     """Names of the calls after which other parts of the model run before the next call of a block."""
     saved_bytes: dict[str, int]
@@ -141,9 +141,9 @@ def recompute_outcome(kind: KindProfile) -> BlockOutcome:
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
     """Return, for each block call, those properties of its position in the step that affect its memory.
 
-    A position is three truth values: the gradients of the call's parameters exist before its backward, and the rest of
-    the model runs before the call, and after it. The rest of the model runs between calls if the loss calls the whole
-    model several times.
+    A position is three truth values. They are True if the gradients of the call's parameters exist before its backward,
+    if the rest of the model runs directly before the call, and if it runs directly after the call. The rest of the
+    model runs between calls if the loss calls the whole model several times.
     """
     names = [block.name for block in blocks]
     last = calls_per_block(names)

@@ -25,8 +25,8 @@ _BIAS = ("attn_mask", "attn_bias", "bias")
 """Possible names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose backward divides a gradient by an input or a result. Values are the divisor's position among the
-arguments, or None for any input or result."""
+"""Operators whose backward divides a gradient by an input or a result. The dict's value for an operator is the position
+of the divisor among the arguments, or None for any input or result."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 """Operators, on tapes and in compiled graphs, that map elements of 0 to 0."""
@@ -60,7 +60,7 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
 
 def _exponent_values(tape: Tape) -> set[int]:
-    """Return the recorded values of which backward computes the exponential, or which backward uses as angles."""
+    """Return the recorded values that backward uses as exponents, or as angles of a sine or cosine."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
 

@@ -1,4 +1,4 @@
-"""A model prepared for the runs of a profile, and restored afterwards."""
+"""A model that is prepared to be profiled, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ draw from the same random generators."""
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledModel:
-    """A model whose blocks are wrapped for the runs of a profile. Each run starts from the same state."""
+    """A model whose blocks are wrapped to be profiled. Each run of the profiler starts from the same state."""
 
     model: nn.Module
     """The model itself, or a wrapper that adds the loss to the model's output."""

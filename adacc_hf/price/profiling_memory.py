@@ -35,7 +35,8 @@ peak that any policy reaches on the whole batch."""
 def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[Batch]]:
     """Return `choices`, lists of parts of the batch `whole`, with first parts of at most `FIRST_SHARE` of the batch.
 
-    If a list's first part is larger, the smallest part of all lists replaces it, even if that one is too large as well.
+    If a list's first part is larger, the smallest part of all lists replaces it, even if this part is too large as
+    well.
     """
     smallest = min((parts[0] for parts in choices), key=lambda part: num_elements(part.shapes))
     limit = FIRST_SHARE * num_elements(whole.shapes)

@@ -49,7 +49,7 @@ class ActivationRow:
     """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
     None if there is no such activation."""
     needs_exact_inputs: bool = False
-    """True if the activation must be exact and the plan stores, with loss, values that a recomputation would read. The
+    """True if the activation must be exact, but a recomputation would read values that the plan stores with loss. The
     activation is then not recomputed."""
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block."""
@@ -130,7 +130,8 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 
 def _under(policy: Policy, profile: Profile) -> Profile:
-    """Return `profile` with the block modules split into tiles as in `policy`. Both have the same number of blocks.
+    """Return `profile` with modules in tiles (groups of rows) where `policy` runs them in tiles. The profile and the
+    policy have the same number of blocks.
 
     Raises PolicyMismatchError if the profile has no measured tiles for one of these blocks.
     """

@@ -76,8 +76,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Return the record of an experiment as a dict that JSON can store.
 
-    `run_info` has further settings and `train_info` has the results. `status` is "complete", or "running" while results
-    are missing.
+    `settings` has the settings that all experiments have in common, `run_info` the other settings of this experiment,
+    and `train_info` its results. `status` is "complete", or "running" while results are missing.
     """
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
     return {

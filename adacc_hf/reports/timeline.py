@@ -122,7 +122,7 @@ def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
 
 
 def _record_curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
-    """Return the curve over the steps of the value `name` in `records`, multiplied by `scale`."""
+    """Return the curve that shows the value `name` in `records`, multiplied by `scale`, over the steps."""
     return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
 
 

@@ -56,8 +56,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved. The tensor's version counts changes in place. For a DTensor, `tensor` is the
-        local part, and the local part's version does not count these changes."""
+        """The tensor that autograd saved. The tensor's version counts changes in place. For a DTensor, the cell's
+        `tensor` is the local part, whose version does not count these changes."""
         self.version = 0
 
 
@@ -88,8 +88,8 @@ class Call:
         self.plan = plan
         self.block = block
         self.unpacked_slots: list[int] | None = None
-        """List to which backward appends the index of each slot that it unpacks. None if the order of unpacks is
-        already known."""
+        """List to which backward appends the index of each slot (saved tensor) that it unpacks. None if the order of
+        unpacks is already known."""
         self._codecs = codecs
         self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
@@ -121,7 +121,7 @@ class Call:
     def pack(self, tensor: torch.Tensor) -> PackedSlot:
         """Saved-tensor hook: return the object that autograd stores instead of the next saved tensor.
 
-        Raise SavedTensorMismatchError if the tensor differs from the next slot of the tape.
+        Raise SavedTensorMismatchError if the tensor differs from the next saved tensor on the tape.
         """
         slot = self._slot
         self._slot = slot + 1
@@ -154,7 +154,7 @@ class Call:
     def finish(self) -> None:
         """End the forward. Afterwards, only the packed objects own the stored values.
 
-        Raise SavedTensorMismatchError if autograd saved fewer tensors than the tape has slots.
+        Raise SavedTensorMismatchError if autograd saved fewer tensors than the tape lists.
         """
         if self._slot != self.plan.num_slots:
             raise SavedTensorMismatchError(
@@ -179,11 +179,11 @@ class Call:
             cell.version = version_of(cell.saved)
 
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Handle the call's divergence from its tape: store all values from which the slots packed so far will be
-        replayed.
+        """Handle the call's divergence from its tape: store all values from which replay will recompute the tensors
+        saved so far.
 
         `bases` maps value indices to tensors. The tensors are copied, because no tape describes later changes in place.
-        No further slots are packed.
+        Tensors that autograd saves later are not packed.
         """
         for value, base in bases.items():
             if not self.has(value):
@@ -192,7 +192,8 @@ class Call:
         self._cells = {}
 
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
-        """Saved-tensor hook for backward: return the saved tensor of a packed slot, decoded or recomputed if necessary.
+        """Saved-tensor hook for backward: return the saved tensor for a packed object, decoded or recomputed if
+        necessary.
 
         Raise RuntimeError if a stored tensor was changed in place since it was saved.
         """
@@ -216,7 +217,8 @@ class Call:
         return recomputed if spec is None else to_dtensor(recomputed, spec)
 
     def _next_program(self, slot: int) -> ReplayProgram:
-        """Return the replay program for unpacking `slot`, in the order of the schedule or out of order."""
+        """Return the replay program for unpacking the saved tensor `slot`, in the order of the schedule or out of
+        order."""
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -228,8 +230,8 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
-        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values from which the
-        program starts."""
+        """Run a replay program, and return the saved tensor that it recomputes. `cells` hold the stored values from
+        which the program starts."""
         environment = self._environment
         # Check only the tensors of this program: an optimizer may step inside backward, on weights that are no longer
         # needed.
@@ -270,7 +272,7 @@ class Call:
         """Store `value` in its cell: as a tensor or, if the plan compresses the value, as a payload.
 
         `tensor` is a tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded
-        once, even if several slots share it (rule R3).
+        once, even if several saved tensors view it (rule R3).
         """
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
@@ -381,7 +383,7 @@ class Recording:
         """Apply `plan` to the recorded call: from now on, keep, encode or free each saved tensor as the plan requires.
 
         `codecs` contains the coder of each compressed value. Return a list to which backward will append the index of
-        each slot that it unpacks.
+        each saved tensor that it unpacks.
         """
         externals = [(value, self._external(value, source)) for value, source in plan.externals]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
@@ -399,7 +401,7 @@ class Recording:
     def discard(self) -> list[weakref.ref[RecordedSlot]]:
         """Free the recorder and the saved tensors of a call that will have no backward.
 
-        Return one weak reference per slot. A reference is dead as soon as autograd has freed the slot.
+        Return one weak reference per saved tensor. A reference is dead as soon as autograd has freed this tensor.
         """
         for packed in self._packed:
             packed.content = (packed.content[0], None, None, None)
@@ -418,10 +420,10 @@ class Recording:
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor at `source` (the place of an argument, parameter or other existing tensor) when the call
-        began.
+        """Return the tensor that was at `source` when the call began. A source is the place of an argument, parameter
+        or other existing tensor.
 
-        The block may have replaced the tensor at this place since.
+        Since then, the block may have put another tensor at this place.
         """
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
@@ -434,13 +436,13 @@ class Recording:
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
-        """Saved-tensor hook for forward: record the tensor as the call's next slot."""
+        """Saved-tensor hook for forward: record the tensor as the call's next saved tensor."""
         packed = RecordedSlot(self.recorder.save(tensor), tensor)
         self._packed.append(packed)
         return packed
 
     def _unpack(self, packed: RecordedSlot) -> torch.Tensor:
-        """Saved-tensor hook for backward: return the tensor of a recorded slot."""
+        """Saved-tensor hook for backward: return the saved tensor of a packed object."""
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version, _ = packed.content

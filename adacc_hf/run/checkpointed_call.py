@@ -76,7 +76,8 @@ class _RepeatableCall:
         return fn, args
 
     def _with(self, arguments: Mapping[Place, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return (fn, args, kwargs) of the call, with some arguments replaced by `arguments`, a dict by place."""
+        """Return (fn, args, kwargs) of the call, in which `arguments`, a dict by place, replaces the arguments at its
+        places."""
         args, kwargs, fn = list(self.args), dict(self._kwargs), self.fn
         for (first,), argument in arguments.items():
             if isinstance(first, int):

@@ -33,11 +33,11 @@ UNTRAINED = "blocks train that the profiled batch ran without gradients, run und
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
 FILLED_TABLE = "a block's call that filled a table for later calls kept all the tensors that autograd saves"
 DIVERGED = "a block's call that differed from its record kept all the tensors that autograd saves"
-"""Reason for a call that did not follow its plan. This and the reasons above are counted in `TapeCache.fallbacks`."""
+"""Reason for a call that did not follow its plan. Calls are counted by reason in `TapeCache.fallbacks`."""
 
 TRANSIENT = frozenset({FILLED_TABLE, DIVERGED})
-"""Reasons for not following the plan that apply to a single call. The block's next call is recorded, and then follows
-its plan or has another reason."""
+"""Reasons that make only a single call leave its plan. The block's next call is recorded, and then follows its plan or
+has another reason."""
 
 
 @dataclass(slots=True)
@@ -219,9 +219,9 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create an entry for `known_shape`, the recorded tape of one call key.
+        """Create an entry for the calls of one call key, which run on the recorded tape in `known_shape`.
 
-        If `tape` is given, for a call at another size, `tape` is used instead of the recorded tape.
+        If `tape` is given, the calls have another size than the recorded call, and run on `tape` instead.
         """
         tape = tape or known_shape.tape
         if tape.untrusted is not None:

@@ -96,7 +96,8 @@ class BlockPlans:
 class PolicyHandle:
     """A policy applied to a model: the model's blocks run under the policy until `remove()`.
 
-    `remove()`, or leaving the handle as a context manager, restores the model completely.
+    `remove()`, or the end of the `with` block if the handle is used as a context manager, restores the model
+    completely.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ def remove_policy(model: nn.Module) -> bool:
 
 
 def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise PolicyMismatchError if a block lacks a module that `policy` runs in tiles."""
+    """Raise PolicyMismatchError if a block lacks a module that `policy` runs in tiles (some rows at a time)."""
     for name, index in policy.blocks:
         tiling = policy.plans[index].tiling
         paths = dict(blocks[block_of_call(name)].named_modules()) if tiling is not None else {}

@@ -83,9 +83,9 @@ class TapePosition:
                 self._casts[id(parameter), self.values[operator.results()[0]].ref.dtype] = operator.results()[0]
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape's next slot.
+        """Compare the next tensor that autograd saves with the next saved tensor on the tape.
 
-        Return True if the tensor and the slot match.
+        Return True if they match.
         """
         slot = self.num_saved
         self.num_saved += 1

@@ -58,7 +58,8 @@ class ValidatedCall:
 
     @property
     def unpacked_slots(self) -> list[int] | None:
-        """List to which backward appends the indices of unpacked slots. None if the call diverged from its tape."""
+        """List to which backward appends the indices of the saved tensors that it unpacks. None if the call diverged
+        from its tape."""
         return None if self._call is None or self.divergence is not None else self._call.unpacked_slots
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -102,9 +102,9 @@ class Validator(TorchDispatchMode):
         self._position.begin(block, args, kwargs)
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape's next slot.
+        """Compare the next tensor that autograd saves with the next saved tensor on the tape.
 
-        Return True if the tensor and the slot match.
+        Return True if they match.
         """
         if self.has_diverged:
             return False
@@ -249,8 +249,8 @@ class Validator(TorchDispatchMode):
     def _run_unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that is not next on the tape, and return its result.
 
-        If the operator changes a tensor or makes a new storage, the call diverges from the tape. The exception is a
-        cast of a parameter, whose result may be new.
+        If the operator changes a tensor or makes a new storage, the call diverges from the tape. A cast of a parameter
+        is an exception: its result may be in a new storage.
         """
         position = self._position
         if schema_of(func).is_mutable and have_memory(args, kwargs):

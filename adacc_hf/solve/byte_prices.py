@@ -1,4 +1,5 @@
-"""Prices in bytes instead of measured times, for results that must not depend on the noise of measured times."""
+"""Times computed from bytes instead of measured times, for results that must not depend on the noise of
+measurements."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ if TYPE_CHECKING:
     from adacc_hf.solve.milp import KindModel, StoredForm
 
 MS_PER_BYTE = 1e-6
-"""Price in ms of a byte that an operator or a codec reads or writes. Any positive number gives the same policies."""
+"""Assumed time in ms per byte that an operator or a codec reads or writes. Any positive number gives the same
+policies."""
 
 
 def price_by_bytes(model: KindModel) -> KindModel:
     """Return a copy of `model` in which the time of each operator, codec and checkpoint is proportional to bytes.
 
-    An operator is priced by the bytes that it reads and writes. A codec is priced by the bytes of the tensor and of its
-    encoded payload, once for encoding and once for decoding. Actions and stored bytes do not change.
+    The time of an operator is proportional to the bytes that it reads and writes. The time of a codec is proportional
+    to the bytes of the tensor and of its encoded payload, once for encoding and once for decoding. Actions and stored
+    bytes do not change.
     """
     kind, profiled_kind = _kind_by_bytes(model.kind), _kind_by_bytes(model.profiled_kind)
     value_bytes = [value.nbytes for value in kind.values]

@@ -209,9 +209,10 @@ def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[Price
 
 
 def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """Return the Pareto-optimal plans, which no other plan matches or improves in every need of memory.
+    """Return the Pareto-optimal plans. A plan is left out if another plan needs at most as much of every type of
+    memory.
 
-    The needs are the stored bytes, the live bytes, the shared tensors, and the working sets of forward and backward.
+    The types are the stored bytes, the live bytes, the shared tensors, and the working sets of forward and backward.
     """
     optimal: dict[_Needs, PricedPlan] = {}
     for plan in sorted(plans, key=lambda plan: plan.ms):
@@ -233,7 +234,7 @@ def _needs_no_more(needs: _Needs, others: _Needs) -> bool:
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
     """Return a lower bound on the peak of all policies.
 
-    The bound is the peak of a step in which each block stores the fewest bytes that it can, and backward has only the
+    The bound is the peak of a step in which each block stores the fewest bytes that it can, and backward takes only the
     memory that every plan needs.
     """
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]

@@ -79,7 +79,7 @@ class Kinds:
 
     @cached_property
     def extended(self) -> list[list[PricedPlan]]:
-        """Frontier plans and checkpointed plans of each kind of block.
+        """Frontier plans (on the lower convex hull of bytes and ms) and checkpointed plans of each kind of block.
 
         A checkpointed block stores more than the last frontier plan, but its backward may need less memory than the
         backward of a plan that replays everything.
@@ -88,7 +88,8 @@ class Kinds:
 
     @cached_property
     def by_bytes(self) -> Kinds:
-        """The same kinds with prices in bytes, which do not depend on measured times."""
+        """Models and frontiers of the same kinds, with times that are computed from bytes and do not depend on
+        measurements."""
         kinds = copy.copy(self)
         for name in ("frontiers", "extended"):
             kinds.__dict__.pop(name, None)
@@ -217,13 +218,16 @@ class PolicySearch:
 
     @cached_property
     def _byte_search(self) -> PolicySearch:
-        """Search for the least peak, with prices in bytes."""
+        """Search for the least peak, with times that are computed from bytes and do not depend on measurements."""
         search = PolicySearch(self.profile, self.config, self.kinds.by_bytes)
         search.head_ms = search.fixed_ms = 0.0
         return search
 
     def _timed(self, policy: Sequence[PricedPlan]) -> list[PricedPlan]:
-        """Return `policy`, found by `_byte_search`, with measured times in place of prices in bytes."""
+        """Return a copy of `policy` whose plans have measured times.
+
+        `_byte_search` found `policy` with times that were computed from bytes.
+        """
         blocks = zip(self.profile.blocks, policy, strict=True)
         return [replace(plan, ms=self.oracle.outcome(block.kind, plan).overhead_ms) for block, plan in blocks]
 
@@ -378,11 +382,12 @@ class PolicySearch:
         incumbent_ms: float,
         with_uniform: bool = False,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest policy of the chain that fits, and fitting policies that store a little more.
+        """Return the fastest fitting policy of the chain, and fitting policies that store a little more than it.
 
-        The chain leads from all RETAIN to the fewest bytes, one block at a time. The additional policies store less
-        than the next faster policy of the chain, which does not fit. If `with_uniform`, add policies with one plan per
-        kind of block. If no policy of the chain fits, return only the policies with one plan per kind.
+        The chain is a sequence of policies from all RETAIN to the fewest bytes, in which neighbours differ in one
+        block. The policy that comes before the fastest fitting one does not fit, and the additional policies store less
+        than that policy. If `with_uniform`, add policies with one plan per kind of block. If no policy of the chain
+        fits, return only the policies with one plan per kind.
         """
         before = self.plain
         for policy in self._chain(frontiers):

@@ -160,7 +160,8 @@ def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) 
 def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySearch]:
     """Return a search for each pair of a profile and a head that the config allows.
 
-    `profiles` come from `tiled_profiles`. The first search is without tiles and with the plain head.
+    `profiles` come from `tiled_profiles`. The first search is for blocks without tiles (groups of rows), and for the
+    plain head (output layer and loss).
     """
     heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
     every_kind = [Kinds(profile, config, profiles[0].plain_stored_bytes) for profile in profiles]
@@ -258,8 +259,8 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
     """Return the optimality gap of a policy with the overhead `ms`: the fraction that a better policy might avoid.
 
-    Overheads are measured from the fastest head, which may be faster than the plain head. The better policy may have
-    any head.
+    Overheads are relative to the fastest head, which may be faster than the plain head. The better policy may have any
+    head.
     """
     fastest_ms = min(0.0, *(search.head_ms for search in searches))
     if ms <= fastest_ms:

@@ -29,8 +29,8 @@ _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """Yield (source, tensor) of each tensor attached to the block's modules and parameters. The source says where it
-    is.
+    """Yield (source, tensor) of each tensor attached to the block's modules and parameters. The source says where a
+    call finds it.
 
     Attached tensors, such as the scales of a quantized weight, are not registered as parameters or buffers.
     """

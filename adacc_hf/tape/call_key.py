@@ -61,7 +61,7 @@ class KnownShape:
     """Table entry of one call key: the tape (record of the operators) of calls with this key, and the number of these
     calls.
 
-    Calls count whichever plan the block follows.
+    The number includes the calls under all plans of the block.
     """
 
     tape: Tape
@@ -100,7 +100,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths, within a call's arguments, of the tensors whose elements the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls whose shapes were recorded with other data. Each of these keys has occurred once."""
+        """Keys of calls with new data, whose shapes were recorded with other data. Each of these keys has occurred
+        once."""
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that drop the entry of a key when this table drops the key."""
         self.was_compared = False

@@ -50,8 +50,8 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors among `args` whose data determines the result's size, or the result itself if the result is a
-    Python number.
+    """Return the tensors among `args` whose data determines the operator's result: the size of a tensor, or the value
+    of a Python number.
 
     `func` is the ATen operator. For most operators, the list is empty. For `item` and `nonzero`, it has one tensor.
     """
@@ -102,12 +102,12 @@ thread converts a tensor to a list or a numpy array."""
 def data_behind_reads(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
 ) -> tuple[dict[Path, Data], Read | None]:
-    """Return (data of the arguments on which `reads` depend, by argument path; None).
+    """Return (data by argument path, None): the data of the arguments on which `reads` depend.
 
-    If a read depends on data that is not in an argument, return ({}, the read).
+    If a read depends on data that is not in an argument, return ({}, this read).
 
-    `arguments(value)` yields (path, tensor) of each argument that shares the storage of a value. Each of them is
-    included, because each may have been read.
+    `arguments(value)` yields (path, tensor) of each argument that shares the storage of a value. The data of all these
+    arguments is returned, because the block may have read any of them.
     """
     data_by_path: dict[Path, Data] = {}
     for read in reads:
@@ -139,8 +139,8 @@ def data_of(tensor: Any) -> Data | None:
 
     Return None for floats, large tensors and tensors sharded among ranks.
 
-    Elements of the storage that are not in `tensor` are left out, because they may be uninitialized: `unique` allocates
-    for the worst case.
+    Elements of the storage that are not in `tensor` are left out, because they may be uninitialized. For example,
+    `unique` allocates memory for the largest possible result.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None

@@ -35,8 +35,8 @@ class Slot:
     value: int
     """Index of the value that the saved tensor views. A value is one storage at one version."""
     in_cell: bool
-    """True if the call stores the value in a cell, a container that all slots of the value share (run/call.py). The
-    first slot fills the cell."""
+    """True if the call stores the value in a cell, a container that all saved tensors of the value share (run/call.py).
+    The first one fills the cell."""
     needs: tuple[int, ...] | None
     """Stored values from which the saved tensor is recomputed or decoded. None if autograd keeps the saved tensor
     itself."""
@@ -44,10 +44,11 @@ class Slot:
     """True if the saved tensor's storage offset must equal the recorded offset. For an argument this is False, because
     an argument may be a slice of any tensor."""
     is_read_by_replay: bool
-    """True if replay reads the value, or if slots of other values with the same bits use it. If a backward function may
-    write into the value, the function then gets a copy."""
+    """True if replay reads the value, or if saved tensors of other values with the same bits use it. If a backward
+    function may write into the value, the function then gets a copy."""
     state_after: tuple[int, torch.device] | None = None
-    """(value, device) of the random generator's state that the call captures after packing this slot, or None."""
+    """(value, device) of the random generator's state that the call captures after packing this saved tensor, or
+    None."""
     position: dict[int, int] = field(init=False)
     """Index in `needs` of each value in `needs`."""
 
@@ -210,11 +211,11 @@ class ExecutionPlan:
         return layouts
 
     def replaced_source(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
-        """Return the place of a tensor attached to the block (such as "module attn.rotary") that the call has replaced
-        by another.
+        """Return the place of an attached tensor (such as "module attn.rotary") if the call has replaced this tensor by
+        another.
 
-        Return None if the call replaced none. `before` has the existing tensors that replay reads, as they were at the
-        beginning of the call.
+        An attached tensor is stored on a module or parameter of the block. Return None if the call replaced no attached
+        tensor. `before` has the existing tensors that replay reads, as they were at the beginning of the call.
         """
         for place in self.attached:
             _, source = self.externals[place]

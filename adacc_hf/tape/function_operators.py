@@ -84,8 +84,8 @@ class FunctionTarget:
 
     @property
     def may_run_again(self) -> bool:
-        """False for an `autograd.Function` whose forward only its own backward may run again, such as a module in
-        tiles."""
+        """False for an `autograd.Function` whose forward only its own backward may run again, such as a module that
+        runs in tiles (groups of rows)."""
         return not is_one_operator(self.function)
 
     def __eq__(self, other: object) -> bool:

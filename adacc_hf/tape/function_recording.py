@@ -144,7 +144,7 @@ class FunctionRecorder:
     def paused(self) -> Iterator[None]:
         """Disable the recording of operators and reads inside the `with` block.
 
-        This is for operators that the recorder itself runs, and not the block.
+        Use this for operators that the recorder runs itself. They are not operators of the block.
         """
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
@@ -270,8 +270,8 @@ class FunctionRecorder:
         return None if is_complete else recomputed_values
 
     def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values whose memory one of `operators` allocated uninitialized, and to which no operator has
-        written."""
+        """Return the values whose memory was allocated without initialization by one of `operators`, and to which no
+        operator has written."""
         allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 

@@ -53,8 +53,8 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PATHS = 64
-"""Maximum number of traced paths cached for each class of blocks. A traced path is Dynamo's trace of one path through
-the block's code. The least recently used path is dropped."""
+"""Maximum number of traced paths cached for each Python class of blocks. A traced path is Dynamo's trace of one path
+through the block's code. The least recently used path is dropped."""
 SHORT_LIFE = 16
 """Maximum number of calls between two traces for the earlier trace to count as short-lived. Tracing takes as long as
 about a hundred checks of guards."""
@@ -96,7 +96,7 @@ _UNUSED = count()
 
 
 class _ClassPaths:
-    """Traced paths through the code of one class of blocks."""
+    """Traced paths through the code of all blocks of one Python class."""
 
     def __init__(self) -> None:
         self.paths: OrderedDict[int, TracedPath] = OrderedDict()
@@ -104,8 +104,8 @@ class _ClassPaths:
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
-"""Traced paths by block class. All blocks of a class share paths, also across models. The guards tell which path a call
-takes."""
+"""Traced paths by the blocks' Python class. All blocks of a class share paths, also across models. The guards tell
+which path a call takes."""
 
 
 class Untraceable(OrderedDict[Hashable, str]):

@@ -155,7 +155,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return a reference to `tensor` for the tape: a view on the latest value (version) of the tensor's storage.
+        """Return a reference to `tensor` for the tape: a view of the latest value (version) of the tensor's storage.
 
         If the storage is new to the tape, add a value for the storage.
         """
@@ -411,8 +411,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Record that the operator or tensor method `by` has read the data of `tensor`, into Python or to decide a
-        size."""
+        """Record that the operator or tensor method `by` has read the data of `tensor`: into Python, or to decide the
+        size of a result."""
         self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:

@@ -16,11 +16,12 @@ from adacc_hf.torch_glue.rng_state import draw_from_state
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]
-"""Tensors available in a replay: the base tensor of each value of a tape, by value index, or None if not available."""
+"""Tensors that are available in a replay: for each value of a tape, by value index, a tensor that covers the whole
+value. None for a value that is not available."""
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return the tensor that the recorded reference `ref` describes, as a view on the storage of `base`.
+    """Return the tensor that the recorded reference `ref` describes, as a view of `base`, a tensor on the same value.
 
     The tensor has the size, stride, offset and dtype of `ref` (rule R2).
     """
@@ -201,7 +202,7 @@ class StorageMap:
     """Parameters, buffers, tensors attached to the block, and inputs shared with other blocks, which always exist."""
     retained: frozenset[int]
     """Values stored as tensors until backward. Replay fetches a tensor for one unpack of a saved tensor at a time. At
-    other times, only the saved tensors that need the tensor refer to it."""
+    other times, only the objects that autograd stores for the saved tensors refer to it."""
     compressed: frozenset[int]
     """Values stored encoded until backward. A value is decoded when autograd unpacks a saved tensor that needs it. The
     decoded tensor is kept if another unpack needs it soon."""
@@ -312,9 +313,10 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 def _replay_program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
-    """Return the replay program for unpacking a saved tensor that views `value`, as unpack number `rank`.
+    """Return the replay program that unpacks a saved tensor, which is a view of `value`.
 
-    `run` has the indices of the operators to run, and `uses` the last use of each value.
+    This unpack is number `rank` among the unpacks of backward. `run` has the indices of the operators to run for it.
+    `uses` has the last use of each value, as (number of the unpack, index of the operator in the unpack).
     """
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
@@ -333,8 +335,8 @@ def _replay_step(
 ) -> ReplayStep:
     """Return the step that replays operator `number` of the tape at `moment`.
 
-    `moment` is (position of the unpack, index of the operator in the unpack). `uses` has the last moment that needs
-    each value.
+    A moment is (number of the unpack in backward, index of the operator among the operators that this unpack runs).
+    `uses` has the moment at which each value is used last.
     """
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)

@@ -225,7 +225,8 @@ def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: s
 
 
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
-    """Return a dict from each value that duplicates an earlier saved value of the tape to the first such saved value.
+    """Return a dict from each value of the tape that equals an earlier saved value to the first saved value that it
+    equals.
 
     Two values are equal if both were computed by the same operator with the same arguments, have the same layout, were
     not changed in place, and are in `recomputable`. Replay of a recomputable value gave the recorded bits (rule R7), so
@@ -296,8 +297,8 @@ def _value_layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to the first saved value with the same bits, if that saved value is
-    earlier.
+    """Return a dict from each duplicate value to the first saved value with the same bits, if the saved value is
+    earlier than the duplicate.
 
     `first` maps each duplicate to the first value with the same bits. If no value with the same bits is saved, the
     duplicates are left out.

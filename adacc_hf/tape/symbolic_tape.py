@@ -140,7 +140,7 @@ class SymbolicTape:
     def of(cls, records: Sequence[RecordedCall]) -> SymbolicTape | None:
         """Fit a symbolic tape to recorded calls that ran the same operators.
 
-        Return None if the numbers on the tapes are no polynomials of the sizes.
+        Return None if a number on the tapes is not a polynomial of the sizes.
         """
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
@@ -209,8 +209,8 @@ class SymbolicTape:
         return own.numbers == recorded.numbers and own.digest_without_numbers == recorded.digest_without_numbers
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Return True if a tape can be evaluated at `sizes`: the polynomials give the dimensions and strides in `sizes`
-        themselves."""
+        """Return True if a tape can be evaluated at `sizes`, because the polynomials give exactly the dimensions and
+        strides of `sizes`."""
         return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
@@ -284,8 +284,8 @@ class _TapePolynomials:
         return numbers if len(numbers) == len(self._distinct) else None
 
     def cover(self, sizes: CallSizes) -> bool:
-        """Return True if the polynomials give the dimensions and strides in `sizes` themselves, and so are valid
-        there."""
+        """Return True if the polynomials are valid at `sizes`: evaluated there, they give exactly the dimensions and
+        strides of `sizes`."""
         return self._are_valid(sizes, self._products(sizes))
 
     def _products(self, sizes: CallSizes) -> list[int]:
@@ -323,7 +323,8 @@ class SizeClassRecords:
     def add(self, record: RecordedCall, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
         """Add a recorded call to this size class, and fit the symbolic tape again if the call adds information.
 
-        `fit(records)` returns a symbolic tape, or None if no polynomials fit.
+        `fit(records)` fits a symbolic tape (one tape for all sizes) to recorded calls. It returns None if no
+        polynomials fit.
         """
         if record.tape.untrusted is not None:
             self._num_untrusted += 1
@@ -347,7 +348,8 @@ class SizeClassRecords:
     def take(self, other: SizeClassRecords, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
         """Add the recorded calls of `other` to this size class.
 
-        `fit(records)` returns a symbolic tape, or None if no polynomials fit.
+        `fit(records)` fits a symbolic tape (one tape for all sizes) to recorded calls. It returns None if no
+        polynomials fit.
         """
         for record in other.records:
             self.add(record, fit)

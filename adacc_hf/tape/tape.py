@@ -29,7 +29,8 @@ the call's bits (rule R7)."""
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
-    """Reference to a tensor of the recorded call: a value (one storage at one version), and the tensor's view on it."""
+    """Reference to a tensor of the recorded call: a value (one storage at one version), and the size, strides, offset
+    and dtype with which the tensor views the value."""
 
     value: int
     geometry: Geometry
@@ -87,8 +88,8 @@ class TapeValue:
     nbytes: int
     """Bytes of the whole storage."""
     ref: TensorRef
-    """The first recorded tensor on the storage: returned by an operator, or existing before the call. In replay, a
-    tensor of this layout, the value's base, stands for the value."""
+    """The first recorded tensor on the storage: returned by an operator, or existing before the call. Replay represents
+    the value by a tensor of this layout, the value's base."""
     device: torch.device
     source: Source | None
     """Where a call finds a value that existed before the call. None for a value that an operator of the block
@@ -169,7 +170,7 @@ class TapeOperator:
     @property
     def may_run_again(self) -> bool:
         """True if replay may run the operator: its random numbers can be drawn again, and the operator is neither a
-        collective (rules R5, R13) nor a module in tiles."""
+        collective (rules R5, R13) nor a module that runs in tiles (groups of rows)."""
         if self.is_function and not self.target.may_run_again:
             return False
         return (not self.random or self.generator is not None) and not self.is_collective
@@ -228,7 +229,7 @@ class Tape:
     equal: dict[int, int] = field(default_factory=dict)
     """Dict from each value that duplicates an earlier saved value to the saved value (`equal_values`)."""
     order: tuple[int, ...] | None = None
-    """Order in which backward unpacks the saved tensors, as indices of slots. None if no backward was observed."""
+    """Order in which backward unpacks the saved tensors, as indices into `slots`. None if no backward was observed."""
     due_check: str | None = None
     """The validation due at the next call: OPERATORS, BITS or None. A recorded tape needs none. A tape that was
     evaluated from a symbolic tape (one tape for all sizes) needs none once a call has passed the validation, or if

@@ -35,8 +35,8 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 MOST_SIZE_CLASSES = 16
-"""Maximum number of size classes remembered for each block. Calls of one class differ only in sizes. Calls with and
-without a padding mask, for example, are two size classes."""
+"""Maximum number of size classes remembered for each block. Calls of one size class differ only in sizes. Calls with
+and without a padding mask, for example, are two size classes."""
 CUDA_ALIGNMENT = 16
 """Alignment of masks on a GPU. Attention kernels need a mask whose last dimension is a multiple of this number. Extra
 operators pad other masks."""
@@ -184,10 +184,10 @@ class TapeCache:
         return symbolic_tape.tape_at(sizes, self._orders.get(_tape_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """Return an untrusted tape of `block` from another size, if all tapes recorded for calls like this one are
-        untrusted.
+        """Return an untrusted tape of `block`, one that cannot be replayed, if no call like this one can be replayed.
 
-        Calls that differ only in sizes are alike. An untrusted tape cannot be replayed. Return None otherwise.
+        A call is like this one if it differs only in sizes. If any tape recorded for these calls can be replayed, or if
+        there is no such tape, return None.
         """
         return self._records_of(block, self._sizes_of(key)).untrusted
 
@@ -324,8 +324,10 @@ class TapeCache:
         return self._once((tape.digest, (actions, shared, equal)), lambda: ExecutionPlan(tape, choices, shared))
 
     def resized(self, plan: ExecutionPlan, tape: Tape) -> ExecutionPlan:
-        """Return a version of the execution plan `plan` for `tape`, which has the operators of the plan's tape at
-        another size."""
+        """Return a version of the execution plan `plan` that runs on `tape`.
+
+        `tape` has the same operators as the plan's own tape, but for another size.
+        """
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
@@ -416,8 +418,8 @@ class TapeCache:
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:
         """Schedule replay of `tape` for the order in which a backward unpacked the saved tensors.
 
-        `unpacked_slots` has the indices of the saved tensors in this order. Ignore the order if one with at least as
-        many saved tensors was observed before.
+        `unpacked_slots` has the indices of the saved tensors in this order. If an order with at least as many saved
+        tensors was observed before, ignore this one.
         """
         order = tuple(dict.fromkeys(unpacked_slots))
         if len(order) <= len(tape.order or ()):
@@ -452,7 +454,8 @@ def profiled_tapes(model: nn.Module) -> TapeCache:
     """Return the cache of the tapes (records of blocks' operators) that profiles of `model` have recorded.
 
     The cache is freed with the model. A policy's first calls are compared with these tapes. Recording and verifying a
-    call again would take twice the memory of all intermediates of a block, which the policy's budget may not have.
+    call again would take twice the memory of all intermediates of a block, for which the policy's budget may have no
+    room.
     """
     return _OF_PROFILES.setdefault(model, TapeCache())
 

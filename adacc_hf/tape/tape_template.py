@@ -18,7 +18,8 @@ from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, T
 class TapeNumbers:
     """The integers on a tape, in order, and a digest of everything else.
 
-    Symbolic tapes (one tape for all sizes) are fitted to the integers, and compared by both.
+    A symbolic tape (one tape for all sizes) is fitted to the integers. Integers and digest together are used to compare
+    tapes.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -105,8 +106,8 @@ class TapeTemplate:
         tape.consumers(0)  # computed once, for the tapes of all sizes
 
     def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """Return a tape in which the integers `numbers` replace the placeholders. Everything else is shared with
-        `base`."""
+        """Return a tape in which the integers `numbers` replace the placeholders. Everything else is shared with the
+        tape `base`."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
         refs = []

@@ -28,8 +28,8 @@ class CachingWarning(logging.Filter):
     """
 
     _has_dropped = False
-    """True if any filter of this class has dropped a warning. The flag is a class attribute, because of several filters
-    only the first sees each record."""
+    """True if any filter of this class has dropped a warning. The flag is a class attribute, because if there are
+    several filters, only the first one sees each record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class TracedGuards:
     def is_alive(self) -> bool:
         """True while all objects whose addresses a guard compares are alive.
 
-        The guards are not used any more after that, because another object may get the address of a dead object.
+        If one of these objects has died, the guards are not used any more, because another object may get its address.
         """
         return not self._dead_objects
 
@@ -230,8 +230,9 @@ class _UnguardedInputs:
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Return, for each of Dynamo's guards, True if the guard must be checked.
 
-        Dynamo calls this method for each trace. Half of all guards say that a module has no hooks, and are dropped. If
-        a guard does not compare a value exactly, the expression of the value is added to the attribute `numbers`.
+        Dynamo calls this method for each trace. Guards on module attributes that do not affect the operators of
+        forward, such as backward hooks, need no check. They are half of all guards. If a guard does not compare a value
+        exactly, the expression of the value is added to the attribute `numbers`.
         """
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name

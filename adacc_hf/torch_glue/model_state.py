@@ -109,7 +109,7 @@ class _StateSearch:
         self._packages: set[str] = set()
         """Installed packages whose code is searched."""
         self._skipped: dict[str, list[Callable[[], None]]] = {}
-        """By installed package, the postponed searches. They run if a module of the package is found among the searched
+        """Postponed searches by installed package. A search runs if a module of its package is found among the searched
         objects."""
         for root in roots:
             self._search_code_of(root if isinstance(root, (type, FunctionType)) else type(root))
@@ -225,10 +225,10 @@ class _StateSearch:
         self._names(function.__globals__, _names_in_code(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
-        """Add to the found state the global variables of `namespace` that a function's code uses, with those of modules
-        in it.
+        """Add the global variables that a function's code uses to the found state, also variables of modules among
+        them.
 
-        `code_names` are the names that occur in the code.
+        `namespace` has the globals, and `code_names` the names that occur in the code.
         """
         names = Globals(namespace, code_names)
         for value in names.values():

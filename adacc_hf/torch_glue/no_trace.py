@@ -161,10 +161,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self
 
     def start_over(self) -> frozenset[Any]:
-        """Restore the state and the random generators before the next run, so that all runs do the same.
+        """Restore the model's state and the random generators before the next run, so that all runs compute the same.
+        Return the names of the model's tables.
 
-        Return (id of the dict, name of the entry) for each table. A table is a dict entry that a run has filled with
-        tensors, such as rotary embeddings. Tables are not restored (see `Tables`).
+        A table is a dict entry that a run has filled with tensors, such as rotary embeddings. Tables are not restored
+        (see `Tables`). A name is (id of the dict, name of the entry).
         """
         self._first_states.restore()
         self._state.restore(self._tables)
@@ -186,8 +187,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._state.restore(self._tables)
 
     def protect_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Have the gradients of all leaf tensors that a backward from `outputs` reaches restored at the end of this
-        context."""
+        """Set aside the gradients of all leaf tensors into which a backward from `outputs` accumulates.
+
+        The gradients are restored at the end of this context.
+        """
         protected_ids = {id(leaf) for leaf, _, _ in self._gradients}
         leaves = [leaf for leaf in gradient_leaves(outputs) if id(leaf) not in protected_ids]
         self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]

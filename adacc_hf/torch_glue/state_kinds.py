@@ -100,7 +100,10 @@ def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 
 class Globals:
-    """Global variables that a function's code uses, given as names in a module's namespace."""
+    """Global variables that a function's code uses.
+
+    `namespace` is the dict of a module's globals. `names` are the names in the code.
+    """
 
     def __init__(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         self.namespace = namespace
@@ -135,8 +138,8 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
 
 
 def _iterator_position(iterator: Any) -> Any:
-    """Return a value that changes when the iterator advances, as far as this is visible. Some iterators advance
-    invisibly."""
+    """Return a value that changes when the iterator advances, if Python code can observe this. Some iterators advance
+    without an observable change."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     if not isinstance(iterator, GeneratorType):

@@ -98,7 +98,7 @@ def wraps_others(tensor: Tensor) -> bool:
 
 
 def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
-    """Copy the whole storage of `base`, and return a tensor with the layout and dtype of `base` on the copy."""
+    """Copy the whole storage of the tensor `base`. Return a tensor on the copy, with the layout and dtype of `base`."""
     storage = base.untyped_storage().clone()
     copy = torch.empty(0, dtype=base.dtype, device=base.device)
     return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
@@ -236,7 +236,8 @@ elements in a part."""
 
 
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of `exact` - `other`, divided by the L2 norm of `exact`. Each list counts as one vector.
+    """Return the L2 norm of `exact` - `other`, divided by the L2 norm of `exact`. Both are lists of tensors, and each
+    list counts as one vector.
 
     The result is inf if `exact` is finite and the difference is not. The result is 0 if `exact` is zero or not finite,
     because codecs preserve such tensors.
@@ -248,14 +249,14 @@ def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def l2_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of all `tensors` as one vector."""
+    """Return the L2 norm of `tensors`, which count as one vector."""
     parts = (part for tensor in tensors for (part,) in _matching_parts(tensor))
     return _combined_norm([torch.linalg.vector_norm(part.to(_double_dtype(part))) for part in parts])
 
 
 @torch.no_grad()
 def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of the difference between two lists of tensors, each list as one vector."""
+    """Return the L2 norm of the difference between two lists of tensors. Each list counts as one vector."""
     return _combined_norm(
         [
             # `add_`, because subtraction of bool tensors is not supported.
@@ -272,8 +273,8 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into parts that hold matching elements. Return them whole if layouts differ or have
-    gaps."""
+    """Split tensors of one shape into parts that hold matching elements. Return whole tensors if their layouts differ
+    or have gaps."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):
