@@ -592,7 +592,9 @@ class Profile:
             twice = (op for op in kind.operators if any(kind.values[value].recomputable for value in op.outputs))
             # The events contain the operators' temporary memory, which the first run has freed.
             second_results = max((sum(kind.values[v].nbytes for v in op.outputs) for op in twice), default=0)
-            room = max(0, int(second_results * compared_share) - absent_bytes)
+            # The comparison keeps the state from which replay would draw, and the state to return to.
+            states = 2 * max((value.nbytes for value in kind.values if value.is_generator_state), default=0)
+            room = max(0, int(second_results * compared_share) + states - absent_bytes)
             events = (replace(event, extra_bytes=event.extra_bytes + room) for event in kind.forward)
             return replace(kind, forward=tuple(events))
 
