@@ -58,7 +58,7 @@ def main() -> None:
             outcome = f"{'trained' if is_trained else 'FAILED'} ({record['refusals']} refusals)"
             print(f"{model:6} {samples} {actions:9} {budget / 2**20:8.2f} MiB  {outcome}  {peaks}", flush=True)
             if not is_trained:
-                print(record.get("error", f"no policy fits: at least {record.get('floor')} bytes are needed"), flush=True)
+                print(record.get("error") or f"the budget is below {record['floor']} bytes", flush=True)
     sys.exit(num_failed > 0)
 
 
