@@ -7,7 +7,7 @@ NOTE [States of a size policy]
 | `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
 | `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
 | `must_solve` | predictions changed while the solver ran | the next start of the solver |
-| `is_borrowed` | the policy leaves budget unused, and a solver run may find a faster one | a run that is worth its time |
+| `is_borrowed` | a solver run may find a faster policy | a solver run that is worth its time |
 | `is_fresh` | no step has run under the present plans | the end of the first step under these plans |
 """
 
