@@ -61,19 +61,28 @@ class ExtrapolatedPolicies:
         budget (USED_UP). In these cases, call `solve` instead.
         """
         profile = self.profile_at(sizes)
-        budget = Budget.resolve(self._with_room(profile), profile, self._config)
-        policies = self._others(profile)
+        compared = profile.with_comparison()
+        budget = Budget.resolve(self._with_room(compared), compared, self._config)
+        policies = self._others(compared)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
-            policies += recomputing_policies(self._allowed(profile), self._config)
+            policies += recomputing_policies(self._allowed(compared), self._config)
         fitting = [policy for policy in policies if budget.needed_bytes(policy) <= budget.nbytes]
         fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
         if fastest is None or fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes:
             return None
         return profile, fastest
 
+    def leaves_budget_unused(self, profile: Profile, policy: Policy) -> bool:
+        """Return True if `policy` needs less than `USED_UP` of the budget once the bits of a call have been compared.
+
+        A solver run for `profile` may then find a faster policy.
+        """
+        budget = Budget.resolve(self._with_room(profile), profile, self._config)
+        return not policy.is_plain and budget.needed_bytes(current_policy(profile, policy)) < USED_UP * budget.nbytes
+
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Run the solver for a size class that so far used the policy of another size class. Return the new policy, or
-        None if no policy fits."""
+        """Run the solver for a size class whose policy leaves budget unused. Return the new policy, or None if no policy
+        fits the budget."""
         try:
             return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:
@@ -89,12 +98,12 @@ class ExtrapolatedPolicies:
         if key not in self._cache.above_budget:
             profile = self.profile_at(sizes)
             try:
-                return sizes, profile, self._within(profile, self._with_room(profile))
+                return sizes, profile, self._within(profile.with_comparison(), self._with_room(profile))
             except InfeasibleBudgetError:
                 put_latest(self._cache.above_budget, key, None, MAX_UNTRACKED)
         sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
         profile = self.profile_at(sizes)
-        return sizes, profile, self.solve_or_least(sizes, profile)
+        return sizes, profile, self.solve_or_least(sizes, profile.with_comparison())
 
     def provisional(self, profile: Profile) -> Policy:
         """Return a policy that needs little memory, for use until the memory of a step has been measured.
@@ -103,17 +112,16 @@ class ExtrapolatedPolicies:
         """
         budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         limit = int(budget.nbytes / (1 + UNCERTAINTY))
-        return provisional_policy(self._allowed(profile), limit, with_margin(self._config))
+        return provisional_policy(self._allowed(profile.with_comparison()), limit, with_margin(self._config))
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
 
-        The predicted memory of the forward includes the check of the first call at this size, in which operators run
-        twice. If a measured step took more bytes than its profile predicted (for metrics of the outputs, for example),
-        the excess, scaled to the batch, is included too.
+        If a measured step took more bytes than its profile predicted (for metrics of the outputs, for example), the
+        excess, scaled to the batch, is included. The memory for the comparison of bits in the first step at a size is
+        not part of the profile (`Profile.with_comparison`).
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
-        profile = profile.with_comparison()
         missing, counted = self._context.missing_bytes, self._context.counted_elements
         ratio = num_elements(sizes) / counted if counted else 1.0
         if ratio <= 1 or not any(missing.values()):
@@ -247,7 +255,7 @@ class ExtrapolatedPolicies:
             size_class = self._cache.class_of(cut)
             if size_class is None:
                 return None
-            profile = self.profile_at(size_class)
+            profile = self.profile_at(size_class).with_comparison()
             if over_bound(profile, least, self._config):
                 continue
             replanner = Replanner(profile, least, self._config, self._context.memory_budget)

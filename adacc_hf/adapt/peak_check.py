@@ -106,7 +106,7 @@ class PeakCheck:
         if len(comparable) != len(used) or peak is None:
             return None
         # The largest micro-batch of a step has the step's peak.
-        largest = max(comparable, key=lambda size_policy: size_policy.replanner.predicted_peak_bytes())
+        largest = max(comparable, key=SizePolicy.predicted_peak_bytes)
         unmeasured_bytes = self._num_uncounted * self._choice.batch_bytes
         return _MeasuredStep(
             size_policy=self._choice.cache.all.index(largest),
@@ -124,13 +124,14 @@ class PeakCheck:
         moment of the step. `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
+        predicted = size_policy.predicted_peak_bytes()
         size_policy.measured_peak_bytes, size_policy.must_measure, size_policy.is_provisional = peak, False, False
-        step_profile = self._profile_at(replanner.profile, largest)
+        step_profile = size_policy.step_profile(self._profile_at(replanner.profile, largest))
         current = current_policy(step_profile, before)  # tracking may have priced other outlier channels
         context = self._context
         context.missing_bytes = missing_bytes(step_profile, current, moments)
         context.counted_elements = num_elements(largest)
-        predicted, above = replanner.predicted_peak_bytes(), max(context.missing_bytes.values(), default=0)
+        above = max(context.missing_bytes.values(), default=0)
         context.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0))
         reason = f"the memory of a whole step was measured: up to {above} bytes above the profile"
         provisional = [other for other in self._choice.cache.all if other.is_provisional]
@@ -152,7 +153,7 @@ class PeakCheck:
 
     def _correct(self, step: int, size_policy: SizePolicy, peak: int) -> None:
         """If the measured `peak` exceeds the predicted peak, increase the predicted memory, and start the solver."""
-        predicted = size_policy.replanner.predicted_peak_bytes()
+        predicted = size_policy.predicted_peak_bytes()
         size_policy.measured_peak_bytes, size_policy.must_measure = peak, False
         is_above = peak > predicted * (1 + PEAK_TOLERANCE) or (
             peak > predicted and size_policy.replanner.is_over_budget(peak)

@@ -62,10 +62,11 @@ class PolicyBuilder:
         """Return (profile, policy) for the first batch, before the first step. The result is the same on all ranks.
 
         If the budget is a limit on peak memory, the policy is plain training if plain training fits, else a policy that
-        needs little memory (`provisional_policy`) and is replaced after the first measured step. Return None if, on
-        some rank, the model skips blocks on this batch or returns no loss. Also return None if the forward has
-        collectives, because the batch is profiled in parts, and ranks may run different numbers of parts. Raises
-        InfeasibleBudgetError and torch.OutOfMemoryError.
+        needs little memory (`provisional_policy`) and is replaced after the first measured step. This policy has room
+        for the comparison of bits, which runs operators twice in the first step. Return None if, on some rank, the
+        model skips blocks on this batch or returns no loss. Also return None if the forward has collectives, because
+        the batch is profiled in parts, and ranks may run different numbers of parts. Raises InfeasibleBudgetError and
+        torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         if forward_needs_all_ranks(model):
@@ -97,11 +98,12 @@ class PolicyBuilder:
             fastest = self._solve(profile, self._config.memory_budget)
             if fastest.is_plain:
                 return fastest
-        allowed = profile.without_codecs_below(self._config.min_compress_bytes)
-        policy = provisional_policy(allowed.with_comparison(), int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
+        compared = profile.with_comparison(self._profiler.coming_bytes)
+        allowed = compared.without_codecs_below(self._config.min_compress_bytes)
+        policy = provisional_policy(allowed, int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
         if policy.predicted_peak_bytes <= budget.nbytes:
             return policy
-        return self._solve(profile, self._config.memory_budget)
+        return self._solve(compared, self._config.memory_budget)
 
     def after_steps(
         self, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None

@@ -140,10 +140,14 @@ class PolicyChoice:
         if not has_size_policy:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
-        return self.add_extrapolated(sizes, profile, policy)
+        size_policy = self.add_extrapolated(sizes, profile, policy)
+        size_policy.is_borrowed = self.extrapolated.leaves_budget_unused(profile, policy)
+        return size_policy
 
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch that runs under a policy that was not solved for its size class (`is_borrowed`).
+        """Count a batch that runs under a policy that leaves budget unused (`is_borrowed`).
+
+        The policy was not solved for the batch's size class, or was solved with room for the comparison of bits.
 
         Once the overhead of these batches has taken as long as a solver run, solve for the batch's own size class, and
         follow the new policy if it is faster. Together, these batches and the solver run take at most twice the time of
@@ -179,7 +183,7 @@ class PolicyChoice:
         that needs little memory. With several ranks, store only the plans of this policy and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
-        policy = current_policy(profile, measured.replanner.policy)
+        policy = current_policy(profile.with_comparison(), measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
         with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):

@@ -7,7 +7,7 @@ NOTE [States of a size policy]
 | `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
 | `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
 | `must_solve` | predictions changed while the solver ran | the next start of the solver |
-| `is_borrowed` | the policy, not solved for this size, leaves budget unused | a solver run that is worth its time |
+| `is_borrowed` | a solver run may find a faster policy | a solver run that is worth its time |
 | `is_fresh` | no step has run under the present plans | the end of the first step under these plans |
 """
 
@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.checkpoint_files import SavedSizePolicy
 from adacc_hf.adapt.events import OutliersTracked
+from adacc_hf.adapt.policy_selection import current_policy
 from adacc_hf.adapt.replanner import Replanner, Tracking
+from adacc_hf.adapt.run_context import RECORDED_STEPS
 from adacc_hf.adapt.step_timer import StepTimes
 from adacc_hf.torch_glue.batch_shapes import BatchShapes
 
 if TYPE_CHECKING:
+    from adacc_hf.artifacts.profile import Profile
     from adacc_hf.run.policy_handle import BlockPlans
 
 
@@ -46,9 +49,10 @@ class SizePolicy:
     is_extrapolated: bool = False
     """True if the profile was not measured, but predicted from the profile of another batch size."""
     is_borrowed: bool = False
-    """True if the policy was made for another batch size, and a solver run may find a faster policy for this size."""
+    """True if a solver run may find a faster policy: the policy was not solved for this size, or was solved with room
+    for the comparison of bits in the first step."""
     num_borrowed: int = 1
-    """Number of batches that have run so far under a policy made for another batch size (`is_borrowed`)."""
+    """Number of batches so far under the policy that leaves budget unused (`is_borrowed`)."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
@@ -58,6 +62,22 @@ class SizePolicy:
     """Largest round-trip error in the last tracking step."""
     gradient_error: float | None = None
     measured_peak_bytes: int | None = None
+
+    @property
+    def compares_bits(self) -> bool:
+        """True in the first step at a size that was not profiled, until `PeakCheck` has compared the step's peak.
+
+        Blocks then run operators twice, to compare the bits of their results.
+        """
+        return self.is_extrapolated and self.num_steps <= RECORDED_STEPS + 1
+
+    def step_profile(self, profile: Profile) -> Profile:
+        """Return `profile` with the memory of the comparison of bits if the current step has this comparison."""
+        return profile.with_comparison() if self.compares_bits else profile
+
+    def predicted_peak_bytes(self) -> int:
+        """Return the predicted peak of the current step under the policy."""
+        return current_policy(self.step_profile(self.replanner.profile), self.replanner.policy).predicted_peak_bytes
 
     def saved(self) -> SavedSizePolicy:
         """Return the state for a checkpoint, from which a resumed run restores this size policy."""

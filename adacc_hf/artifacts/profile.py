@@ -590,16 +590,24 @@ class Profile:
             other_heads=tuple(heads),
         )
 
-    def with_comparison(self) -> Profile:
+    def with_comparison(self, absent_bytes: int = 0) -> Profile:
         """Return a copy whose predicted forward includes the memory to run any one operator a second time.
 
         Some first calls at a size run each operator twice, to compare the bits of its results (`run/validation.py`).
+        `absent_bytes` are predicted bytes that do not exist yet in these calls, such as the state of an optimizer that
+        has not stepped. The comparison may take these bytes.
         """
+
+        # On a GPU, torch.equal stores a boolean for each eight compared bytes (`replay_check.same_bits`).
+        compared_share = 1.0 if self.device.startswith("cpu") else 1.125
 
         def with_room(kind: KindProfile) -> KindProfile:
             twice = (op for op in kind.operators if any(kind.values[value].recomputable for value in op.outputs))
-            needs = (sum(kind.values[v].nbytes for v in op.outputs) + max(0, op.extra_bytes) for op in twice)
-            room = max(needs, default=0)
+            # The events contain the operators' temporary memory, which the first run has freed.
+            second_results = max((sum(kind.values[v].nbytes for v in op.outputs) for op in twice), default=0)
+            # The comparison keeps the state from which replay would draw, and the state to return to.
+            states = 2 * max((value.nbytes for value in kind.values if value.is_generator_state), default=0)
+            room = max(0, int(second_results * compared_share) + states - absent_bytes)
             events = (replace(event, extra_bytes=event.extra_bytes + room) for event in kind.forward)
             return replace(kind, forward=tuple(events))
 

@@ -145,8 +145,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     half of the batch.
 
     Later lists are for batches whose first list takes too much memory, and for models that run different operators on
-    one sample than on several. For sequences, a later list has parts of 2/8, 3/8 and 4/8 of the tokens. If a peak is
-    the larger of two sums, its prediction from these parts is less accurate.
+    one sample than on several. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. It is the only
+    list for fewer than six samples and for two texts per sample, if its three lengths differ.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -198,7 +198,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         if has_features and num_samples > 1:  # memory that grows with samples alone is one more term
             parts.append((few_samples, few_longest // 4))
         lists = [[(count, n, n) for count, n in parts]]
-        smaller_parts = [(count, n, n) for count in dict.fromkeys((few_samples, more_samples)) for n in (2, 3, 4)]
+        pairs = [(few_samples, 2), (few_samples, 3), (few_samples, 4), (more_samples, 2), (more_samples, 3)]
+        smaller_parts = [(count, n, n) for count, n in dict.fromkeys(pairs)]
     else:
         sample_counts = [(few_samples, more_samples)] if has_many else [(1, 2), (2, 3)] if num_samples > 3 else []
         lists, smaller_parts = [[(count, 8, 8) for count in pair] for pair in sample_counts], []
@@ -215,6 +216,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     for with_alignment in (True, False) if batch.is_on_cpu else (True,):
         shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
         if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
+            if num_samples > 1 and not has_features and (second_texts or not has_many):
+                lists, alignments = [], []  # the larger parts would take two to three times as long
             lists.append(smaller_parts)
             alignments.append(with_alignment)
             break

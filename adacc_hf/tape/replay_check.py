@@ -178,9 +178,13 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _element_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
+    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side.
+
+    Eight bytes are one element if possible, because comparing tensors on a GPU stores a boolean for each element.
+    """
     in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return in_order.contiguous().reshape(-1).view(torch.uint8)
+    flat = in_order.contiguous().reshape(-1).view(torch.uint8)
+    return flat if flat.numel() % 8 or flat.storage_offset() % 8 else flat.view(torch.int64)
 
 
 def is_reproducible(tape: Tape) -> bool:

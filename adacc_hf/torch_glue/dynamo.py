@@ -117,7 +117,8 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     try:
         with _TRACING, dynamo.tracing(ignored, inputs) as dead_objects:
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
-            torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
+            compiled = torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)
+            compiled(**_without_views(scope))
     except _StoppedError:
         pass
     except _NotTracedError as error:
@@ -129,6 +130,39 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
     return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, dead_objects)
+
+
+def _without_views(scope: Scope) -> Scope:
+    """Return `scope` with tensors that are no views in place of arguments that are views.
+
+    Dynamo would guard the layout of a view's base, on which no operator of the block depends. A later call with an
+    equal tensor that is no view, such as a detached copy, would then be traced again.
+    """
+    replacements: dict[int, torch.Tensor] = {}
+
+    def replaced(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(replaced, value))
+        if type(value) is not torch.Tensor or not value._is_view():
+            return value
+        return replacements.setdefault(id(value), _SameMemory.apply(value))
+
+    args, kwargs = tuple(map(replaced, scope["args"])), {name: replaced(v) for name, v in scope["kwargs"].items()}
+    return {**scope, "args": args, "kwargs": kwargs}
+
+
+class _SameMemory(torch.autograd.Function):
+    """Identity whose result has the memory of a traced argument, and is no view of another tensor."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the traced argument's memory as a new tensor."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient unchanged. Not called, because traced operators do not run."""
+        return gradient
 
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:

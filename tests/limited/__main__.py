@@ -57,6 +57,8 @@ def main() -> None:
             peaks = {phase: round(peak / 2**20, 2) for phase, peak in record.get("peaks", {}).items()}
             outcome = f"{'trained' if is_trained else 'FAILED'} ({record['refusals']} refusals)"
             print(f"{model:6} {samples} {actions:9} {budget / 2**20:8.2f} MiB  {outcome}  {peaks}", flush=True)
+            if not is_trained:
+                print(record.get("error") or f"the budget is below {record['floor']} bytes", flush=True)
     sys.exit(num_failed > 0)
 
 

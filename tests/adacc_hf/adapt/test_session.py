@@ -13,9 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import run_profiler
+from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
+from adacc_hf.adapt.policy_phases import AdaptivePhase
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
+from adacc_hf.torch_glue.memory import CpuMemoryMeter, static_bytes
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 HALF = {"memory_budget": 0.5, **LOSSLESS}
@@ -677,6 +681,47 @@ def test_the_first_step_at_a_new_size_has_room_to_compare_bits(first, new):
     session = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS).session
     new_size = next(event for event in session.history if event.get("step") == 4 and event["event"] == "memory")
     assert new_size["measured_peak_bytes"] <= min(new_size["peak_bytes"], budget)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_first_step_has_room_to_compare_bits_at_the_least_budget(monkeypatch, optimizer_class):
+    """The comparison may take the memory of AdamW's state, which does not exist yet. SGD has no state."""
+    ids = torch.randint(1, 61, (4, 48), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    begin = AdaptivePhase.begin_in_step
+
+    def first_peak(memory_budget):
+        model, meter = make_t5(), CpuMemoryMeter()
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+
+        def begin_metered(*args):
+            begin(*args)
+            meter.__enter__()  # after profiling
+
+        monkeypatch.setattr(AdaptivePhase, "begin_in_step", begin_metered)
+        live_bytes = static_bytes(model, batch, optimizer)
+        with AdaccSession(model, optimizer, memory_budget=memory_budget, **LOSSLESS) as session, session.step(batch):
+            model(**batch).loss.backward()
+            meter.__exit__(None, None, None)
+        return live_bytes + meter.peak_bytes
+
+    with pytest.raises(InfeasibleBudgetError) as error:
+        first_peak(65536)
+    least = error.value.smallest_budget_bytes
+    assert first_peak(least) <= least
+
+
+def test_the_room_to_compare_bits_is_used_after_the_first_step_at_a_new_size(monkeypatch):
+    monkeypatch.setattr(ExtrapolatedPolicies, "solver_ms", 0.0)
+    batches = [pair_of(4)] * 3 + [pair_of(7)] * 3
+    largest = train(one_step, batches[3:5], make=make_t5, **HALF).session.profile
+    budget = int(0.7 * uniform_policy(largest, "retain").predicted_peak_bytes)
+    session = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS).session
+    events = [event for event in session.history if event["event"] == "policy" and event["step"] >= 4]
+    first, later = events[0], events[-1]
+    assert (first["step"], later["step"]) == (4, 5)
+    assert later["overhead_ms"] < first["overhead_ms"]
+    assert later["peak_bytes"] <= budget
 
 
 def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_off():

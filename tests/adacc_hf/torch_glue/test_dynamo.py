@@ -286,6 +286,20 @@ def test_arguments_are_guarded():
     assert not guards.hold(scope_of(block, text().double(), scale=2.0, names=["a"]))
 
 
+def test_a_view_and_a_copy_with_its_strides_take_one_path():
+    """The base of a view is not guarded: the gradient check runs a block again with detached arguments."""
+    block = Block(lambda block, hidden, biases: block.layer(hidden) + biases[0])
+    bias = text(8, 3, 2).requires_grad_().mul(2).permute(2, 1, 0)
+    detached = bias.detach().requires_grad_()
+    assert bias._base is not None
+    assert detached._base is None
+    guards = trace_block(block, text(2, 3), (bias, bias))
+    assert guards.hold(scope_of(block, text(2, 3), (bias, bias)))
+    assert guards.hold(scope_of(block, text(2, 3), (detached, detached)))
+    assert not guards.hold(scope_of(block, text(2, 3), (bias.contiguous(), bias)))
+    assert not guards.hold(scope_of(block, text(2, 3), (bias.detach(), bias)))
+
+
 def test_a_block_that_is_called_by_another_name_is_guarded():
     """Guards are those of the traced callable, whether a block is called by `__call__` or by a partial."""
     block, other = Block(lambda block, hidden: block.layer(hidden)), Block(lambda block, hidden: block.layer(-hidden))
