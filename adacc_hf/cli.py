@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = arguments.run(arguments)
         if isinstance(result, int):  # the exit status of a command that prints its own output
             return result
-        _print_output(result)
+        for text in [result] if isinstance(result, str) else result:
+            _print_output(text)
     except BrokenPipeError:  # the reader, such as `head`, has exited; the interpreter must not flush stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (AdaccError, ValueError, OSError) as error:
@@ -83,21 +85,20 @@ def _command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _codecs_command(_: argparse.Namespace) -> str:
-    """Return one line per codec: name, lossless or lossy, compressed size in percent of the tensor, and options."""
-    import torch
+def _codecs_command(_: argparse.Namespace) -> Iterator[str]:
+    """Yield one line per codec: name, lossless or lossy, compressed size in percent of the tensor, and options."""
+    shape = (8, 1024, 1024)
+    plain_bytes = 4 * math.prod(shape)
+    yield f"compressed size in percent of a float32 tensor of 8 x 1024 x 1024 ({format_bytes(plain_bytes)})"
+    import torch  # after the first line, because the import takes seconds
 
     from adacc_hf.kernels.codecs import get_codec, list_codecs
 
-    shape, dtype = (8, 1024, 1024), torch.float32
-    plain_bytes = 8 * 1024 * 1024 * dtype.itemsize
-    lines = [f"compressed size in percent of a float32 tensor of 8 x 1024 x 1024 ({format_bytes(plain_bytes)})"]
     for name in list_codecs():
         codec = get_codec(name)
-        share = f"{100 * codec.predicted_bytes(shape, dtype) / plain_bytes:.1f} %"
+        share = f"{100 * codec.predicted_bytes(shape, torch.float32) / plain_bytes:.1f} %"
         options = ", ".join(f"{option}={value!r}" for option, value in codec.options.items())
-        lines.append(f"{name:16} {'lossless' if codec.lossless else 'lossy':8} {share:>7}  {options or 'no options'}")
-    return "\n".join(lines)
+        yield f"{name:16} {'lossless' if codec.lossless else 'lossy':8} {share:>7}  {options or 'no options'}"
 
 
 # `adacc explain` and `adacc report`: the actions of a policy, and the reasons.

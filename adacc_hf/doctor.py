@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from packaging.requirements import Requirement
 
 NUM_LAUNCHES = 200
 """Number of operator launches that are timed together, to measure the host's time per launch."""
+SUBJECT_WIDTH = len("transformers")
+"""Width in characters of the longest subject of a finding."""
 SLOW_HOST_US = 20.0
 """Maximum time in microseconds that the host should take per operator launch. If a launch takes longer, the host is
 slow or busy with other programs."""
@@ -46,38 +49,37 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=_doctor_command)
 
 
-def _doctor_command(arguments: argparse.Namespace) -> str:
-    """Return the output of `adacc doctor`."""
-    findings = [*examine(), *(() if arguments.folder is None else examine_blocks(arguments.folder))]
-    width = max(len(finding.subject) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{'ok' if finding.advice is None else '!!'}  {finding.subject:{width}}  {finding.status}")
+def _doctor_command(arguments: argparse.Namespace) -> Iterator[str]:
+    """Handle `adacc doctor`. Yield the lines of each finding as soon as its check has ended."""
+    num_findings = num_advised = 0
+    of_run = iter(()) if arguments.folder is None else examine_blocks(arguments.folder)
+    for finding in chain(examine(), of_run):
+        yield f"{'ok' if finding.advice is None else '!!'}  {finding.subject:{SUBJECT_WIDTH}}  {finding.status}"
         if finding.advice is not None:
-            lines.append(f"{'':{width + 4}}  {finding.advice}")
-    num_advised = sum(finding.advice is not None for finding in findings)
-    lines.append(f"{num_advised} of {len(findings)} checks have advice" if num_advised else "all checks passed")
-    return "\n".join(lines)
+            yield f"{'':{SUBJECT_WIDTH + 4}}  {finding.advice}"
+        num_findings += 1
+        num_advised += finding.advice is not None
+    yield f"{num_advised} of {num_findings} checks have advice" if num_advised else "all checks passed"
 
 
-def examine() -> list[Finding]:
-    """Run all checks of this machine, and return their results in the order in which they are printed."""
+def examine() -> Iterator[Finding]:
+    """Run all checks of this machine, and yield their findings in the order of printing.
+
+    The versions of packages come first, because torch is imported only after them.
+    """
+    yield from _check_packages()
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_device = examine_gpu(device) if device.type == "cuda" else _check_cpu()
-    return [
-        *_check_packages(),
-        *on_device,
-        _launch_overhead(device),
-        _check_tracing(),
-        _profile_folder(),
-        _check_plotting(),
-    ]
+    yield from examine_gpu(device) if device.type == "cuda" else _check_cpu()
+    yield _launch_overhead(device)
+    yield _check_tracing()
+    yield _profile_folder()
+    yield _check_plotting()
 
 
-def examine_blocks(run: Path) -> list[Finding]:
-    """Return a check's result for each kind of blocks in the profile of a run. Blocks of a kind run the same operators.
+def examine_blocks(run: Path) -> Iterator[Finding]:
+    """Yield a finding for each kind of blocks (blocks that run the same operators) in the profile of a run.
 
     The result has advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run` has
     no profile.
@@ -87,7 +89,6 @@ def examine_blocks(run: Path) -> list[Finding]:
     from adacc_hf.reports.explain import describe_calls
 
     profile = Profile.load(run / PROFILE_FILE).untiled
-    findings = []
     for index, kind in enumerate(profile.kinds):
         names = [block.name for block in profile.blocks if block.kind == index]
         notes = describe_calls(kind)
@@ -95,8 +96,7 @@ def examine_blocks(run: Path) -> list[Finding]:
             f"{kind.block_class}, {names[0]} and {len(names) - 1} others: {'; '.join(notes) or 'guarded by Dynamo'}"
         )
         advice = "rewrite the named code, or exclude the block class with AdaccConfig(block_classes=...)"
-        findings.append(Finding("blocks", status, advice if notes else None))
-    return findings
+        yield Finding("blocks", status, advice if notes else None)
 
 
 def _check_tracing() -> Finding:

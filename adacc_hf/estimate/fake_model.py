@@ -19,6 +19,7 @@ from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.profile import BlockProfile, Profile
+from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.compact import CompactFactory
 from adacc_hf.estimate.adapters import Adapters, lora_model
 from adacc_hf.estimate.devices import Device
@@ -137,16 +138,16 @@ class FakeModel:
         self._thinning = plan_thinning(self.model, profile)
         return profile
 
-    def estimate(self, batch_size: int, seq_len: int, all_heads: bool = True) -> Profile:
-        """Return the profile of a step at any batch shape, from a trace without most of the model's equal blocks.
+    def estimate(self, batch_size: int, seq_len: int, for_policies: bool = True) -> Profile:
+        """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
 
-        Times of the step and of the heads (output layer and loss) are 0. If `all_heads` is False, the profile has only
-        the first of the config's heads, and the trace takes about half the time. Before the first call, `profile` must
+        Times of the step and of the heads are 0. If `for_policies` is False, the profile has only the first of the
+        config's heads and no tiles, and the trace takes less than half the time. Before the first call, `profile` must
         have been called once, to find the equal blocks.
         """
         assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):
-            profile = self._trace(FakeMemoryMeasurement, batch_size, seq_len, all_heads)
+            profile = self._trace(FakeMemoryMeasurement, batch_size, seq_len, for_policies)
         return self._thinning.expand(profile)
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
@@ -158,11 +159,12 @@ class FakeModel:
         return {"input_ids": ids, "labels": labels.clone(), **positions}
 
     def _trace(
-        self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int, all_heads: bool = True
+        self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int, for_policies: bool = True
     ) -> Profile:
         batch, config = self.batch(batch_size, seq_len), self.workload.adacc
-        if not all_heads:
-            config = replace(config, head=config.heads[0])
+        if not for_policies:
+            actions = tuple(action for action in config.actions if action != TILE)
+            config = replace(config, head=config.heads[0], actions=actions)
         readings = measurement(self.workload.device, self.workload.outlier_share)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
             return profile_model(self.model, batch, config, measurement=readings)

@@ -170,10 +170,9 @@ class TrainingPlanner:
         )
         self._traced: dict[tuple[int, int], Profile] = {}
         """Profiles by (batch size, sequence length). Profiles that were traced for methods other than "adacc" may lack
-        the chunked head (output layer and loss)."""
-        self._with_all_heads: set[tuple[int, int]] = set()
-        """Shapes (batch size, sequence length) whose profiles have all heads (output layer and loss: plain and
-        chunked)."""
+        the chunked head and the tiles."""
+        self._for_policies: set[tuple[int, int]] = set()
+        """Shapes in `_traced` whose profiles have all heads and tiles."""
         self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
@@ -217,11 +216,11 @@ class TrainingPlanner:
     def _add_traced(self, profile: Profile) -> None:
         """Make `profile` available to the searches for the largest shapes.
 
-        `profile` is for the requested batch shape and has all heads (plain and chunked).
+        `profile` is for the requested batch shape, and has all heads (plain and chunked) and tiles.
         """
         shape = (self.request.batch_size, self.request.seq_len)
         self._traced[shape] = profile
-        self._with_all_heads.add(shape)
+        self._for_policies.add(shape)
 
     def profile(self) -> Profile:
         """Return the profile of one step at the requested batch size and sequence length."""
@@ -357,7 +356,7 @@ class TrainingPlanner:
         its profile lacks the plain or the chunked head (output layer and loss), because the shape would have to be
         traced again.
         """
-        shapes = list(self._with_all_heads if method in ("adacc", EXACT, TILED) else self._traced)
+        shapes = list(self._for_policies if method in ("adacc", EXACT, TILED) else self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
         return estimate | {shape: self._excess(method, *shape) for shape in shapes}
 
@@ -375,10 +374,10 @@ class TrainingPlanner:
         For method "adacc", a peak that is far from the budget is an estimate.
         """
         shape, is_adacc = (batch_size, seq_len), method in ("adacc", EXACT, TILED)
-        if shape not in (self._with_all_heads if is_adacc else self._traced):
-            self._traced[shape] = self._for_training(self.model.estimate(*shape, all_heads=is_adacc))
+        if shape not in (self._for_policies if is_adacc else self._traced):
+            self._traced[shape] = self._for_training(self.model.estimate(*shape, for_policies=is_adacc))
             if is_adacc:
-                self._with_all_heads.add(shape)
+                self._for_policies.add(shape)
         profile = self._traced[shape]
         if method == TILED:
             return tiled_checkpointing(profile).peak_bytes

@@ -72,6 +72,11 @@ class KindModel:
         codecs = sum(store.ms for menu in self.menus.values() for store in menu)
         return runs + codecs + sum(plan.ms for plan in self.checkpoints)
 
+    @cached_property
+    def neighbor_plans(self) -> dict[PricedPlan, tuple[PricedPlan, ...]]:
+        """Cache of the neighbours of plans in the local search for the least peak."""
+        return {}
+
     @property
     def host_limit_bytes(self) -> int | None:
         """Maximum number of bytes that a block of this kind may store in host memory, or None if there is no limit."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Plan
     from adacc_hf.artifacts.profile import Profile
 
-    Outcomes = dict[tuple[int, Plan], BlockOutcome]
+    Outcomes = Sequence[dict[Plan, BlockOutcome]]
     Pools = dict[frozenset[int], list[tuple[PricedPlan, BlockOutcome]]]
     from adacc_hf.artifacts.profile import KindProfile
 
@@ -26,22 +26,21 @@ class PeakOracle:
     """Predictor of the memory of plans and policies, which simulates them. The outcome of each plan is cached."""
 
     def __init__(self, profile: Profile, outcomes: Outcomes | None = None) -> None:
-        """Use `outcomes` as the cache of simulated plans.
-
-        Oracles for different heads (output layer and loss) can share a cache, because blocks do not depend on the head.
-        """
+        """Use `outcomes` as the cache, by kind of block. Oracles for different heads can share a cache, because blocks
+        do not depend on the head."""
         self.profile = profile
-        self._by_plan = {} if outcomes is None else outcomes
+        self._by_plan: Outcomes = [{} for _ in profile.kinds] if outcomes is None else outcomes
         self._by_priced_plan: dict[PricedPlan, BlockOutcome] = {}
 
     def outcome(self, kind: int, priced_plan: PricedPlan) -> BlockOutcome:
         """Return the stored bytes and working set of a block of `kind` under `priced_plan`."""
         outcome = self._by_priced_plan.get(priced_plan)
         if outcome is None:
-            key = (kind, priced_plan.plan)
-            if key not in self._by_plan:
-                self._by_plan[key] = run_block(self.profile.kinds[kind], priced_plan.plan)
-            outcome = self._by_priced_plan[priced_plan] = self._by_plan[key]
+            outcome = self._by_plan[kind].get(priced_plan.plan)
+            if outcome is None:
+                outcome = run_block(self.profile.kinds[kind], priced_plan.plan)
+                self._by_plan[kind][priced_plan.plan] = outcome
+            self._by_priced_plan[priced_plan] = outcome
         return outcome
 
     def peak_bytes(self, plans: Sequence[PricedPlan]) -> int:
@@ -172,7 +171,7 @@ def local_search(
         kind = oracle.profile.blocks[block].kind
         chosen = _plans_to_expand(oracle, kind, trail[-1], pools[kind], expanded)
         expanded.update(chosen)
-        neighbors = [neighbor for plan in chosen for neighbor in _neighbor_plans(models[kind], plan)]
+        neighbors = [neighbor for plan in chosen for neighbor in _cached_neighbor_plans(models[kind], plan)]
         remaining -= len(neighbors)
         pools[kind] = _pareto_plans(oracle, kind, [*pools[kind], *neighbors])
         if not oracle.is_peak_below(pools, oracle.peak_bytes(trail[-1])):
@@ -191,6 +190,14 @@ def _plans_to_expand(
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
+
+
+def _cached_neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> tuple[PricedPlan, ...]:
+    """Return the neighbours of a plan, which searches with other heads or tiles need too."""
+    neighbors = model.neighbor_plans.get(priced_plan)
+    if neighbors is None:
+        neighbors = model.neighbor_plans[priced_plan] = tuple(_neighbor_plans(model, priced_plan))
+    return neighbors
 
 
 def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[PricedPlan]:

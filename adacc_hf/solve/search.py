@@ -7,7 +7,6 @@ cannot be faster than the best policy so far.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections import Counter
@@ -20,25 +19,22 @@ from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.memory_simulator import EarlierBlocks
 from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.budget_errors import infeasible_peak, infeasible_stored
-from adacc_hf.solve.byte_prices import price_by_bytes
 from adacc_hf.solve.frontier import (
     MixtureProgram,
     chain,
     fixed_bytes,
-    frontiers,
     least_ms,
     lower_hull,
     overhead_ms,
     stored_bytes,
 )
-from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain_all
+from adacc_hf.solve.kinds import Kinds
+from adacc_hf.solve.milp import PricedPlan, retain_all
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.block_walk import BlockOutcome
     from adacc_hf.artifacts.profile import Profile
-    from adacc_hf.solve.minimum_peak import Outcomes
 
     Fits = Callable[[list[PricedPlan]], bool]
 
@@ -60,41 +56,6 @@ NUM_FRONTIER_ENDS = 4
 """Number of plans at the end of a frontier that are tried for all blocks of a kind to find a low peak.
 
 Several are tried, because the last plans of a frontier replay so much that their working set grows again."""
-
-
-class Kinds:
-    """Solver models and frontiers of all kinds of blocks in a profile. They are the same for all heads and budgets."""
-
-    def __init__(self, profile: Profile, config: AdaccConfig, plain_stored_bytes: int | None = None) -> None:
-        self.plain_stored_bytes = profile.plain_stored_bytes if plain_stored_bytes is None else plain_stored_bytes
-        """Bytes that plain training stores. Budgets given as a fraction refer to this number, for every head."""
-        self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
-        self.models: list[KindModel] = [build_block_model(kind, config) for kind in profile.kinds]
-        self.outcomes: Outcomes = {}
-
-    @cached_property
-    def frontiers(self) -> list[list[PricedPlan]]:
-        """Frontier of each kind of block: the corners of the lower convex hull of all plans in bytes and ms."""
-        return frontiers(self.log, self.models)
-
-    @cached_property
-    def extended(self) -> list[list[PricedPlan]]:
-        """Frontier plans (on the lower convex hull of bytes and ms) and checkpointed plans of each kind of block.
-
-        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than the
-        backward of a plan that replays everything.
-        """
-        return [[*frontier, *model.checkpoints] for frontier, model in zip(self.frontiers, self.models, strict=True)]
-
-    @cached_property
-    def by_bytes(self) -> Kinds:
-        """Models and frontiers of the same kinds, with times that are computed from bytes and do not depend on
-        measurements."""
-        kinds = copy.copy(self)
-        for name in ("frontiers", "extended"):
-            kinds.__dict__.pop(name, None)
-        kinds.models = [price_by_bytes(model) for model in self.models]
-        return kinds
 
 
 class PolicySearch:

@@ -24,8 +24,9 @@ from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.solve.kinds import Kinds
 from adacc_hf.solve.milp import PricedPlan
-from adacc_hf.solve.search import Kinds, PolicySearch
+from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
 from adacc_hf.solve.tiling import tiled_profiles, with_fewest_tiles
 
@@ -96,22 +97,28 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
 def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
     """Return the peak of `least_policy`, or an estimate of it, for a comparison with `budget_bytes`.
 
-    The result is always on the same side of the budget as the least peak. Far from the budget, the result is an
-    estimate, because the search for the least peak takes seconds. A head (output layer and loss) whose lower bound is
-    above the peak with another head is not searched.
+    The result is always on the same side of the budget as the least peak. If it is far from the budget, it is an
+    estimate, because the search for the least peak takes seconds. Heads (output layer and loss) and numbers of tiles
+    are searched one after the other, the most promising first. The search ends with the first peak within the budget,
+    and leaves out those whose lower bound is above the budget.
     """
     config = config or AdaccConfig()
     if config.host_memory is not None:
         return quick_least_policy(profile, config).predicted_peak_bytes
     budget = Budget(budget_bytes, budget_bytes, limits_peak=True)
     profiles = tiled_profiles(profile, config)
-    searches = [(search.least_bytes_bound(budget), search) for search in _searches(profiles, config)]
-    least, least_bound = min(search.quick_peak_bytes for _, search in searches), min(bound for bound, _ in searches)
-    if least <= (1 - FAR) * budget_bytes or (least > (1 + FAR) * budget_bytes and least_bound > budget_bytes):
+    searches = sorted(_searches(profiles, config), key=lambda search: search.quick_peak_bytes)
+    least = searches[0].quick_peak_bytes
+    if least <= (1 - FAR) * budget_bytes:
         return least
-    for bound, search in sorted(searches, key=lambda pair: pair[0]):
-        if bound < least:
+    bounds = [search.least_bytes_bound(budget) for search in searches]
+    if least > (1 + FAR) * budget_bytes and min(bounds) > budget_bytes:
+        return least
+    for bound, search in zip(bounds, searches, strict=True):
+        if bound <= budget_bytes:
             least = min(least, search.least_peak_bytes)
+        if least <= budget_bytes:
+            break
     return least
 
 
@@ -164,8 +171,10 @@ def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySe
     plain head (output layer and loss).
     """
     heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
-    every_kind = [Kinds(profile, config, profiles[0].plain_stored_bytes) for profile in profiles]
-    pairs = [(profile, kinds) for profile, kinds in zip(profiles, every_kind, strict=True)]
+    every_kind: list[Kinds] = []
+    for profile in profiles:
+        every_kind.append(Kinds(profile, config, every_kind))
+    pairs = list(zip(profiles, every_kind, strict=True))
     return [PolicySearch(profile.with_head(name), config, kinds) for profile, kinds in pairs for name in heads]
 
 

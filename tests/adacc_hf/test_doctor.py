@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
@@ -23,16 +25,37 @@ def test_it_prints_versions_device_and_what_is_used(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert f"ok  torch         {torch.__version__}" in lines
     assert any(line.startswith("ok  device") and "CPU" in line for line in lines)
-    assert sum(line.startswith(("ok", "!!")) for line in lines) == len(doctor.examine())
+    assert sum(line.startswith(("ok", "!!")) for line in lines) == len(list(doctor.examine()))
+
+
+@pytest.mark.parametrize(("command", "first"), [("doctor", "ok  python"), ("codecs", "compressed size")])
+def test_the_first_line_comes_before_torch_is_imported(command, first):
+    code = f"""
+import builtins, sys
+from adacc_hf.cli import main
+
+def print_first(text, **_):
+    sys.stdout.write(f"{{'torch' in sys.modules}} {{text}}")
+    raise SystemExit
+
+builtins.print = print_first
+main([{command!r}])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.startswith(f"False {first}"), run.stdout + run.stderr
+
+
+def test_no_subject_is_wider_than_its_column():
+    assert max(len(finding.subject) for finding in doctor.examine()) <= doctor.SUBJECT_WIDTH
 
 
 def test_advice_stands_below_what_it_is_about(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("a", "well"), doctor.Finding("bc", "slow", "do it")])
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "ok  a   well",
-        "!!  bc  slow",
-        "        do it",
+        "ok  a             well",
+        "!!  bc            slow",
+        "                  do it",
         "1 of 2 checks have advice",
     ]
 
