@@ -81,8 +81,7 @@ class ExtrapolatedPolicies:
         return not policy.is_plain and budget.needed_bytes(current_policy(profile, policy)) < USED_UP * budget.nbytes
 
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Run the solver for a size class whose policy leaves budget unused. Return the new policy, or None if no policy
-        fits the budget."""
+        """Run the solver for a size class whose policy leaves budget unused. Return None if no policy fits."""
         try:
             return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:
