@@ -1,6 +1,6 @@
 """Longest sequence that trains within a memory limit, and its time per token, by method.
 
-    adacc eval longest --limit 192MiB
+    adacc eval longest --layers 8 --width 64 --limit 48MiB
 
 Each model is profiled once. The profile predicts the peak of each method at any length, and the longest length is
 searched in these predictions. A training step of that length then runs in its own process, and its bytes are counted.
@@ -45,19 +45,17 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     parser = runner_parser("longest", __doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
-    parser.add_argument("--limit", default="192MiB", help="memory limit of a training step (default: 192MiB)")
-    parser.add_argument("--width", type=positive_int, default=128)
-    parser.add_argument("--layers", type=positive_int, default=12)
-    parser.add_argument("--heads", type=positive_int, default=4)
-    parser.add_argument("--vocabulary", type=positive_int, default=4096)
+    parser.add_argument("--limit", default="48MiB", help="memory limit of a training step (default: 48MiB)")
+    parser.add_argument("--width", type=positive_int, default=64)
+    parser.add_argument("--layers", type=positive_int, default=8)
+    parser.add_argument("--heads", type=positive_int, default=2)
+    parser.add_argument("--vocabulary", type=positive_int, default=2048)
     parser.add_argument("--profiled", type=positive_int, default=4096, help="tokens of the profiled sequence")
     parser.add_argument("--most", type=positive_int, default=65536, help="upper bound of the search, in tokens")
     parser.add_argument("--multiple", type=positive_int, default=64, help="lengths are multiples of this number")
     parser.add_argument("--rounds", type=positive_int, default=3, help="timed steps of each trial")
     parser.add_argument("--timeout", type=positive_int, default=3600, help="time limit of one trial in seconds")
     arguments, settings = parse(parser, argv, clock=True)
-    if settings.device != "cpu":
-        raise ValueError(f"--device={settings.device}: bytes are counted on the CPU; use `adacc plan --longest`")
     size = Size(
         width=arguments.width,
         layers=arguments.layers,
@@ -81,7 +79,9 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 def _measure_model(ledger: Ledger, model: str, size: Size, run: Run) -> dict[str, int]:
     """Return the longest sequence of each method. Measure each method there, and at the common length."""
     info = ledger.run_info
-    profile = LongTraining(model, size, ledger.settings.seed).profile(info["profiled"], all_sizes=True)
+    profile = LongTraining(model, size, ledger.settings.device, ledger.settings.seed).profile(
+        info["profiled"], all_sizes=True
+    )
     longest: dict[str, int] = {}
     for method in tqdm(info["methods"], desc=f"longest, {model}", unit="method"):
         tokens = predicted_longest(profile, method, info)
@@ -119,6 +119,7 @@ def _trial(ledger: Ledger, model: str, method: str, tokens: int, run: Run) -> Fi
         "limit_bytes": info["limit_bytes"],
         "rounds": info["rounds"],
         "clock": info["clock"],
+        "device": settings.device,
         "threads": settings.threads,
         "seed": settings.seed,
     }
@@ -161,11 +162,13 @@ def save_plots(ledger: Ledger) -> None:
     output: Path = ledger.settings.output
     for model, longest in ledger.summary["longest"].items():
         series: dict[str, list[PlotPoint]] = {}
+        labelled: set[int] = set()
         for method, tokens in longest.items():
             for length in sorted({tokens, longest.get(REFERENCE, tokens)}):
                 time = ledger.points.get(point_key(model, method, length), {}).get("ms_per_1000_tokens")
                 if time is not None:
-                    label = f"{tokens:,}" if length == tokens else ""
+                    label = f"{tokens:,}" if length == tokens and tokens not in labelled else ""
+                    labelled.add(length)
                     point = PlotPoint(x=length, y=time["median"], low=time["low"], high=time["high"], label=label)
                     series.setdefault(METHODS[method].title, []).append(point)
         path = output.with_name(f"{output.stem}_{model}.svg")

@@ -34,7 +34,7 @@ from adacc_hf.eval.repository.points import points_text, save_points
 from adacc_hf.eval.trials.isolation import end_process, failure
 from adacc_hf.reports.run_record import markdown_table
 
-CLOCKED = ("throughput", "peers", "compiled", "solver", "lengths", "compact")
+CLOCKED = ("throughput", "peers", "compiled", "solver", "lengths", "longest", "compact")
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published", "table4", "compact-training",
 )  # fmt: skip
@@ -100,6 +100,11 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(runner="throughput", part="more", options=f"{_GPT} --limit=24GiB --batches 16 64 {_METHODS}"),
     Stage(runner="max-batch", options=f"{_GPT} --limit=24GiB --methods adacc full none adacc_lossless"),
     Stage(runner="peak-accuracy", options="--family gpt2 llama --budgets=3"),
+    Stage(
+        runner="longest",
+        options="--models=llama --width=1024 --layers=16 --heads=16 --vocabulary=32768 --limit=16GiB "
+        "--profiled=16384 --most=1048576 --multiple=1024 --timeout=270",
+    ),
     Stage(runner="peers", part="compiled", options=f"{_COMPILED} --peers compile_1 compile_0.5 plain"),
     Stage(
         runner="peers",

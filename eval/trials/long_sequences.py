@@ -103,17 +103,20 @@ implementation of both, without a solver."""
 class LongTraining:
     """Training of one model on one sequence."""
 
-    def __init__(self, model: str, size: Size, seed: int) -> None:
+    def __init__(self, model: str, size: Size, device: str, seed: int) -> None:
         """Build the model `size` of the family `model` in MODELS, and train one short step, which creates the
         optimizer's state."""
         self._size = size
-        self.model: PreTrainedModel = MODELS[model].model(size, "sdpa", seed=seed)
+        self._device = device
+        self.model: PreTrainedModel = MODELS[model].model(size, "sdpa", device, seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.step(self.batch(16))
 
     def batch(self, tokens: int) -> Batch:
         """Return ids and labels of [1, tokens] random tokens."""
-        ids = torch.randint(5, self._size.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+        ids = torch.randint(5, self._size.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(
+            self._device
+        )
         return {"input_ids": ids, "labels": ids.clone()}
 
     def step(self, batch: Batch) -> None:
@@ -146,6 +149,7 @@ def run_long_trial(
     limit_bytes: int,
     rounds: int,
     clock: str,
+    device: str,
     threads: int,
     seed: int,
 ) -> Figures:
@@ -155,7 +159,7 @@ def run_long_trial(
     InfeasibleBudgetError if no policy fits.
     """
     torch.set_num_threads(threads)
-    training, long_method = LongTraining(model, Size(**size), seed), METHODS[method]
+    training, long_method = LongTraining(model, Size(**size), device, seed), METHODS[method]
     batch = training.batch(tokens)
     figures: Figures = {}
     if long_method.is_own:
@@ -167,11 +171,11 @@ def run_long_trial(
     for _ in range(2 if long_method.is_own else 1):  # the first two calls at a shape are recorded
         training.step(batch)
     live_bytes = static_bytes(training.model, batch, training.optimizer)
-    with MemoryMeter.for_device(torch.device("cpu")) as meter:
+    with MemoryMeter.for_device(torch.device(device)) as meter:
         training.step(batch)
     figures |= {"static_bytes": live_bytes, "peak_bytes": live_bytes + meter.peak_bytes}
     check_limit(figures, limit_bytes)
     run = partial(training.step, batch)
-    seconds = [seconds_of(run, torch.device("cpu"), CLOCKS[clock]) for _ in range(rounds)]
+    seconds = [seconds_of(run, torch.device(device), CLOCKS[clock]) for _ in range(rounds)]
     figures["ms_per_1000_tokens"] = Spread.of([1e6 * each / tokens for each in seconds])
     return to_json(figures)

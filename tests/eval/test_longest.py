@@ -76,9 +76,3 @@ def test_predicted_lengths_fit_by_counted_bytes(tmp_path: Path, few_rows) -> Non
     for method, tokens in lengths.items():
         point = record["points"][f"llama, {method}, {tokens} tokens"]
         assert 0.9 * 2**22 < point["peak_bytes"] <= 2**22
-
-
-def test_bytes_on_a_gpu_are_left_to_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ValueError, match="adacc plan --longest"):
-        run_main(tmp_path, run_here, "--device", "cuda")
