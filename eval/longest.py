@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -38,7 +37,7 @@ NUM_ATTEMPTS = 4
 
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
-    """Measure every method on every model, print the tables, save record, tables and plots.
+    """Measure every method on every model, print the tables, save record, tables and plot.
 
     Return 1 if a trial failed for reasons other than memory.
     """
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
             model: _measure_model(ledger, model, size, partial(run, timeout_s=arguments.timeout))
             for model in arguments.models
         }
-        ledger.complete(report_text, save_plots, longest=longest)
+        ledger.complete(report_text, save_plot, longest=longest)
     return 1 if ledger.has_status(Status.ERROR, Status.TIMEOUT) else 0
 
 
@@ -157,22 +156,22 @@ def _time_text(point: Figures) -> str:
     return Spread(**point["ms_per_1000_tokens"]).text(0) if "ms_per_1000_tokens" in point else ""
 
 
-def save_plots(ledger: Ledger) -> None:
-    """Plot the time per token against the length, one plot for each model."""
-    output: Path = ledger.settings.output
-    for model, longest in ledger.summary["longest"].items():
-        series: dict[str, list[PlotPoint]] = {}
-        labelled: set[int] = set()
-        for method, tokens in longest.items():
-            for length in sorted({tokens, longest.get(REFERENCE, tokens)}):
-                time = ledger.points.get(point_key(model, method, length), {}).get("ms_per_1000_tokens")
-                if time is not None:
-                    label = f"{tokens:,}" if length == tokens and tokens not in labelled else ""
-                    labelled.add(length)
-                    point = PlotPoint(x=length, y=time["median"], low=time["low"], high=time["high"], label=label)
-                    series.setdefault(METHODS[method].title, []).append(point)
-        path = output.with_name(f"{output.stem}_{model}.svg")
-        curves(path, series, "tokens per sequence", "ms per 1,000 tokens", from_zero=True)
+def save_plot(ledger: Ledger) -> None:
+    """Plot the time per token against the length, for the first model."""
+    model, longest = next(iter(ledger.summary["longest"].items()))
+    series: dict[str, list[PlotPoint]] = {}
+    labelled: set[int] = set()
+    for method, tokens in longest.items():
+        for length in sorted({tokens, longest.get(REFERENCE, tokens)}):
+            time = ledger.points.get(point_key(model, method, length), {}).get("ms_per_1000_tokens")
+            if time is None:
+                continue
+            label = f"{tokens:,}" if length == tokens and tokens not in labelled else ""
+            labelled.add(length)
+            point = PlotPoint(x=length, y=time["median"], low=time["low"], high=time["high"], label=label)
+            series.setdefault(METHODS[method].title, []).append(point)
+    path = ledger.settings.output.with_suffix(".svg")
+    curves(path, series, "tokens per sequence", "ms per 1,000 tokens", from_zero=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_each_method_is_measured_at_its_longest_and_at_a_common_length(tmp_path:
     assert orders == [*expected.items(), ("tiled", 3968), ("adacc", 3968)]
     row = next(line for line in table.splitlines() if line.startswith("| Adacc  "))
     assert [cell.strip() for cell in row.split("|")[2:5]] == ["16,000", "4.03", "1.00 MiB"]
-    assert (tmp_path / "longest_llama.svg").exists()
+    assert (tmp_path / "longest.svg").exists()
 
 
 def test_a_shorter_length_is_tried_if_counted_bytes_exceed_the_limit(tmp_path: Path, predictions: None) -> None:
