@@ -202,5 +202,13 @@ def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindP
     if kind.untrusted is not None:
         return with_untrusted_forward(kind, forward)
     dead = {event.value for event in forward if event.death}
-    values = tuple(replace(v, cached=v.cached or (v.role == "parameter" and v.index not in dead)) for v in kind.values)
+    casts = {value for operator in kind.operators if "._to_copy." in operator.name for value in operator.outputs}
+    # A value that is not saved has no events. Autocast also caches casts that are not saved, such as those of biases.
+    # Other values computed from parameters, such as dequantized weights, are freed after their product.
+    cached = {
+        v.index
+        for v in kind.values
+        if v.cached or (v.role == "parameter" and v.index not in dead and (v.saved or v.index in casts))
+    }
+    values = tuple(replace(v, cached=v.index in cached) for v in kind.values)
     return replace(kind, values=values, forward=forward)

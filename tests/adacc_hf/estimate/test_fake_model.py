@@ -3,8 +3,10 @@
 import pytest
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, T5Config
 
+from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
+from adacc_hf.estimate.quantized_weights import Quantization
 from adacc_hf.solve.simple_policies import uniform_policy
 
 GPT2 = GPT2Config(n_layer=6, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
@@ -33,3 +35,21 @@ def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -
             plans = [uniform_policy(profile, action).predicted_peak_bytes for profile in (estimate, full_profile)]
             assert plans[0] == plans[1]
     assert again == full_profile, "the model is whole again"
+
+
+def test_dequantized_weights_of_blocks_left_out_are_not_counted() -> None:
+    """They are freed after each product, unlike casts in autocast's cache."""
+    workload = Workload(
+        config=LLAMA,
+        device=find_device("h100"),
+        precision=PRECISIONS["bf16"],
+        adapters=Adapters(),
+        quantization=Quantization(),
+    )
+    with fake_model(workload) as model:
+        full_profile, estimate = model.profile(2, 32), model.estimate(2, 32)
+    assert estimate.blocks == full_profile.blocks
+    assert estimate.outside_peak_bytes == full_profile.outside_peak_bytes
+    for action in ("retain", "recompute"):
+        peaks = [uniform_policy(profile, action).predicted_peak_bytes for profile in (estimate, full_profile)]
+        assert peaks[0] == peaks[1]
