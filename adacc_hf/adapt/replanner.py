@@ -108,8 +108,8 @@ class Replanner:
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
-        """True if, at the latest tracking step, the budget had room to compare the gradients of fewer blocks than
-        `guard_blocks`."""
+        """True if, at the latest tracking step, gradients were compared in fewer blocks than `guard_blocks`, because
+        the budget had no room for more."""
         self.solver_ms = 0.0
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
