@@ -22,7 +22,8 @@ is inaccurate."""
 def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
     """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if no n fits.
 
-    `excess` must not decrease with n. The search starts at `start`, and continues where the polynomial through the
+    For example, n is a batch size, and `excess(n)` is the peak at this size minus the budget, in bytes. `excess` must
+    not decrease with n. The search starts at n = `start`. Each next n is the point where a polynomial through the
     nearest known points is 0. `hints` has known values of excess(n) by n. The value at n = 0 may be an estimate.
     """
     points = dict(hints)
