@@ -60,10 +60,10 @@ def record_model(
 ) -> ModelRecording:
     """Record every block in one forward, and measure the times of the blocks' operators and codecs.
 
-    If the model skips blocks at random, search for random numbers with which all blocks run. All later passes of the
-    profile repeat the recorded forward. `tape_cache` is the cache of an earlier recording of the model, or None.
-    `tilings` has the tiles (groups of rows) in which modules of the blocks run, by block call. Raises
-    UncalledBlocksError if no forward runs all blocks.
+    If the model skips blocks at random, random states are tried until all blocks run. All later passes of the profile
+    repeat the recorded forward. `tape_cache` is the cache of an earlier recording of the model, or None. `tilings` maps
+    each block call to the tiles (groups of rows) in which modules of the block run. Raises UncalledBlocksError if no
+    forward runs all blocks.
     """
     installation = profiled.installation
     tables: frozenset[Any] = frozenset()

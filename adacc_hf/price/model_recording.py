@@ -36,8 +36,8 @@ class ModelRecording:
     shared: tuple[Shared, ...]
     """Records of the tensors that block calls share with each other and with the rest of the model."""
     replay_sources: dict[str, list[Source]]
-    """For each call, the sources of those inputs that other blocks read too and that the call keeps alive if all blocks
-    are recomputed. A source is the place where a call finds the input, such as an argument."""
+    """For each call, the sources of the inputs that the call keeps alive if all blocks are recomputed, and that other
+    blocks read too. A source is the place where a call finds an input, such as an argument."""
     calls_before_rest: set[str]
     """Names of the calls after which other parts of the model run before the next call of a block."""
     saved_bytes: dict[str, int]
