@@ -29,9 +29,9 @@ old policy's overhead. Predicted times vary by a few percent from one profile to
 noise."""
 
 UNCERTAINTY = 0.25
-"""Relative amount by which a step may exceed its predicted peak as long as no step's memory has been measured, because
-the training loop may allocate memory that the profile does not include. Policies for these first steps leave this part
-of the budget free, if possible."""
+"""Relative amount by which a step may exceed its predicted peak before the memory of any step has been measured. The
+training loop may allocate memory that the profile does not include. Policies for these first steps leave this part of
+the budget free, if possible."""
 
 MIN_FREED = 0.01
 """Minimum number of freed bytes for which the solver runs again, as a fraction of the bytes that the policy stores.

@@ -267,10 +267,12 @@ class Replanner:
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison:
-        the block that was degraded most recently, else the first block, which needs the least memory. If `every_kind`
-        is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive tracking steps
-        choose the blocks in turn.
+        If `every_kind` is True, return one lossy block of each kind: the block that was degraded most recently, else
+        the first block, which needs the least memory. These blocks are returned even if the budget has no room for the
+        comparison.
+
+        If `every_kind` is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive
+        tracking steps choose the blocks in turn.
         """
         names = self.lossy_blocks()
         if every_kind:
