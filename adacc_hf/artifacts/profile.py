@@ -92,9 +92,9 @@ class Value:
     """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
     cache, or a value that a module or an autograd Function references."""
     is_kept: bool = False
-    """True if a reference other than autograd's saved tensors of the block also keeps the value alive: an output that
-    another block or the rest of the model holds, a cast parameter in autocast's cache, or a value that a module or
-    autograd Function references."""
+    """True if the value stays alive even without the saved tensors of this block, because something else refers to it.
+    The value is then an output that another block or the rest of the model holds, a cast parameter in autocast's cache,
+    or a value that a module or autograd Function references."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
     """Index of an earlier activation with the same bits, computed by the same operator from the same input, or None. If
@@ -348,8 +348,8 @@ class KindProfile:
     def allows_lossy_inputs(self) -> bool:
         """True if the block may run again on inputs that were stored lossily.
 
-        False if the block cannot be replayed, because its operators may depend on data; if indices are computed from
-        the inputs (`exact_recompute_rules.py`); or if the replay error of a saved value is too large.
+        False in three cases. The block cannot be replayed: its operators may then depend on data. Indices are computed
+        from the inputs (`exact_recompute_rules.py`). Or the replay error of a saved value is too large.
         """
         inputs = {value.index for value in self.inputs}
         is_imprecise = any(value.saved and value.is_far_recomputed for value in self.values)
