@@ -109,8 +109,8 @@ class _GraphProgram:
     def _constrain_precise(self) -> None:
         """Add the constraints [Precise]: a precise value is never recomputed from a value stored by a coarse codec.
 
-        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error, because v is stored by a
-        coarse codec or is recomputed from a value with such an error.
+        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error. That is so if a coarse codec
+        stores v, or if v is recomputed from a value with such an error.
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
