@@ -196,8 +196,9 @@ class ModelRecorder:
         self._config = config
         self._measurement = measurement
         self.tile_memory: dict[str, dict[str, TileMemory]] = {}
-        """Memory of one tile (group of rows) of each row-wise module of a block, by the digest of the block's tape with
-        the modules in tiles, and by the module's path. A row-wise module computes each row from that row alone."""
+        """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the
+        block's tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row
+        from that row alone."""
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
         """Weak references to storages saved by the rest of the model, by address. A weak reference keeps the address
