@@ -131,8 +131,8 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
 
     Return infinity if no policy stores so little. `num_blocks[k]` blocks have the frontier `frontiers[k]`.
 
-    A step along a frontier replaces a block's plan by the next plan, which stores less. The bound takes the steps with
-    the lowest price (ms per freed byte) first, and only a part of the last step, which is the solution of the
+    A step along a frontier replaces a block's plan by the next plan, which stores less. The bound takes the steps in
+    the order of their price (ms per freed byte). Of the last step, it takes only the part that is needed, as in the
     continuous knapsack problem. Real policies cannot be faster, because they consist of whole steps, or of plans above
     the hull.
     """
