@@ -252,8 +252,8 @@ class FunctionRecorder:
         """Return None if replay of the operators recorded inside an `autograd.Function` is enough, else the values that
         it recomputes exactly.
 
-        Replay is enough if all of these conditions hold: it recomputes all results that the Function `returned`, the
-        Function wrote to no tensor without a recorded operator, and the Function took no numpy view.
+        Replay is enough under three conditions. It recomputes all results that the Function `returned`. The Function
+        wrote to no tensor except by recorded operators. The Function took no numpy view.
         """
         new_tensors = [tensor for tensor in _argument_tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
@@ -356,9 +356,9 @@ class FunctionRecorder:
     def _check_writes(self, run_record: _FunctionRun) -> None:
         """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.
 
-        A write is allowed only if all of these conditions hold: an operator of the block has computed the tensor,
-        autograd has not saved the tensor, and a kernel that the recorder does not see has performed the write. The
-        storage then gets a new version, as after an in-place operator (rule R6).
+        A write is allowed only under three conditions. An operator of the block has computed the tensor. Autograd has
+        not saved the tensor. The write was not done by a recorded operator, but by a kernel that the recorder does not
+        see. The storage then gets a new version, as after an in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]
@@ -401,11 +401,12 @@ class FunctionRecorder:
     ) -> None:
         """Run the forward of an `autograd.Function` again, and compare the results with those of the first run.
 
-        Raise NotReplayableError if the second run cannot repeat the random numbers, changes Python values, saves other
-        tensors, makes tensors of another layout, or reads a storage whose key is in `foreign`.
+        Raise NotReplayableError if the second run cannot repeat the random numbers or changes Python values. Also raise
+        it if the second run saves other tensors, makes tensors of another layout, or reads a storage whose key is in
+        `foreign`.
 
-        The bits of some results may differ, because such results are stored. But if the bits of all results differ, or
-        the bits of a value in `recomputed_values`, raise the error too. Bits are not compared if the Function wrote
+        A result whose bits differ is not an error, because this result is then stored. But at least one result must
+        have the same bits, and so must every result in `recomputed_values`. Bits are not compared if the Function wrote
         into an argument.
         """
         surroundings = Surroundings(run_record.function)

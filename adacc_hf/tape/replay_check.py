@@ -230,9 +230,9 @@ def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: s
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     """Find values with the same bits. Return a dict from each duplicate to the first saved value with the same bits.
 
-    Two values have the same bits if the same operator computed both from the same arguments, with the same layout, and
-    if both are in `recomputable` and were not changed in place. Replay of a recomputable value gave the recorded bits
-    (rule R7), so the value depends only on the arguments.
+    Two values have the same bits if the same operator computed both from the same arguments. Both must also have the
+    same layout, be in `recomputable`, and never be changed in place. Replay of a recomputable value gave the recorded
+    bits (rule R7), so the value depends only on the arguments.
 
     The saved value must come before the duplicate on the tape. Autograd must also have saved it first, because the
     first saved tensor decides which storage is kept.

@@ -306,7 +306,7 @@ class _TapePolynomials:
 class SizeClassRecords:
     """Recorded calls of one block in one size class, and the symbolic tape fitted to these calls.
 
-    A size class is the calls that may share a symbolic tape, which is one tape for all sizes.
+    Calls that may share a symbolic tape, which is one tape for all sizes, are in the same size class.
     """
 
     def __init__(self) -> None:
