@@ -83,7 +83,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
 changes none there."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Names of the folders of installed packages. If an installed package is not in `_LIBRARIES`, its objects are searched
-for state, but its code is searched only if a module or a root of the search belongs to the package. Code of other
+for state. Its code is searched only if one of the searched modules or roots belongs to the package. Code of other
 packages changes its globals independently of the model: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
