@@ -30,9 +30,9 @@ from adacc_hf.reports.run_record import Settings, Spread
 from adacc_hf.tape.tape_cache import profiled_tapes
 
 PART, PAUSE = 9, 3
-"""Sizes in a turn, and sizes between revisits: the first of every nine new sizes is trained again after the third,
-sixth and ninth of them. A revisit follows soon enough for the machine's speed to be the same. Other sizes come in
-between, as with a size that recurs by chance."""
+"""Numbers of new sizes: in the turn of one method, and between two trainings at the turn's first size. After the third,
+sixth and ninth new size, this first size is trained again. The machine's speed is then still the same, and other sizes
+come in between, as with a size that recurs by chance."""
 
 FIXED_STEPS = 4
 """Number of steps of the fixed-size copies in every turn of PART new sizes."""
@@ -104,7 +104,7 @@ class Times:
         return [self.first[place] / statistics.median(ms) for place, ms in self.later.items()]
 
     def of(self, other: Times) -> Times:
-        """Return the ratios of these times to the times of `other` on the same batches."""
+        """Return the ratios of the times in this object to the times of `other`, on the same batches."""
         return Times(
             first=_ratios(self.first, other.first),
             later={place: _ratios(ms, other.later[place]) for place, ms in self.later.items()},

@@ -136,10 +136,11 @@ class BatchTrial:
 def largest(trial: Callable[[int], BatchTrial], limit_bytes: int, most: int, first: int = 1) -> int:
     """Return the largest number from 1 to `most` that fits, or 0 if none fits.
 
-    All numbers below a fitting one must fit.
+    If a number fits, all smaller numbers must fit too.
 
-    A step's bytes grow nearly in proportion to its batch, so the next trial is where they would reach the limit. If
-    they do not grow, because a policy uses its whole budget, the search goes up by 1, 2, 4, ... and then bisects.
+    A step's bytes grow nearly in proportion to its batch, so the next trial is the batch whose bytes would reach the
+    limit. If the bytes do not grow, because a policy uses its whole budget, the search goes up by 1, 2, 4, ... and then
+    bisects.
     """
     fitting, too_large, step, guesses = 0, most + 1, 1, 0
     probe = min(first, most)

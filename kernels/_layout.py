@@ -97,10 +97,10 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """Return a new tensor with the dtype, size and stride of the encoded tensor, whose elements `fill` has written.
+    """Return a new tensor with the dtype, size and stride that the original tensor had before it was encoded.
 
-    `fill(out)` gets a contiguous tensor to write: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C] in the
-    order of `as_matrix`.
+    `fill(out)` must write the elements. `out` is contiguous: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C]
+    in the order of `as_matrix`.
     """
     size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -49,7 +49,8 @@ def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def numbers_ref(codes: Tensor) -> Tensor:
-    """Return the numbers that E4M3 codes stand for, divided by `HALF_SCALE`, exactly in float32."""
+    """Convert E4M3 codes to float32: return the number that each code stands for, divided by `HALF_SCALE`. The result
+    is exact."""
     wide = codes.to(torch.int32)
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(torch.int16).view(torch.float16).float()
 

@@ -147,8 +147,9 @@ class LossSpikeDetector:
 
     Only logged values are read, because reading any other value would make the host wait for the device.
 
-    A loss is a spike if it exceeds the median of the last WINDOW losses by more than each of two limits: NOISE times
-    the median absolute deviation of these losses, and `spike` - 1 times the median's absolute value.
+    A loss is compared with the median of the last WINDOW losses. It is a spike if its distance above the median exceeds
+    two limits: NOISE times the median absolute deviation of these losses, and `spike` - 1 times the median's absolute
+    value.
     """
 
     def __init__(self, spike: float, losses: Iterable[float] = ()) -> None:

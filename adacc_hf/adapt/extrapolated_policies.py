@@ -25,14 +25,14 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Fraction of the budget above which a policy of another size class counts as using up the budget at a new size. Such a
-policy is used permanently. A policy that fits but needs less is used until a solver run is worth its time
-(`PolicyChoice`)."""
+"""Fraction of the budget. If a policy of another size class fits and needs at least this fraction at a new size, it
+counts as using up the budget, and is used permanently. If it needs less, it is used only until a solver run is worth
+its time (`PolicyChoice`)."""
 
 FAR_ABOVE = 0.05
-"""Fraction of the budget. If the policy that needs the least memory at another size exceeds the budget of this size by
-more than this fraction, the solver is not called. The fraction is a margin, because at this size another policy may
-need slightly less memory."""
+"""Fraction of the budget. At a new batch size, the solver is not called if even the policy that needs the least memory
+at another size exceeds the budget by more than this fraction. A fraction of 0 would be too strict, because the best
+policy at the new size may need slightly less memory."""
 
 
 class ExtrapolatedPolicies:

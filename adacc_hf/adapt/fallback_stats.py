@@ -123,8 +123,9 @@ class DivergedBatches:
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the profile of its last call and the resulting policy."""
         self._reported: set[bool] = set()
-        """Kinds of reports that `_report_excess` has made in this run. True stands for a report of a predicted excess
-        over the budget, and False for any report."""
+        """Reports that `_report_excess` has made in this run. True stands for a report that a batch is predicted to
+        exceed the budget. False stands for the weaker report that a batch may exceed it, which is also left out after a
+        report of True."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which the fraction `share` of the block calls diverged from their plans."""

@@ -6,7 +6,7 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | in a size class with a policy | that policy |
 | in a new class, before the first measured step | the run's first policy if it fits, else one with a low peak |
 | in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
-| in a new class, if no policy fits or from then on | a policy solved for the class's extrapolated profile |
+| in a new class, if none of these fits, or from that run on | a policy solved for the class's extrapolated profile |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
 | in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |

@@ -213,8 +213,8 @@ class AdaptivePhase(FixedPolicyPhase):
         return FOLLOWING
 
     def _report_slow_step(self) -> None:
-        """Begin to watch a step that has other work besides training. If it takes more than twice as long as a normal
-        step, log it."""
+        """Begin the report on a step that has other work besides training. The report is logged only if the step takes
+        more than twice as long as a normal step."""
         self._end_report()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:
@@ -226,7 +226,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
 
     def _end_report(self, has_failed: bool = False) -> None:
-        """End the watch that `_report_slow_step` began, if there is one."""
+        """End the report that `_report_slow_step` began for the current step. Do nothing if there is no report."""
         if self._report is not None:
             self._report.end(has_failed)
             self._report = None

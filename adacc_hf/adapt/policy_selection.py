@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 MIN_GAIN = 0.02
-"""Minimum reduction of the overhead by a new policy, as a fraction of the current overhead. If the old policy fits the
-budget, a new policy with a smaller gain is not followed. Predicted times vary by a few percent from one profile to the
-next, so a smaller gain is noise."""
+"""Minimum reduction of the overhead for which a new policy replaces a policy that fits the budget, as a fraction of the
+old policy's overhead. Predicted times vary by a few percent from one profile to the next, so a smaller reduction is
+noise."""
 
 UNCERTAINTY = 0.25
-"""Relative amount by which a step may exceed its predicted peak as long as no step's memory has been measured, because
-the training loop may allocate memory that the profile does not include. Policies for these first steps leave this part
-of the budget free, if possible."""
+"""Relative amount by which a step may exceed its predicted peak before the memory of any step has been measured. The
+training loop may allocate memory that the profile does not include. Policies for these first steps leave this part of
+the budget free, if possible."""
 
 MIN_FREED = 0.01
-"""Minimum reduction of the codecs' payload bytes since the last solver run for which the solver runs again, as a
-fraction of the bytes that the policy stores. If the available memory grows by a fraction, the overhead falls by one to
-three times this fraction, so a smaller reduction cannot reach MIN_GAIN. A solver run takes as long as several steps of
-a small model."""
+"""Minimum number of freed bytes for which the solver runs again, as a fraction of the bytes that the policy stores.
+Bytes are freed if codecs' payloads have become smaller since the last solver run. If the available memory grows by a
+fraction, the overhead falls by one to three times this fraction, so a smaller number cannot reach MIN_GAIN. A solver
+run takes as long as several steps of a small model."""
 
 HEADROOM = 0.005
 """Fraction of the budget that policies solved during a run leave free if possible. The number of outlier channels,

@@ -108,8 +108,8 @@ class Replanner:
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
-        """True if, at the latest tracking step, the budget had room to compare the gradients of fewer blocks than
-        `guard_blocks`."""
+        """True if, at the latest tracking step, gradients were compared in fewer blocks than `guard_blocks`, because
+        the budget had no room for more."""
         self.solver_ms = 0.0
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
@@ -267,10 +267,12 @@ class Replanner:
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison:
-        the block that was degraded most recently, else the first block, which needs the least memory. If `every_kind`
-        is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive tracking steps
-        choose the blocks in turn.
+        If `every_kind` is True, return one lossy block of each kind: the block that was degraded most recently, else
+        the first block, which needs the least memory. These blocks are returned even if the budget has no room for the
+        comparison.
+
+        If `every_kind` is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive
+        tracking steps choose the blocks in turn.
         """
         names = self.lossy_blocks()
         if every_kind:

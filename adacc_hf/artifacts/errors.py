@@ -103,8 +103,8 @@ class ChunkedHeadError(AdaccError, RuntimeError):
 
 
 class TilesError(AdaccError, RuntimeError):
-    """Error raised if a module that runs in tiles (groups of rows) does not compute each row from that row alone, or
-    computes something else in backward than in forward."""
+    """Error raised if a module that runs in tiles (groups of rows) would give wrong gradients: it returns another
+    number of rows than it gets, draws random numbers, or runs other code in backward than in forward."""
 
 
 class NestedHooksError(AdaccError, RuntimeError):

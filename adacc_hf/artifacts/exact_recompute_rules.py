@@ -1,10 +1,10 @@
 """Rules for values that must not be recomputed from lossily compressed inputs.
 
-Index values, such as the expert of a token or the order of sorted rows, are computed from floating-point numbers. If
-two of these numbers are nearly equal, a replay that reads a lossily compressed tensor may choose another index than the
-forward. Rows saved in one order would then meet gradients in another order. So indices are recomputed only from exact
-inputs. Boolean values (results of comparisons) are recomputed: a boolean differs only if a number is near the
-threshold, and then both branches give nearly equal results.
+Some values contain indices, such as the number of each token's expert, or the order of sorted rows. These index values
+are computed from floating-point numbers. If two of these numbers are nearly equal, a replay that reads a lossily
+compressed tensor may choose another index than the forward. Rows saved in one order would then meet gradients in
+another order. So indices are recomputed only from exact inputs. Boolean values (results of comparisons) are recomputed:
+a boolean differs only if a number is near the threshold, and then both branches give nearly equal results.
 
 A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
 sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
@@ -37,11 +37,13 @@ def index_values(
     lossy: Collection[int],
     stored: Collection[int],
 ) -> frozenset[int]:
-    """Return the index values of a block that must not be recomputed if the values in `lossy` are stored lossily.
+    """Return the values of a block that contain indices and must not be recomputed if the values in `lossy` are stored
+    lossily.
 
-    `operators` has the (inputs, outputs) of each operator in order. `is_index` returns True if a value contains
-    indices. A replay cannot read such an index value unless the value is in `stored` (rule R14). Otherwise, all values
-    computed from the index value are part of the result too.
+    Such indices are, for example, the numbers of the experts that a layer chose for each token. `operators` has the
+    (inputs, outputs) of each operator in order. `is_index` returns True for a value that contains indices. Replay can
+    read one of the returned values only if it is in `stored` (rule R14). If it is not in `stored`, all values computed
+    from it are returned too.
     """
     inexact, forbidden = set(lossy), set[int]()
     for inputs, outputs in operators:
@@ -95,11 +97,10 @@ def upstream_activations(
 
 
 def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
-    """Walk a graph from `starts` towards the inputs. Return (nodes at which the walk ended, other visited nodes), both
-    in the order of the visits.
+    """Walk a graph from `starts` towards the inputs. Return (nodes at which the walk ended, other visited nodes).
 
-    `reads(node)` returns the inputs of a node, or None to end the walk at this node. It may leave out inputs that it
-    has returned for another node.
+    Both are in the order of the visits. `reads(node)` returns the inputs of a node, or None to end the walk at this
+    node. `reads` may leave out inputs that it has returned for another node.
     """
     ends: dict[T, None] = {}
     passed: dict[T, None] = {}

@@ -93,9 +93,11 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return (bytes live in the forward, bytes live in the backward) of block `index`.
+        """Return (bytes live in the forward, bytes live in the backward) of block `index`, without the block's own
+        bytes.
 
-        Block `index` is the block after the blocks in the sums. Its own bytes are left out.
+        This object has the sums over the blocks before block `index`. `outcome` is the memory and time of block
+        `index`.
         """
         block = profile.blocks[index]
         read = self.shared | outcome.shared
@@ -103,8 +105,11 @@ class EarlierBlocks(NamedTuple):
         return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
-        """Return the peak in bytes of the forward and backward of block `index`, the block after the blocks in the
-        sums."""
+        """Return the peak in bytes of the forward and backward of block `index`.
+
+        This object has the sums over the blocks before block `index`. `outcome` is the memory and time of block
+        `index`.
+        """
         forward, backward = self.base_bytes(profile, index, outcome)
         peak = forward + outcome.forward_working_bytes
         return max(peak, backward + outcome.working_bytes) if outcome.moments else peak

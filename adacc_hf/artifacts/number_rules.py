@@ -1,11 +1,15 @@
 """Rules: formulas that predict the numbers of a profile (bytes, shapes) at other sizes of a batch, fitted to a few
 measured batches.
 
-A number that is a sum of few products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`).
-The live bytes at a moment may be a sum of more products than a few batches can determine, but differ by only one or two
-tensors from the live bytes at the moment before. In this case, the rule is the rule of a nearby number plus an exactly
-fitted difference. A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is
-approximated.
+Most numbers are a sum of a few products of sizes, for example 8 x samples x tokens + 4 x tokens bytes. Such a sum is
+fitted exactly (`polynomials.py`).
+
+The live bytes at one moment of a step may be a sum of so many products that a few batches do not determine them. A
+profile lists the live bytes of all moments in order of time, and from one moment to the next only one or two tensors
+are added or freed. The difference between the two numbers is therefore a short sum, which is fitted exactly. If one of
+the two numbers has a rule, the rule of the other is this rule plus the difference.
+
+A peak is the maximum of several sums. If neither kind of rule fits a peak, the peak is approximated.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ MIN_CHECKS = 3
 """Minimum number of measured batches that confirm a fitted difference between two numbers of a profile. A number is
 compared with many neighbouring numbers, and with fewer confirmations, one of the differences may fit by chance."""
 NEIGHBOURS = 8
-"""Maximum number of neighbours, on each side of a number of the profile, whose difference from the number is fitted."""
+"""Maximum distance, in the order in which a profile lists its numbers, between two numbers whose difference is
+fitted."""
 MIN_LINE_RATIO = 1.25
 """Minimum ratio of the sizes of two measured batches from which numbers are extrapolated linearly to larger batches."""
 

@@ -34,7 +34,8 @@ MAX_SYMBOLS = 5
 
 
 class Polynomial:
-    """A sum of products of sizes, each with an integer factor, over a common integer divisor.
+    """A sum of products of sizes, each with an integer factor, over a common integer divisor: (3 x samples x tokens + 2
+    x tokens) / 4, for example.
 
     To evaluate the polynomial, call it with the values of the products (`Basis.products`).
     """
@@ -86,19 +87,24 @@ class Basis:
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
 
     def share_of_full_products(self, polynomial: Polynomial, sizes: Sizes) -> float:
-        """Return the fraction of the polynomial's value at `sizes` that comes from products with every size as a
-        factor."""
+        """Return the fraction of the polynomial's value at `sizes` that comes from full products.
+
+        A full product has every size as a factor, for example samples x tokens.
+        """
         products = self.products(sizes)
         full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
     def fit(self, column: Column, max_terms: int = MAX_TERMS) -> Polynomial | None:
-        """Return the polynomial with the fewest terms that gives the exact number of every call, or None if there is no
-        fit.
+        """Return the polynomial with the fewest terms that gives the numbers in `column` exactly, or None if no
+        polynomial does.
 
-        A sum of n products needs n + 1 calls, because one call must check the sum. With a negative factor, a sum of
-        three products needs five calls and a sum of four products seven, because one of the many combinations may fit
-        fewer calls by chance. Sums of bytes have no negative factors.
+        `column` has one number for each call of a block, for example the bytes of a tensor.
+
+        A polynomial with n terms is accepted only if there are at least n + 1 calls: n calls determine the factors, and
+        one more checks them. If a factor is negative, more calls are needed: five for three terms, and seven for four
+        terms. Many combinations of terms are tried, so one of them might fit fewer calls by chance. Numbers of bytes
+        are sums without negative factors.
         """
         if len(set(column)) == 1:
             return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
@@ -119,10 +125,12 @@ class Basis:
     def fit_least_squares(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
         """Fit `column` by least squares with MAX_TERMS products of sizes. Return None if no fit is possible.
 
-        Returns a pair: terms (factor, index of the product) with factors of 0 or more, and the largest amount by which
-        the fit is below a number in `column`. The approximation is for peak memory of models with two sequences per
-        sample (encoder and decoder), which is the maximum of several sums of different products. Linear interpolation
-        by the number of elements would not distinguish the lengths of the two sequences.
+        Otherwise, return a pair (terms, shortfall). `terms` has a (factor, index of the product) for each term, with
+        factors of 0 or more. `shortfall` is the largest amount by which the fit is below a number in `column`.
+
+        The approximation is for the peak memory of models with two sequences per sample (encoder and decoder). Such a
+        peak is the maximum of several sums of different products. Linear interpolation by the number of elements would
+        not distinguish the lengths of the two sequences.
         """
         if len(self._columns) < MAX_TERMS:
             return None
@@ -220,10 +228,9 @@ def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | N
 def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     """Return the indices of the tensor sizes that vary independently between `calls`: the variables of the polynomials.
 
-    Return None if more than MAX_SYMBOLS sizes vary independently.
-
-    Every other size is constant, or a polynomial of the independent sizes at lower indices. If two sizes are related by
-    chance in `calls`, one of these sizes is missing from the result until a call without the relation is added.
+    Every other size is constant, or follows from earlier independent sizes, as 2 x tokens follows from tokens. If two
+    sizes are related by chance in `calls`, one of them is missing from the result until a call without this relation is
+    added. Return None if more than MAX_SYMBOLS sizes vary independently.
     """
     places: list[int] = []
     basis = Basis([()] * len(calls))

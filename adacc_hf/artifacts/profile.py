@@ -1,4 +1,5 @@
-"""A profile: the tensors that a model's blocks save for backward and the cost of each action, as records without torch.
+"""A profile: the tensors that a model's blocks save for backward, and the cost of each action. The records do not need
+torch.
 
 `profile_model` measures a profile (paper, section 3.1). The solver and the memory simulator use the profile.
 """
@@ -91,9 +92,9 @@ class Value:
     """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
     cache, or a value that a module or an autograd Function references."""
     is_kept: bool = False
-    """True if a reference other than autograd's saved tensors of the block also keeps the value alive: an output that
-    another block or the rest of the model holds, a cast parameter in autocast's cache, or a value that a module or
-    autograd Function references."""
+    """True if the value stays alive even without the saved tensors of this block, because something else refers to it.
+    The value is then an output that another block or the rest of the model holds, a cast parameter in autocast's cache,
+    or a value that a module or autograd Function references."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
     """Index of an earlier activation with the same bits, computed by the same operator from the same input, or None. If
@@ -304,9 +305,11 @@ class KindProfile:
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
     def index_values(self, lossy: Collection[int]) -> frozenset[int]:
-        """Return the index values that must not be recomputed if the values in `lossy` are stored lossily.
+        """Return the values that contain indices and must not be recomputed if the values in `lossy` are stored
+        lossily.
 
-        See `exact_recompute_rules.py`.
+        Such indices are, for example, the numbers of the experts that a layer chose for each token. A value is
+        represented by its position in the field `values`. See `exact_recompute_rules.py`.
         """
         return index_values(
             ((operator.inputs, operator.outputs) for operator in self.operators),
@@ -324,7 +327,8 @@ class KindProfile:
 
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
-        """Saved activations that depend on exact values, each with the values that must be exact if it is recomputed.
+        """Saved activations that may be recomputed only from exact values, as a dict from each activation to the values
+        that must be exact.
 
         For a statistic (a tensor with one number per row of another tensor), the tensor with the rows must be exact.
         For an activation whose replay error is too large, all upstream activations must be exact. See
@@ -344,8 +348,8 @@ class KindProfile:
     def allows_lossy_inputs(self) -> bool:
         """True if the block may run again on inputs that were stored lossily.
 
-        False if the block cannot be replayed, because its operators may depend on data; if indices are computed from
-        the inputs (`exact_recompute_rules.py`); or if the replay error of a saved value is too large.
+        False in three cases. The block cannot be replayed: its operators may then depend on data. Indices are computed
+        from the inputs (`exact_recompute_rules.py`). Or the replay error of a saved value is too large.
         """
         inputs = {value.index for value in self.inputs}
         is_imprecise = any(value.saved and value.is_far_recomputed for value in self.values)
@@ -389,8 +393,8 @@ class KindProfile:
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
 
     def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
-        """Return a copy in which operators read the value `equal[v]` in place of each value `v` in `equal`, and saved
-        tensors refer to it."""
+        """Return a copy in which operators and saved tensors refer to the value `equal[v]` wherever they referred to a
+        value `v` in `equal`."""
         if not equal:
             return self
         key = frozenset(equal.items())

@@ -21,11 +21,11 @@ MIN_TILE_ROWS = 512
 MEASURED_TILES = 2
 """Number of tiles with which memory is measured. A run with one tile would need no sums of gradients."""
 PASSES_PER_TILE = 4
-"""Number of times that each tile's operators are launched, in forwards: forward, second forward, and a backward, which
-launches about twice as many."""
+"""Number of times that a step launches the operators of each tile, as a multiple of the launches of one forward: 1 for
+the forward, 1 for the second forward, and about 2 for the backward."""
 
 Line = tuple[float, float]
-"""(bytes, bytes per row)."""
+"""Straight line of bytes over rows, as (bytes at 0 rows, bytes per row)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Tiling:
     modules: tuple[str, ...]
     """Paths of the modules in the block."""
     backward_only: tuple[str, ...]
-    """Those of `modules` whose forward runs on all rows at once, so that their results can be recomputed. Only their
-    backward runs in tiles."""
+    """Modules in `modules` of which only the backward runs in tiles. Their forward runs on all rows at once, so that
+    their results can be recomputed."""
     num_tiles: int
 
     def __post_init__(self) -> None:
@@ -60,8 +60,8 @@ class ModuleTiles:
     is_backward_only: bool = False
     """True if only the module's backward runs in tiles."""
     operators: tuple[int, ...]
-    """Indices of the module's operators in the kind's operators. If the forward runs in tiles, one operator stands for
-    the module. Their times are those of one forward."""
+    """Indices, in the kind's operators, of the operators of this module. If the forward runs in tiles, a single
+    operator stands for the module. The times of these operators are for one forward."""
     num_operators: int
     """Number of operators that each tile launches in one forward."""
     num_rows: int
@@ -73,14 +73,14 @@ class ModuleTiles:
     """Memory of the backward of one tile at each of its moments, without gradients of input, result and parameters."""
 
     def forward_bytes(self, num_tiles: int) -> int:
-        """Return the peak of the forward of one of `num_tiles` tiles. 0 for no tiles."""
+        """Return the peak in bytes of the forward of one tile if there are `num_tiles` tiles, or 0 without tiles."""
         return _highest(self.forward, tile_rows(self.num_rows, num_tiles) if num_tiles else 0)
 
     def backward_bytes(self, num_tiles: int) -> int:
-        """Return the peak of the backward of one of `num_tiles` tiles. 0 for no tiles.
+        """Return the peak in bytes of the backward of one tile if there are `num_tiles` tiles, or 0 without tiles.
 
-        This is the second tile: during the first one, the sums of the parameters' gradients do not exist yet. Of two
-        tiles, the second may have a row less.
+        The peak is that of the second tile, because during the first tile the sums of the parameters' gradients do not
+        exist yet. If there are two tiles, the second tile may have fewer rows than the first.
         """
         rows = tile_rows(self.num_rows, num_tiles) if num_tiles else 0
         return _highest(self.backward, min(rows, self.num_rows - rows))
@@ -96,7 +96,7 @@ class ModuleTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """The row-wise modules of a kind of blocks, which run in equally many tiles."""
+    """The row-wise modules of a kind of blocks. All of them run in the same number of tiles."""
 
     modules: tuple[ModuleTiles, ...]
     """The modules, in the order in which they run."""

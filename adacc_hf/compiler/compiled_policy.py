@@ -110,7 +110,7 @@ class CompiledPolicy:
 
     @property
     def call_plans(self) -> tuple[RegionPlan, ...]:
-        """Plans of a micro-batch's calls of regions (compiled graphs), in call order.
+        """Plans of the compiled graphs (regions) that a micro-batch calls: one plan for each call, in call order.
 
         If the calls were not counted, each region is assumed to be called once, with its most recently compiled plan.
         """

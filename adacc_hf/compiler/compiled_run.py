@@ -49,15 +49,19 @@ RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps
 class CompiledRun:
     """Controller that keeps the compiled graphs (regions) of a run within a budget.
 
-    A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. A region's
-    bytes count once for each call of the region in a micro-batch. If one region cannot stay within its share, the other
-    regions store less. If the budget is in bytes, the first steps run with graphs that store the least possible. The
-    part of the budget that these steps leave unused is then given to the regions, which are compiled and measured
-    again.
+    Each region may store a fraction of the bytes that it stores under plain torch.compile. This fraction, the *share*,
+    is the same for all regions and on all ranks.
 
-    All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
-    Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different
-    tensors, because gradients are reduced outside the graphs.
+    If the budget is a fraction too, it limits the sum of all regions: the sum of their bytes, divided by the sum under
+    plain torch.compile. A region that a micro-batch calls several times counts several times. If one region cannot stay
+    within the share, the share is lowered, so that the other regions store less.
+
+    If the budget is in bytes, the first steps run with graphs that store as little as possible. Then the share is
+    raised by the memory that these steps have left unused, and the regions are compiled and measured again.
+
+    All ranks compile again at the same steps. The rank with the highest peak determines the share. Each rank plans its
+    own graphs within the share, with its own costs and batch sizes. Ranks may store different tensors, because
+    gradients are reduced outside the graphs.
     """
 
     def __init__(

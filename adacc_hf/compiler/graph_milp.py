@@ -109,8 +109,8 @@ class _GraphProgram:
     def _constrain_precise(self) -> None:
         """Add the constraints [Precise]: a precise value is never recomputed from a value stored by a coarse codec.
 
-        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error, because v is stored by a
-        coarse codec or is recomputed from a value with such an error.
+        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error. That is so if a coarse codec
+        stores v, or if v is recomputed from a value with such an error.
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
@@ -269,7 +269,8 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """Cut a graph into segments with the least sum of the bytes at the boundaries and in the largest segment.
+    """Cut a graph into segments such that the least memory is needed: the bytes stored at all boundaries, plus the
+    bytes of the largest segment.
 
     `value_bytes` has the bytes that each value takes while its segment is recomputed.
     """
@@ -338,10 +339,11 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
 def _cheapest_boundaries(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """Return the boundaries with the least stored bytes between segments of a graph, none of them larger than `limit`.
+    """Return the boundaries that cut a graph into segments of at most `limit` bytes, with the least bytes stored at the
+    boundaries.
 
-    Return None if no boundaries satisfy `limit`. `positions` are the possible boundaries, `live_bytes` the bytes stored
-    at each of them, and `cumulative` the bytes of all operators before each position.
+    Return None if this is impossible. `positions` are the possible boundaries, `live_bytes` the bytes stored at each of
+    them, and `cumulative` the bytes of all operators before each position.
     """
     last = len(cumulative) - 1
     # Dynamic program: least cost of a chain of boundaries ending at each position, and the chain's previous boundary.

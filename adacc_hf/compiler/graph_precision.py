@@ -65,7 +65,7 @@ def exponents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes`, and all nodes from which elementwise operators alone compute any of `nodes`.
+    """Return `nodes`, and all earlier nodes from which any of `nodes` is computed by elementwise operators only.
 
     The search stops at matrix products and sums, which average errors out, and at bounded functions, which keep errors
     small.
@@ -90,9 +90,9 @@ def _is_logistic(node: fx.Node) -> bool:
 
 
 def _divisor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes used as divisors, and the nodes from which a divisor of 0 can come.
+    """Return the nodes that are used as divisors, and the nodes whose zeros would make a divisor 0.
 
-    The latter are the inputs of operators that map 0 to 0 and compute a divisor.
+    The latter are the inputs of operators that compute a divisor and map 0 to 0, such as sqrt.
     """
     return divisors(
         (
@@ -112,9 +112,10 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
-    """Return True if `user` computes its elements from single elements of `source`.
+    """Return True if each element of `user` depends on a single element of `source`.
 
-    `user` is then a view or a part of `source`, or has at least as many elements and can be fused.
+    This is assumed in two cases: `user` is a view or a part of `source`, or Inductor can fuse `user`, which has at
+    least as many elements as `source`.
     """
     if is_view(user) or is_getitem(user):
         return True

@@ -33,7 +33,8 @@ integer. Smaller numbers are within the rounding of tensors' sizes, which a poly
 def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
     """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if no n fits.
 
-    `excess` must not decrease with n. The search starts at `start`, and continues where the polynomial through the
+    For example, n is a batch size, and `excess(n)` is the peak at this size minus the budget, in bytes. `excess` must
+    not decrease with n. The search starts at n = `start`. Each next n is the point where a polynomial through the
     nearest known points is 0. `hints` has known values of excess(n) by n. The value at n = 0 may be an estimate.
 
     The result n was evaluated. The excess of n + 1 was evaluated too, unless the polynomial predicts that n + 1 does

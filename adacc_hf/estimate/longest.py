@@ -24,8 +24,9 @@ from adacc_hf.solve.solver import solve_policy
 log = logging.getLogger(__name__)
 
 LONGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
-"""Training methods that are compared: without a policy (plain, recomputed, or recomputed with modules that run on some
-rows at a time), and with a policy that uses exact actions or all actions."""
+"""Training methods that are compared. Three have no policy: plain training, full recomputation, and full recomputation
+with modules that run on some rows at a time. Two have a policy: one with exact actions only, and one with all
+actions."""
 
 
 @dataclass(frozen=True, kw_only=True)

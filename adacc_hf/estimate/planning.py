@@ -100,7 +100,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Predictions for a training run: memory without activations, policy, and a forecast per training method."""
+    """Predictions for a training run: static memory, policy, and a forecast per training method."""
 
     request: Request
     attention: str
@@ -117,7 +117,8 @@ class TrainingPlan:
 
 
 def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
-    """Return the static memory (without activations), and the profile of one step of `request`, on one device.
+    """Return the static memory (parameters, gradients and optimizer state), and the profile of one step of `request`,
+    on one device.
 
     Pass the profile to `uniform_policy` for the peak of plain training or of recomputation. Raises the same errors as
     `plan`.
@@ -150,8 +151,8 @@ def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
 def plan(request: Request) -> TrainingPlan:
     """Return the predictions for the training run of `request`.
 
-    Raises ValueError if the budget is below the memory of training without activations, and FakeDeviceError or
-    AdaccError if the model cannot be traced.
+    Raises ValueError if the budget is below the static memory (parameters, gradients and optimizer state), and
+    FakeDeviceError or AdaccError if the model cannot be traced.
     """
     log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
@@ -204,7 +205,8 @@ class TrainingPlanner:
     def trace(self) -> None:
         """Trace the requested batch shape, from which the searches for larger shapes start.
 
-        Raise ValueError for a budget that is below the memory of training without activations.
+        Raise ValueError for a budget below the static memory (parameters, gradients and optimizer state), which
+        training needs in addition to activations.
         """
         _check_budget(self.request, self.static)
         self._add_traced(self.profile())

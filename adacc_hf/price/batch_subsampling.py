@@ -86,10 +86,10 @@ class Batch:
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
         """Return a copy of the batch in which each tensor is cut or repeated to its shape in `shapes`.
 
-        If a mask has masked positions, the cut mask has some too: if the cut leaves none, an eighth of the positions of
-        one sample are masked, because models drop a mask without masked positions. A single position may not be enough,
-        because one position of audio input is shorter than an audio feature. If rows hold several documents each, the
-        cut rows hold several documents too.
+        Models drop a mask in which no position is masked. Therefore, if cutting removes all masked positions of a mask,
+        an eighth of the positions of one sample are masked again. A single position may not be enough, because one
+        position of audio input is shorter than an audio feature. If rows hold several documents each, the cut rows hold
+        several documents too.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
         for shape in self.shapes:
@@ -137,12 +137,13 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     """Return alternative lists of small parts of a batch. From each list alone, the profile of the whole batch can be
     extrapolated.
 
-    No part is larger than half of the batch, and a list's smallest part comes first. If the batch has no sequences of
-    tokens and fewer than four samples, there are no parts. Otherwise, the parts differ in the number of samples (a
-    quarter of the batch, and one more) and in length. If `has_pairs` is True, the model is an encoder-decoder, and the
-    lengths of the encoder's and the decoder's sequence vary independently. The same holds if the labels' length differs
-    from the inputs' length. The first `uncut_tokens` tokens of each sequence are never cut, and do not count towards
-    half of the batch.
+    A part has some of the samples, and some of the tokens of each sample. For example, the first list for 8 samples of
+    128 tokens is 2 x 64, 2 x 128 and 3 x 128 tokens. A list's smallest part comes first. No part is larger than half of
+    the batch. If the batch has no sequences of tokens and fewer than four samples, there are no parts.
+
+    If `has_pairs` is True, the model is an encoder-decoder, and the two sequences of a sample are cut to different
+    lengths. The same holds if the labels' length differs from the inputs' length. The first `uncut_tokens` tokens of
+    each sequence are never cut. They are left out when a part is compared with half of the batch.
 
     Later lists are for batches whose first list takes too much memory, and for models that run different operators on
     one sample than on several. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. It is the only
@@ -283,10 +284,11 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     """Yield one more copy of `batch` for profiling, with a number of samples that no copy from `profiled_parts` has.
 
-    Yield nothing if the sequences are too short to be cut. A peak is a sum of three terms: attention's scores, other
-    tensors of the batch, and the weights. The batch and the copies from `profiled_parts` determine the three terms, and
-    this further size checks the fit. If the batch has one or two samples, this copy has twice as many samples as the
-    batch, because all copies from `profiled_parts` have as many as the batch.
+    A peak is a sum of three terms: attention's scores, other tensors of the batch, and the weights. The batch and the
+    copies from `profiled_parts` determine the three terms, and this further size checks the fit.
+
+    All copies from `profiled_parts` of a batch of one or two samples have as many samples as the batch. In this case,
+    the copy from this function has twice as many. Yield nothing if the sequences are too short to be cut.
     """
     if _can_shorten_sequences(batch.lengths, is_pair):
         part_samples, quarters = (2, 3) if batch.num_samples > 2 else (2 * batch.num_samples, 1)
@@ -307,9 +309,10 @@ def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, i
     """Return a copy of `batch` with `num_samples` samples, cut to sequences of about `tokens` (first, second) tokens.
 
     If `is_pair`, the first number of `tokens` is for the encoder's sequence, and the second for the decoder's sequence.
-    Otherwise, the first number is for all sequences. Tensors of different lengths are cut to different lengths, and the
-    two sequences of a pair get different lengths even if their lengths in `batch` are equal. If `tokens` is None, no
-    sequence is cut.
+    Otherwise, the first number is for all sequences. If `tokens` is None, no sequence is cut.
+
+    Tensors of different lengths are cut to different lengths. The two sequences of a pair get different lengths even if
+    their lengths in `batch` are equal.
     """
     lengths = batch.lengths
 
@@ -337,9 +340,9 @@ def _shorter_length(length: int, target: int) -> int:
 def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Restart position ids in `part`, a tensor cut from `whole`, if the cut has lost the documents in its rows.
 
-    A row holds several documents if its position ids decrease or repeat somewhere: a new document begins there. If
-    `whole` has such rows and `part` has none, return a copy of `part` with a second document that begins in the middle
-    of each row, because models mask other documents only if a row holds several. Otherwise return `part`.
+    A row holds several documents if its position ids decrease or repeat somewhere: a new document begins there. Models
+    mask other documents only if a row holds several. Therefore, if `whole` has such rows and `part` has none, return a
+    copy of `part` in which a second document begins in the middle of each row. Otherwise return `part`.
     """
 
     def has_documents(positions: torch.Tensor) -> bool:

@@ -125,8 +125,12 @@ class KindProfileBuilder:
         return index in self.optional and is_large and is_own and record.is_encodable
 
     def _place(self, index: int) -> Place:
-        """Return the path of the block input `index` among a call's arguments. Return () for other values, and for
-        arguments that cannot be encoded."""
+        """Return the place of the value `index` among the arguments of a block's call, for example (0,) for the first
+        argument.
+
+        Return () if the value is not an argument, if it is inside a container among the arguments, or if a codec cannot
+        encode it with its dimensions in order.
+        """
         record = self.tape.values[index]
         if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
             return ()

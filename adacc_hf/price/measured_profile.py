@@ -1,9 +1,10 @@
 """The profile of a batch, measured in a few passes.
 
 One forward records every block's operators, verifies that they can be replayed, and measures times and codec costs.
-Further passes measure memory. The first of them is a forward alone. Each other pass is a forward and backward in which
-all blocks are recomputed, except one block of each kind in a group of kinds: this watched block retains its
-activations, and its memory is recorded. (Blocks of one kind run the same operators.) The first forward and backward is
+
+Further passes measure memory. The first of them is a forward alone. Each other pass is a forward and backward for a
+group of kinds (blocks of one kind run the same operators). One block of each kind in the group, the watched block,
+retains its activations, and its memory is recorded. All other blocks are recomputed. The first forward and backward is
 also timed.
 """
 

@@ -49,8 +49,8 @@ class Measurement:
     """True if profiling also records blocks on parts of the batch, so that training at other batch sizes needs no new
     recordings."""
     watches_one_block = True
-    """True if only one block at a time retains its activations while memory is measured, as far as block sizes
-    allow."""
+    """True if the blocks that retain their activations in one measured step take, together, at most the bytes of the
+    largest block. False if all watched blocks retain them in the same step."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """Return the values of the profiled `tape` that replay of its operators recomputes bit for bit (rule R7)."""

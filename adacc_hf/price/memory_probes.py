@@ -42,8 +42,8 @@ class SlotProbe:
     """Strategy that retains all saved tensors of a block, and records in a meter when autograd unpacks and frees each
     tensor.
 
-    `sources` says where a call finds those inputs of the block that other blocks read too. The probe also keeps these
-    inputs alive, as replay of a block would.
+    Some inputs of the block are also read by other blocks. `sources` says where a call finds these inputs. The probe
+    keeps them alive, as a replay of the block would.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:
@@ -105,8 +105,8 @@ class ForwardProbe:
     """Strategy that stores nothing for backward, and records in a meter when a value is first saved and when forward
     frees the value.
 
-    Because nothing is stored, no backward can follow. `sources` says where a call finds those inputs of the block that
-    other blocks read too. The probe keeps these inputs alive, as replay of a block would.
+    Because nothing is stored, no backward can follow. Some inputs of the block are also read by other blocks. `sources`
+    says where a call finds these inputs. The probe keeps them alive, as a replay of the block would.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source], forward_pass: ForwardPass) -> None:

@@ -60,10 +60,10 @@ def record_model(
 ) -> ModelRecording:
     """Record every block in one forward, and measure the times of the blocks' operators and codecs.
 
-    If the model skips blocks at random, search for random numbers with which all blocks run. All later passes of the
-    profile repeat the recorded forward. `tape_cache` is the cache of an earlier recording of the model, or None.
-    `tilings` has the tiles (groups of rows) in which modules of the blocks run, by block call. Raises
-    UncalledBlocksError if no forward runs all blocks.
+    If the model skips blocks at random, random states are tried until all blocks run. All later passes of the profile
+    repeat the recorded forward. `tape_cache` is the cache of an earlier recording of the model, or None. `tilings` maps
+    each block call to the tiles (groups of rows) in which modules of the block run. Raises UncalledBlocksError if no
+    forward runs all blocks.
     """
     installation = profiled.installation
     tables: frozenset[Any] = frozenset()
@@ -196,8 +196,9 @@ class ModelRecorder:
         self._config = config
         self._measurement = measurement
         self.tile_memory: dict[str, dict[str, TileMemory]] = {}
-        """Memory of one tile (group of rows) of each row-wise module of a block, by the digest of the block's tape with
-        the modules in tiles, and by the module's path. A row-wise module computes each row from that row alone."""
+        """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the
+        block's tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row
+        from that row alone."""
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
         """Weak references to storages saved by the rest of the model, by address. A weak reference keeps the address

@@ -36,16 +36,17 @@ class ModelRecording:
     shared: tuple[Shared, ...]
     """Records of the tensors that block calls share with each other and with the rest of the model."""
     replay_sources: dict[str, list[Source]]
-    """For each call, the sources of those inputs that other blocks read too and that the call keeps alive if all blocks
-    are recomputed. A source is the place where a call finds the input, such as an argument."""
+    """For each call, the sources of the inputs that the call keeps alive if all blocks are recomputed, and that other
+    blocks read too. A source is the place where a call finds an input, such as an argument."""
     calls_before_rest: set[str]
     """Names of the calls after which other parts of the model run before the next call of a block."""
     saved_bytes: dict[str, int]
     """Bytes that autograd saved, by call. Only calls whose operators cannot be replayed are included."""
     tape_cache: TapeCache
     tile_memory: Mapping[str, Mapping[str, TileMemory]] = field(default_factory=dict)
-    """Memory of one tile (group of rows) of each row-wise module of a block, by the digest of the block's tape with the
-    modules in tiles, and by the module's path. A row-wise module computes each row from that row alone."""
+    """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the block's
+    tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row from that row
+    alone."""
 
     @staticmethod
     def of(
@@ -141,9 +142,9 @@ def recompute_outcome(kind: KindProfile) -> BlockOutcome:
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
     """Return, for each block call, those properties of its position in the step that affect its memory.
 
-    A position is three truth values. They are True if the gradients of the call's parameters exist before its backward,
-    if the rest of the model runs directly before the call, and if it runs directly after the call. The rest of the
-    model runs between calls if the loss calls the whole model several times.
+    A position is three truth values: the gradients of the call's parameters exist before its backward; the rest of the
+    model runs directly before the call; the rest of the model runs directly after the call. The rest of the model runs
+    between calls if the loss calls the whole model several times.
     """
     names = [block.name for block in blocks]
     last = calls_per_block(names)

@@ -80,9 +80,11 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
     """Return the bytes of state that `optimizer` has yet to create for the `trained` parameters, on their device.
 
     Before the first step, the whole state is missing. Later, only the state of parameters that no step has trained so
-    far is missing, for example in layers that layerdrop has skipped. To measure the state, a copy of the optimizer
-    takes a step on one stand-in tensor for each size of parameter, one after the other, which takes less memory than
-    the missing state. Raises OptimizerStateError if the copy cannot step.
+    far is missing, for example in layers that layerdrop has skipped.
+
+    To measure the state, a copy of the optimizer takes a step on one stand-in tensor for each size of parameter. The
+    stand-ins come one after the other, so that this takes less memory than the missing state. Raises
+    OptimizerStateError if the copy cannot step.
     """
     trained = list(trained)
     members = component_optimizers(optimizer)

@@ -33,10 +33,11 @@ peak that any policy reaches on the whole batch."""
 
 
 def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[Batch]]:
-    """Return `choices`, lists of parts of the batch `whole`, with first parts of at most `FIRST_SHARE` of the batch.
+    """Return `choices`, lists of parts of the batch `whole`, with first parts that have at most `FIRST_SHARE` of the
+    batch's elements.
 
-    If a list's first part is larger, the smallest part of all lists replaces it, even if this part is too large as
-    well.
+    If the first part of a list is larger, it is replaced by the smallest part of all lists, even if this smallest part
+    is too large as well.
     """
     smallest = min((parts[0] for parts in choices), key=lambda part: num_elements(part.shapes))
     limit = FIRST_SHARE * num_elements(whole.shapes)
@@ -44,10 +45,11 @@ def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[B
 
 
 def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]]) -> list[Batch]:
-    """Choose the parts to profile. The first is the first part of `choices[0]`, which is already profiled as `first`.
+    """Return the parts of the batch to profile. Each list in `choices` contains alternative parts.
 
-    The other parts are from the first list in `choices` whose parts are all predicted to take at most `limit` bytes to
-    profile, or from the last list.
+    The part `choices[0][0]` was profiled before, with the result `first`, and is always the first part returned. The
+    other parts come from one of the lists: the first list in which each part is predicted to take at most `limit` bytes
+    to profile. If there is no such list, they come from the last list.
     """
     profiled = choices[0][0]
     for parts in choices:
@@ -58,11 +60,12 @@ def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]])
 
 
 def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
-    """Predict the peak of profiling the batch `other`, without timing, from `profile`, the profile of the batch `part`.
+    """Predict the peak of memory while the batch `other` is profiled without timing.
 
-    Recording keeps all values that a block computes alive. The passes that measure memory recompute all blocks but one,
-    which retains its activations. The prediction is an upper estimate, for two reasons: a dimension of a value that
-    equals a length of the batch by chance is scaled too, and parameters' gradients are scaled like activations.
+    The prediction is computed from `profile`, the profile of the batch `part`. Recording keeps all values that a block
+    computes alive. The passes that measure memory recompute all blocks but one, which retains its activations. The
+    prediction is an upper estimate, for two reasons: a dimension of a value that equals a length of the batch by chance
+    is scaled too, and parameters' gradients are scaled like activations.
     """
     growth = _Growth.between(part, other)
     static_bytes = profile.static_bytes

@@ -94,8 +94,8 @@ class SharedTensors:
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
         """Assign each tensor that the recorded `blocks` share to an owner, for which its bytes count.
 
-        `outside`, `state` and `batch` are sets of storage addresses: of the tensors that the rest of the model saves,
-        of the model's parameters and buffers, and of the model's input.
+        Three sets of storage addresses tell where else a tensor is held: `outside` by the rest of the model, which
+        saves it; `state` as one of the model's parameters and buffers; `batch` as a part of the model's input.
         """
         readers: dict[int, set[str]] = {}
         for block in blocks:
@@ -165,8 +165,10 @@ class SharedTensors:
         return len(self._cast_owners[storage_key_of(cast)]) > 1
 
     def owns_cast(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
-        """Return True if the bytes of `cast` count for `block`: the block is the first that saves the cast, and the
-        rest of the model does not save the cast."""
+        """Return True if the bytes of `cast` count for `block`.
+
+        They do if the block is the first that saves the cast, and the rest of the model does not save it.
+        """
         return self._cast_owners[storage_key_of(cast)][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:

@@ -68,7 +68,8 @@ def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line]
 
 
 def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple[list[int], list[int]]:
-    """Return the live bytes at each moment of (forward, backward) of one tile, above those before it."""
+    """Return the live bytes at each moment of (forward, backward) of one tile, in addition to the bytes that were live
+    before the tile."""
     parameters = trainable_parameters(module)
     call = TiledCall(module, module.forward, tuple(parameters), MEASURED_TILES)
     sums = GradientSums(tuple(parameters.values()))
@@ -84,7 +85,8 @@ def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple
 
 
 def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
-    """Return the live bytes between each two operators of `run`, above those before it."""
+    """Return the live bytes between each two operators of `run`, in addition to the bytes that were live before
+    `run`."""
     with meter:
         meter.mark(("begin",))
         with _Marks(meter):

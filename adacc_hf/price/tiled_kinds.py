@@ -131,8 +131,11 @@ class _PriceSource:
         self._config = config
 
     def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
-        """Return the kind `tiled` with the prices of the kind without tiles. The memory of a tile is left out of its
-        events: it depends on the number of tiles."""
+        """Return the kind `tiled` with the prices of the kind without tiles.
+
+        The events of the result do not include the memory of a tile, because this memory depends on the number of
+        tiles.
+        """
         matching, _ = self._tape.values_in(tiled_tape)
         sources = {own: value for value, own in matching.items()}
         inside = {index for module in self._modules.values() for index in module.operators}
@@ -189,7 +192,8 @@ class _PriceSource:
 
 
 class _Unpriced(MemoryOnlyMeasurement):
-    """Measurement of memory in which operators have no times and no workspaces. They are known already."""
+    """Measurement of memory alone: operators have no times and no workspaces, because these are taken from the kind
+    without tiles."""
 
     def price(
         self,

@@ -130,10 +130,11 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 
 def _under(policy: Policy, profile: Profile) -> Profile:
-    """Return `profile` with modules in tiles (groups of rows) where `policy` runs them in tiles. The profile and the
-    policy have the same number of blocks.
+    """Return a copy of `profile` in which each block runs its modules in the tiles (groups of rows) that `policy` gives
+    the block.
 
-    Raises PolicyMismatchError if the profile has no measured tiles for one of these blocks.
+    The profile and the policy have the same number of blocks. Raises PolicyMismatchError if the policy has tiles for a
+    block that was not profiled in tiles.
     """
     try:
         return profile.under([policy.plans[index] for _, index in policy.blocks])
@@ -310,7 +311,11 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
 
 def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
-    """Return True if replay can read `value`, because the plan with these choices stores it."""
+    """Return True if replay can read `value` without recomputing it.
+
+    That is so if the plan's `choices` (actions by value) store it, if other blocks also hold it, or if it is the state
+    of a random generator.
+    """
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE

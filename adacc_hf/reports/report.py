@@ -319,7 +319,7 @@ def _report_header(name: str) -> str:
 
 
 def _report_cell(name: str, value: Any) -> str:
-    """Return a cell of a table in the report as text, from the name and value of a number in a record."""
+    """Return the text of a cell in a report's table, for the number `value` that a record has under `name`."""
     if value is None:
         return "-"
     if name.endswith("_bytes") and isinstance(value, int):

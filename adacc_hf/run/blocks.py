@@ -345,7 +345,7 @@ class Installation:
     def skipped_blocks(self) -> list[str]:
         """Return the names of the blocks that were not called with gradients enabled in the last step.
 
-        An example is a vision tower in a step on text. Return an empty list if the model uses layerdrop, which skips
+        An example is a vision tower in a text-only step. Return an empty list if the model uses layerdrop, which skips
         blocks at random.
         """
         if layerdrop_rates(self.model):

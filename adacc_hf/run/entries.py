@@ -219,9 +219,10 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create an entry for the calls of one call key, which run on the recorded tape in `known_shape`.
+        """Create the entry for one call key. Calls with this key run on the recorded tape in `known_shape`.
 
-        If `tape` is given, the calls have another size than the recorded call, and run on `tape` instead.
+        If `tape` is given, the calls run on `tape` instead, because their sizes differ from the sizes of the recorded
+        call.
         """
         tape = tape or known_shape.tape
         if tape.untrusted is not None:

@@ -1,15 +1,16 @@
 """Frontier of each kind of block: the plans on the lower convex hull of stored bytes and time.
 
-A plan assigns an action to each activation of a block. The plans on a frontier are called frontier plans. They are
-ordered from all RETAIN (most bytes, least time) to the fewest bytes. A mixture of frontier plans gives each block of a
-kind one of these plans.
+A plan assigns an action to each activation of a block. The plans on a frontier are called frontier plans. They are in
+order: the first one retains everything, and is the fastest. Each further one stores fewer bytes and takes more time. A
+mixture of frontier plans gives each block of a kind one of these plans.
 
 If memory has a price of w ms per byte, the best plan of a block minimises ms + w * bytes. Over all w, the best plans
-are the corners of the lower convex hull of (bytes, ms). At a fixed price, the integer program that finds the best plan
-is a closure problem. Its linear relaxation has integer solutions, except for the constraints on values that must not be
-recomputed from lossily stored values. A corner therefore usually takes one run of the simplex method, which starts from
-the final basis of the run for the previous corner. If the solution of the relaxation is fractional, the integer program
-is solved.
+are the corners of the lower convex hull of (bytes, ms).
+
+At a fixed price, an integer program finds the best plan. The program is a closure problem, so its linear relaxation
+usually has an integer solution. Only the constraints on values that must not be recomputed from lossily stored values
+can make the solution fractional, and then the integer program itself is solved. Therefore a corner usually takes one
+run of the simplex method. The run starts from the final basis of the run for the previous corner.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 SLOPE_TOLERANCE = 1e-6
-"""Minimum distance in ms by which a corner of the hull must lie below the line between its two neighbours, as a
-fraction of the neighbours' difference in ms. This distance is far above HiGHS's optimality tolerance."""
+"""Minimum distance of a corner of the hull below the line between its two neighbours, as a fraction of the difference
+in ms between these neighbours. The fraction is far above HiGHS's optimality tolerance."""
 INTEGRALITY = 1e-4
 """Maximum distance from an integer at which a variable counts as integer. The maximum is far above HiGHS's
 tolerance."""
@@ -38,10 +39,11 @@ SCALE = 1e3
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
-    """Return the frontier of each kind of block: plans in order from all RETAIN to the fewest bytes, with rising ms.
+    """Return the frontier of each kind of block: plans from the one that retains everything to the one that stores the
+    fewest bytes.
 
-    Frontiers do not depend on the budget, so policies for different budgets are comparable. Tensors that several blocks
-    share cost no bytes here.
+    Each plan of a frontier is slower than the previous plan. Frontiers do not depend on the budget, so policies for
+    different budgets are comparable. Tensors that several blocks share cost no bytes here.
     """
     return [_frontier_of_kind(log, model) for model in models]
 
@@ -58,7 +60,11 @@ def _frontier_of_kind(log: SolverLog, model: KindModel) -> list[PricedPlan]:
 
 
 def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
-    """Return the convex hull's corners strictly between two of its plans, from `larger` to `smaller` bytes."""
+    """Return the corners of the convex hull between two of its plans, without these plans, in the order of falling
+    bytes.
+
+    `larger` is the plan that stores more bytes, and `smaller` the plan that stores fewer.
+    """
     if smaller.ms <= larger.ms:
         return []
     corner = program.cheapest(_price_of_memory(larger, smaller))
@@ -123,10 +129,12 @@ def _is_integral_solution(solution: Sequence[float]) -> bool:
 def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]], limit_bytes: int) -> float:
     """Return a lower bound on the overhead in ms of policies that store at most `limit_bytes`, without shared tensors.
 
-    Return infinity if no policy stores so little. `num_blocks[k]` blocks have the frontier `frontiers[k]`. A step along
-    a frontier replaces a block's plan by the next plan, which stores less. The bound is the solution of the continuous
-    knapsack problem: the cheapest steps are taken first, and the last step in part. Policies consist of whole steps, or
-    of plans above the hull, and therefore cannot be faster.
+    Return infinity if no policy stores so little. `num_blocks[k]` blocks have the frontier `frontiers[k]`.
+
+    A step along a frontier replaces a block's plan by the next plan, which stores less. The bound takes the steps in
+    the order of their price (ms per freed byte). Of the last step, it takes only the part that is needed, as in the
+    continuous knapsack problem. Real policies cannot be faster, because they consist of whole steps, or of plans above
+    the hull.
     """
     excess = sum(n * frontier[0].nbytes for n, frontier in zip(num_blocks, frontiers, strict=True)) - limit_bytes
     ms = 0.0
@@ -148,7 +156,8 @@ def _frontier_steps(
 
 
 def lower_hull(plans: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """Return the plans on the lower convex hull of stored bytes and time, from the fastest to the fewest bytes."""
+    """Return the plans on the lower convex hull of stored bytes and time, from the fastest plan to the plan that stores
+    the fewest bytes."""
     hull: list[PricedPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.ms, plan.nbytes)):
         if hull and plan.nbytes >= hull[-1].nbytes:
@@ -160,13 +169,16 @@ def lower_hull(plans: Sequence[PricedPlan]) -> list[PricedPlan]:
 
 
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
-    """Yield policies from all RETAIN to the fewest bytes.
+    """Yield policies: the first one retains everything, and each further one stores fewer bytes and takes more time.
 
-    Each policy differs from the previous one in one block, which gets the next plan of its kind's frontier.
+    `kinds[i]` is the kind of block i. `frontiers[k]` has the plans for blocks of kind k, from the plan that retains
+    everything to the plan that stores the fewest bytes. Each policy gives one more block the next plan of its kind's
+    frontier.
 
-    `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. These changes are made in the order of
-    their price in ms per byte. Therefore no faster policy of frontier plans stores as few bytes. The first blocks are
-    changed first, because the backward of the first blocks comes last, when the least other memory is stored.
+    The changes are made in the order of their price, the extra ms per freed byte. Therefore, of all policies that
+    consist of plans in `frontiers` and store at most as many bytes as a yielded policy, the yielded policy is the
+    fastest. Of the blocks of one kind, the first block is changed first, because its backward comes last, when the
+    other blocks store the least memory.
     """
     policy = [frontiers[kind][0] for kind in kinds]
     yield list(policy)
@@ -183,7 +195,8 @@ def _price_of_memory(larger: PricedPlan, smaller: PricedPlan) -> float:
 
 
 def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
-    """Return True if `corner` lies between `larger` and `smaller` in bytes, and below the line through both in ms."""
+    """Return True if the plan `corner` stores fewer bytes than the plan `larger` and more than the plan `smaller`, and
+    is faster than any mixture of the two that stores as many bytes."""
     line_ms = larger.ms + _price_of_memory(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms
@@ -326,7 +339,10 @@ class MixtureProgram:
         return [(x, weight * ms / self.total_ms) for x, ms in terms]
 
     def _bytes(self, weight: float) -> list[tuple[int, float]]:
-        """Return the objective's terms for stored bytes, scaled to a sum of at most a little above `weight`."""
+        """Return the objective's terms for stored bytes.
+
+        The terms are scaled: for a policy that stores as many bytes as plain training, their sum is about `weight`.
+        """
         return [(x, weight * self.unit * nbytes) for x, nbytes in self._terms_bytes()]
 
     def _terms_bytes(self) -> list[tuple[int, float]]:

@@ -60,8 +60,8 @@ class KindModel:
     runnable: frozenset[int]
     """Numbers of the operators that can be replayed, because all their inputs can be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
-    """Index values (such as the expert of a token) that could change if recomputed from lossily stored values. They are
-    stored if backward needs them."""
+    """Values that contain indices (such as the number of a token's expert) and could change if recomputed from lossily
+    stored values. They are stored if backward needs them."""
     checkpoints: tuple[PricedPlan, ...] = ()
     """Plans in which torch's checkpoint runs the whole block, one for each way to store its inputs."""
 

@@ -158,9 +158,10 @@ plans. T5 would continue for a minute, to lower the peak by 2 %."""
 def local_search(
     oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[PricedPlan]], start: list[PricedPlan]
 ) -> list[list[PricedPlan]]:
-    """Return policies with falling peaks, starting with `start`, the policy of frontier plans with the least peak.
+    """Return policies with falling peaks, found by a local search that begins with the policy `start`.
 
-    The policies do not depend on a budget.
+    Of all policies that consist of plans in `frontiers`, `start` has the least peak. The result does not depend on a
+    budget.
     """
     pools = [_pareto_plans(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
     trail, expanded, remaining = [start], set[PricedPlan](), MAX_NEIGHBOR_PLANS

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 NUM_REFINEMENTS = 4
 """Number of caps (limits on stored bytes) between two neighbouring policies of the chain.
 
-The chain leads from all RETAIN to the fewest bytes, and its neighbours differ in one block. The integer program is
-solved once per cap (10 to 30 ms). The caps are the same for every budget between the two policies, so a larger budget
-never gives a slower policy."""
+The chain begins with the policy that retains everything. Each further policy differs from the previous one in one
+block, and stores fewer bytes. The integer program is solved once per cap (10 to 30 ms). The caps are the same for every
+budget between the two policies, so a larger budget never gives a slower policy.
+"""
 MAX_MISSES = 4
 """Number of policies in a row that may exceed the budget before the search for policies with one plan per kind stops.
 
@@ -83,9 +84,11 @@ class PolicySearch:
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
         """Return the plans of the fastest policy within the budget, one plan per block.
 
-        `incumbent_ms` is the time of the best policy found so far with another output head. If no policy within the
-        budget is faster than `incumbent_ms`, return None or a slower policy within the budget. If no policy fits the
-        budget, raise InfeasibleBudgetError. Return None instead if a bound has already shown that no policy is faster.
+        `incumbent_ms` is the time of the best policy found so far with another output head. A policy that is not faster
+        is not needed, and the search for it may end early. The result is then None, or a slower policy within the
+        budget.
+
+        Raise InfeasibleBudgetError if no policy fits the budget, unless the search has ended early.
         """
         find = self._within_peak if budget.limits_peak else self._within_stored
         policies = find(budget, incumbent_ms)
@@ -343,12 +346,14 @@ class PolicySearch:
         incumbent_ms: float,
         with_uniform: bool = False,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest fitting policy of the chain, and fitting policies that store a little more than it.
+        """Return the fastest policy of the chain that fits, and further fitting policies that store a little more.
 
-        The chain is a sequence of policies from all RETAIN to the fewest bytes, in which neighbours differ in one
-        block. The policy that comes before the fastest fitting one does not fit, and the additional policies store less
-        than that policy. If `with_uniform`, add policies with one plan per kind of block. If no policy of the chain
-        fits, return only the policies with one plan per kind.
+        The chain begins with the policy that retains everything. Each further policy of the chain differs from the
+        previous one in one block, and stores fewer bytes. The policy before the fastest fitting one does not fit. The
+        further policies of the result store less than that policy.
+
+        If `with_uniform`, add policies with one plan per kind of block. If no policy of the chain fits, return only
+        these.
         """
         before = self.plain
         for policy in self._chain(frontiers):
@@ -376,12 +381,14 @@ class PolicySearch:
         fits: Fits,
         incumbent_ms: float,
     ) -> list[list[PricedPlan]]:
-        """Return a list with the fastest policy that fits and stores between `low` and `high`.
+        """Return a list with the fastest policy found between the policies `low` and `high`, or an empty list.
 
-        The list is empty if none fits. `low` and `high` are policies that differ in one block. Only blocks of this
-        block's kind change, because varying more kinds takes more time than it gains. The largest caps (limits on
-        stored bytes) are tried first. A cap above the budget's limit gives either a policy that does not fit or the
-        same policy as the limit itself.
+        The policy fits the budget, and stores more bytes than `low` and fewer than `high`. `low` and `high` differ in
+        one block. Only plans of this block's kind are changed, because changing more kinds takes more time than it
+        gains.
+
+        The solver runs for a few caps: limits on stored bytes, evenly spaced between the bytes of `low` and the bytes
+        of `high`. The largest cap comes first. The first policy that fits is returned.
         """
         index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
         kind = self.profile.blocks[index].kind
@@ -399,12 +406,15 @@ class PolicySearch:
     def uniform_policies(
         self, low: list[PricedPlan], high: list[PricedPlan], budget: Budget, fits: Fits, incumbent_ms: float
     ) -> Iterator[list[PricedPlan]]:
-        """Yield policies with one plan per kind of block that fit: the fastest for each cap (limit on stored bytes).
+        """Yield policies that fit the budget and have one plan per kind of block: for each cap (limit on stored bytes),
+        the fastest.
 
-        The caps rise by one percent of plain training's stored bytes, from the bytes of `low` to those of `high`.
-        Larger caps follow until `MAX_MISSES` policies in a row do not fit. Caps whose policies cannot be faster than
-        `incumbent_ms` are skipped. If kinds have few blocks, policies with one plan per kind may be faster than
-        mixtures, or need less memory while a block's backward runs.
+        The caps rise by one percent of plain training's stored bytes, from the bytes of the policy `low` to the bytes
+        of the policy `high`. Larger caps follow until `MAX_MISSES` policies in a row do not fit. Caps whose policies
+        cannot be faster than `incumbent_ms` are skipped.
+
+        If kinds have few blocks, policies with one plan per kind may be faster than mixtures, or need less memory while
+        a block's backward runs.
         """
         plain_bytes = self.kinds.plain_stored_bytes
         first, last = -(-100 * self._stored_bytes(low) // plain_bytes), 100 * self._stored_bytes(high) // plain_bytes

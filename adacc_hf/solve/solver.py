@@ -2,10 +2,12 @@
 
 First, `frontiers` computes the frontier of plans of each kind of block, once for all budgets. For one kind and a budget
 on stored bytes, one integer program (`MixtureProgram`) gives the policy. For several kinds, or a budget on the peak of
-the step, the solver takes the first policy that fits in the `chain` from all RETAIN to the least bytes, and refines it
-with the same program. The frontiers also give a lower bound on the time of any policy. The relative distance of the
-solver's policy from this bound is the policy's `gap`. At the end every policy is simulated, in whole bytes, by code
-that is independent of the program.
+the step, the solver walks along a `chain` of policies, each of which stores fewer bytes than the previous one. It takes
+the first policy that fits, and refines this policy with the same program.
+
+The frontiers also give a lower bound on the time of any policy. The relative distance of the solver's policy from this
+bound is the policy's `gap`. At the end every policy is simulated, in whole bytes, by code that is independent of the
+program.
 
 If the fastest policy stores more in host memory than allowed, the limit is divided among the blocks: each block's
 program has a bound on its bytes in host memory. The candidates divide the limit among all blocks, among half of the

@@ -1,4 +1,4 @@
-"""Which blocks run their row-wise modules in tiles, and in how many.
+"""Choice of the blocks that run their row-wise modules in tiles, and of the number of tiles.
 
 The last blocks of a model need tiles first, because their backward begins while all earlier blocks store activations.
 So the candidates run all blocks, the last half, or the last quarter in tiles, with as many tiles as lower the peak. The
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import KindProfile, Profile
 
 ENOUGH = 0.01
-"""Smallest relative reduction of a block's peak for which more tiles are considered."""
+"""Relative difference of two peaks of a block. If more tiles reduce the peak by less than this fraction, fewer tiles
+are enough."""
 SHARES = (1, 2, 4)
-"""Divisors of the number of blocks that run in tiles in the candidates."""
+"""One divisor for each candidate: the candidate runs the last 1/1, 1/2 or 1/4 of the blocks in tiles."""
 
 
 def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
@@ -55,7 +56,8 @@ def _most_tiles(profile: Profile) -> list[int]:
 
 
 def _most_tiles_of(kind: KindProfile) -> int:
-    """Return the number of tiles from which on the peak of a recomputing block falls by less than ENOUGH."""
+    """Return the smallest number of tiles with which the peak of a recomputing block is nearly the least: at most the
+    fraction ENOUGH above the peak with the most tiles."""
     assert kind.tiles is not None  # the caller passes kinds with tiles
     number = most_tiles(kind.tiles.num_rows)
     if not number:
@@ -73,7 +75,8 @@ def _working_bytes(kind: KindProfile, number: int) -> int:
 
 
 def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> tuple[Profile, list[Plan]]:
-    """Return the profile and the plans with the fewest tiles for each block with which the peak fits `budget_bytes`.
+    """Return the profile and the plans, with the number of tiles of each block reduced as far as the peak still fits
+    `budget_bytes`.
 
     `profile` has the tiles of `plans`, with which the peak fits. Numbers of tiles are powers of two.
     """

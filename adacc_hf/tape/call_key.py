@@ -179,8 +179,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return True if calls of this shape were recorded, and this call's data occurs for the first time.
 
         The data is the elements of tensors that the block reads into Python. The first call with new data is not
-        recorded: recording takes memory, which the budget reserves only for new shapes, and time, which is worthwhile
-        only if the data occurs again. For this purpose, the method remembers `key`, and returns False the second time.
+        recorded, for two reasons: the budget reserves the memory for recording only for new shapes, and the time for
+        recording is worthwhile only if the data occurs again. For this purpose, the method remembers `key`, and returns
+        False the second time.
         """
         known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
         if not known_data or key.data in known_data or key in self._new_data:

@@ -102,9 +102,9 @@ thread converts a tensor to a list or a numpy array."""
 def data_behind_reads(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
 ) -> tuple[dict[Path, Data], Read | None]:
-    """Return (data by argument path, None): the data of the arguments on which `reads` depend.
+    """Return the data of the arguments on which `reads` depend, as a pair (data by path of the argument, None).
 
-    If a read depends on data that is not in an argument, return ({}, this read).
+    If one of the reads depends on data that is not in an argument, return ({}, this read) instead.
 
     `arguments(value)` yields (path, tensor) of each argument that shares the storage of a value. The data of all these
     arguments is returned, because the block may have read any of them.

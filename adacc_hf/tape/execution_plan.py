@@ -1,8 +1,8 @@
 """Execution plans: a policy's plan for a block, prepared to run on one tape (the record of a block's operators).
 
-An execution plan says for each saved tensor which values are stored, which operators are replayed when backward unpacks
-it, and which parameters and other existing tensors a call must provide for the replay. The functions at the end of this
-file adapt a plan's choices to a tape with different operators.
+For each saved tensor, an execution plan lists the stored values, and the operators that are replayed when backward
+unpacks the tensor. It also lists the parameters and other existing tensors that a call must provide for the replay. The
+functions at the end of this file adapt a plan's choices to a tape with different operators.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ExecutionPlan:
         self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
-        """Values that a call itself stores for backward, each in a cell (a container that saved tensors share): values
-        that the plan compresses, and values that a replay reads."""
+        """Values that a call itself stores for backward. These are the values that the plan compresses, and the values
+        that a replay reads. Each value is in a cell: a container that saved tensors share."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None

@@ -84,8 +84,8 @@ class FunctionTarget:
 
     @property
     def may_run_again(self) -> bool:
-        """False for an `autograd.Function` whose forward only its own backward may run again, such as a module that
-        runs in tiles (groups of rows)."""
+        """False for an `autograd.Function` whose forward must not run again in replay. An example is a module that runs
+        in tiles (groups of rows), whose own backward runs the forward again."""
         return not is_one_operator(self.function)
 
     def __eq__(self, other: object) -> bool:
@@ -378,9 +378,11 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
-        """Record a value that a forward can reach as `name`: a number or string, or the length of a container.
+        """Record `value`, which the forward can reach through the variable `name`.
 
-        For a tensor, set `has_tensors`. A function is searched in turn. Other objects are ignored.
+        A number or string is recorded itself. Of a container, the length is recorded. If `value` is a tensor,
+        `has_tensors` is set. If `value` is a function, the values that this function can reach are recorded too. Other
+        objects are ignored.
         """
         if isinstance(value, torch.Tensor):
             self.has_tensors = True

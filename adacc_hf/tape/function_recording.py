@@ -1,11 +1,13 @@
 """Recording of an `autograd.Function` on a tape: as its inner operators, or as one operator.
 
 NOTE [When a Function is one operator]
-First, all operators that the Function's forward runs are recorded. If replaying these operators recomputes all tensors
-that the Function returns and saves, the operators stay on the tape: replay runs only the operators that a saved tensor
-needs. Otherwise (a kernel that the recorder does not see fills memory, or Python reads data) the Function becomes one
-operator, whose target is the class, and replay runs the whole forward again. In both cases the replayed results are
-compared with the original results, bit for bit (rule R7).
+First, all operators that the Function's forward runs are recorded. If replay of these operators recomputes all tensors
+that the Function returns and saves, the operators stay on the tape. Replay then runs only the operators that a saved
+tensor needs.
+
+In other cases the operators are not enough: a kernel that the recorder does not see fills memory, or Python reads data.
+The Function then becomes one operator, whose target is the class, and replay runs the whole forward again. In both
+cases the replayed results are compared with the original results, bit for bit (rule R7).
 
 If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
 these operators do not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the
@@ -247,10 +249,11 @@ class FunctionRecorder:
     def _recomputed_inside(
         self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """Return the values that replay of the operators recorded inside an `autograd.Function` recomputes exactly.
+        """Return None if replay of the operators recorded inside an `autograd.Function` is enough, else the values that
+        it recomputes exactly.
 
-        Return None if the operators are enough for replay: the operators recompute all results that the Function
-        `returned`, and the Function neither wrote to a tensor without a recorded operator nor took a numpy view.
+        Replay is enough under three conditions. It recomputes all results that the Function `returned`. The Function
+        wrote to no tensor except by recorded operators. The Function took no numpy view.
         """
         new_tensors = [tensor for tensor in _argument_tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
@@ -327,8 +330,10 @@ class FunctionRecorder:
         Python.
 
         Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
-        Raise NotReplayableError if the Function converts a tensor to a numpy array and also returns numbers, which may
-        come from the array, or if the Function reads data that the arguments do not determine.
+
+        Raise NotReplayableError if the Function reads data that does not come from its arguments. Also raise the error
+        if the Function returns numbers after a conversion to a numpy array, because the numbers may come from the
+        array.
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
@@ -351,9 +356,9 @@ class FunctionRecorder:
     def _check_writes(self, run_record: _FunctionRun) -> None:
         """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.
 
-        A write is allowed if the block's own operators computed the tensor, if autograd has not saved the tensor, and
-        if no recorded operator performs the write (a kernel of the Function does). The storage then gets a new version,
-        as after an in-place operator (rule R6).
+        A write is allowed only under three conditions. An operator of the block has computed the tensor. Autograd has
+        not saved the tensor. The write was not done by a recorded operator, but by a kernel that the recorder does not
+        see. The storage then gets a new version, as after an in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]
@@ -367,11 +372,11 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
-        """Return the storages of unknown origin that operators inside an `autograd.Function` read, as storage keys.
+        """Return the keys of the storages of unknown origin that operators inside an `autograd.Function` read.
 
-        Results of operators inside the Function, and the Function's arguments, are left out. Raise NotReplayableError
-        if an operator reads another tensor of known origin, such as a parameter or an earlier result of the block, or
-        if an operator is a collective.
+        The Function's arguments, and results of operators inside the Function, are left out. Raise NotReplayableError
+        if an operator reads any other tensor whose origin is known, such as a parameter or an earlier result of the
+        block. Also raise the error if an operator is a collective.
         """
         mark, argument_keys = (
             run_record.before,
@@ -396,8 +401,13 @@ class FunctionRecorder:
     ) -> None:
         """Run the forward of an `autograd.Function` again, and compare the results with those of the first run.
 
-        Raise NotReplayableError if the second run differs, has side effects, or reproduces none of the results bit for
-        bit. `foreign` has the keys of storages that the forward must not read.
+        Raise NotReplayableError if the second run cannot repeat the random numbers or changes Python values. Also raise
+        it if the second run saves other tensors, makes tensors of another layout, or reads a storage whose key is in
+        `foreign`.
+
+        A result whose bits differ is not an error, because this result is then stored. But at least one result must
+        have the same bits, and so must every result in `recomputed_values`. Bits are not compared if the Function wrote
+        into an argument.
         """
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:

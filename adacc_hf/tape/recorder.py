@@ -318,12 +318,14 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
         """Add a value to the tape for the state that the random generator had before the random operator `drawn` ran.
+        Return the value's index.
 
-        Return the index of the value. Return None if a call that follows a plan cannot capture this state, or if the
-        random numbers may depend on data, which a plan may store with loss. The numbers cannot depend on data if the
-        operator is fused attention, or if the operator reads only the tensor that it fills. An `autograd.Function` is
-        accepted too, because the inputs of a Function that draws random numbers are stored exactly. If the operator
-        drew from another generator, the comparison of replayed with recorded bits (rule R7) detects this.
+        Return None if a call that follows a plan cannot capture this state. Also return None if the random numbers may
+        depend on data, because a plan may store this data with loss.
+
+        The random numbers do not depend on data if the operator is fused attention, or reads only the tensor that it
+        fills. For an `autograd.Function` they may, but the inputs of such a Function are stored exactly. If the
+        operator drew from another generator, the comparison of replayed with recorded bits (rule R7) detects this.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -411,8 +413,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Record that the operator or tensor method `by` has read the data of `tensor`: into Python, or to decide the
-        size of a result."""
+        """Record that the data of `tensor` was read by `by`, the name of an operator or of a tensor method.
+
+        The data was converted to Python numbers, or it determined the size of a result.
+        """
         self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:

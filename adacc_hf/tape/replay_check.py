@@ -16,11 +16,14 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
-    A value is one storage at one version. `bases` contains the recorded tensors, indexed by value. If replay of a value
-    gives different bits, the next operators read the recorded tensor in its place. If an in-place operator has
-    overwritten the recorded tensor, values that depend on it are not recomputable. Of an overwritten version, only the
-    parts that autograd saved are compared. If autograd saved no part, the values that depend on the version are
-    compared, but not the version itself.
+    A value is one storage at one version. `bases` contains the recorded tensors, indexed by value.
+
+    If replay of a value gives different bits, the next operators read the recorded tensor in its place. If an in-place
+    operator has overwritten the recorded tensor, this is impossible, and the values that depend on it are not
+    recomputable.
+
+    Of an overwritten value, only the parts that autograd saved can be compared. If autograd saved no part, only the
+    values computed from it are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
@@ -117,7 +120,7 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Return True if the tensor `replayed` has the bits of the tensor `recorded`, for a value of the tape.
+    """Return True if `replayed`, the tensor that replay gave for `value`, has the same bits as the tensor `recorded`.
 
     If a later operator overwrote the recorded value, only the parts that autograd saved are compared. Fused GRU cells,
     for example, save parts of a tensor and then overwrite the other parts.
@@ -229,13 +232,14 @@ def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: s
 
 
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
-    """Return a dict from each value of the tape that equals an earlier saved value to the first saved value that it
-    equals.
+    """Find values with the same bits. Return a dict from each duplicate to the first saved value with the same bits.
 
-    Two values are equal if both were computed by the same operator with the same arguments, have the same layout, were
-    not changed in place, and are in `recomputable`. Replay of a recomputable value gave the recorded bits (rule R7), so
-    the value depends only on the arguments. A further condition is that autograd saved the earlier value first, because
-    the first saved tensor decides which storage is kept.
+    Two values have the same bits if the same operator computed both from the same arguments. Both must also have the
+    same layout, be in `recomputable`, and never be changed in place. Replay of a recomputable value gave the recorded
+    bits (rule R7), so the value depends only on the arguments.
+
+    The saved value must come before the duplicate on the tape. Autograd must also have saved it first, because the
+    first saved tensor decides which storage is kept.
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
@@ -301,11 +305,10 @@ def _value_layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to the first saved value with the same bits, if the saved value is
-    earlier than the duplicate.
+    """Return a dict from each duplicate value to the first saved value with the same bits.
 
-    `first` maps each duplicate to the first value with the same bits. If no value with the same bits is saved, the
-    duplicates are left out.
+    `first` maps each duplicate to the first value with the same bits, saved or not. A duplicate is left out if no value
+    with the same bits is saved, or if the saved value is not earlier than the duplicate.
     """
     first_slot: dict[int, int] = {}
     for number, slot in enumerate(tape.slots):

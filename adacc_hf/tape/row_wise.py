@@ -21,7 +21,8 @@ LEAST_INNER_SHARE = 3
 """Least bytes of a module's inner tensors, relative to the bytes of its result. Tiles of a single linear layer would
 save little memory."""
 PRODUCTS = ("mm", "addmm")
-"""Operators of linear layers. A block runs one module with products in tiles, because the second forward takes time."""
+"""Operators of linear layers. At most one module with such products runs in tiles in each block, because the second
+forward takes time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +197,10 @@ def _is_row_wise(
 def _is_pointwise(
     operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
 ) -> bool:
-    """Return True if the row dimensions of all operands meet in the result, and other operands do not vary over them.
+    """Return True if a pointwise operator computes each row of its result from the same row of its operands with rows.
 
-    An operand without rows, such as a bias, is repeated for each row.
+    For this, the rows of these operands must match the rows of the result. Any other operand, such as a bias, must be
+    the same for all rows.
     """
     size = results[0].geometry[0] if results else ()
     ends = {len(size) - (len(ref.geometry[0]) - split) for ref, split in zip(refs, splits, strict=True)}

@@ -1,15 +1,18 @@
 """Symbolic tapes: one tape for all sizes, whose numbers are polynomials of the sizes of a call's arguments.
 
-NOTE [Which sizes a symbolic tape serves] A block's Python may compare a size with 1, or with another number, such as
-the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): the sizes have different paths, and so
-different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
-whether a mask's last dimension is a multiple of 16, so multiples of 16 have a separate symbolic tape there.
+NOTE [Which sizes a symbolic tape serves]
+A block's Python may compare a size with 1, or with another number, such as the length of a window. Dynamo's guards
+distinguish these sizes (`guards.py`): the sizes have different paths, and so different symbolic tapes. No guard shows
+how an operator uses a size internally. On a GPU, attention's kernels depend on whether a mask's last dimension is a
+multiple of 16, so multiples of 16 have a separate symbolic tape there.
 
-The polynomials are fitted to recorded tapes. Each call is validated against its tape operator by operator
-(run/validation.py) if the call is the first at one of the first AGREED new sizes, at a few later sizes, or at a size
-outside the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call
-compares the tensors that autograd saves (rule R8). If records of one path have different operators, each size is
-recorded. Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
+The polynomials are fitted to recorded tapes. The first call at a new size may have to be validated against its tape,
+operator by operator (run/validation.py). It is validated at the first AGREED new sizes, at a few later sizes, and at
+any size outside the range of the earlier sizes. Blocks with a common symbolic tape share this work: one of them runs
+the validation. Every call compares the tensors that autograd saves (rule R8).
+
+If records of one path have different operators, each size is recorded. Replay is compared bit for bit at the 1st, 2nd,
+4th, 8th ... new size (rule R7).
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ MOST_RECORDS = 8
 """Maximum number of recorded tapes that polynomials are fitted to. If a number still has no fit, it follows no
 polynomial, such as a length rounded up to a multiple of a window."""
 AGREED = 16
-"""Number of new sizes at which a call of a symbolic tape is validated. A number on the tape is a polynomial of the
-sizes: a sum of at most three products of sizes. A polynomial that is right at AGREED sizes is right at all sizes
-between the smallest and the largest: a step function, such as rounding lengths up, would differ at one of AGREED
-sizes."""
+"""Number of new sizes at which calls of a symbolic tape are validated. A number on the tape is a polynomial of the
+sizes: a sum of at most three products of sizes. If the polynomial is right at AGREED sizes, it is assumed to be right
+at all sizes between the smallest and the largest. A step function, such as rounding lengths up, would differ at one of
+AGREED sizes."""
 MOST_SIZES = 32
 """Maximum number of sizes whose tapes are cached for one symbolic tape (a tape for all sizes). Evaluating the symbolic
 tape at a size again takes less than a millisecond."""
@@ -79,8 +82,10 @@ class CallSizes:
 
 
 def _alignment_class(size: int, alignment: int) -> int | str:
-    """Return the property of a size that calls must share to have one symbolic tape: being 0, 1, aligned, or not
-    aligned."""
+    """Return the class of a size: 0, 1, "aligned" (a multiple of `alignment`) or "odd".
+
+    Calls share a symbolic tape only if the classes of their sizes are equal.
+    """
     if size < 2:
         return size
     return "odd" if size % alignment else "aligned"  # strings, because True and False equal 1 and 0
@@ -134,7 +139,7 @@ class SymbolicTape:
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0
-        """Number of sizes, among those at which a tape was evaluated so far, that were not recorded."""
+        """Number of sizes at which a tape was evaluated so far, not counting the recorded sizes."""
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> SymbolicTape | None:
@@ -301,7 +306,7 @@ class _TapePolynomials:
 class SizeClassRecords:
     """Recorded calls of one block in one size class, and the symbolic tape fitted to these calls.
 
-    A size class is the calls that may share a symbolic tape, which is one tape for all sizes.
+    Calls that may share a symbolic tape, which is one tape for all sizes, are in the same size class.
     """
 
     def __init__(self) -> None:

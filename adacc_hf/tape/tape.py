@@ -231,9 +231,11 @@ class Tape:
     order: tuple[int, ...] | None = None
     """Order in which backward unpacks the saved tensors, as indices into `slots`. None if no backward was observed."""
     due_check: str | None = None
-    """The validation due at the next call: OPERATORS, BITS or None. A recorded tape needs none. A tape that was
-    evaluated from a symbolic tape (one tape for all sizes) needs none once a call has passed the validation, or if
-    enough calls at other sizes have passed it."""
+    """The validation due at the next call: OPERATORS, BITS or None.
+
+    A recorded tape needs no validation. A tape that was evaluated from a symbolic tape (one tape for all sizes) needs a
+    validation until a call has passed it, unless enough calls at other sizes have passed theirs.
+    """
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property

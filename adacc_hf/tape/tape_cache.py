@@ -102,9 +102,12 @@ class TapeCache:
         self._has_unplanned = False
 
     def verified_tape(self, recorder: Recorder) -> Tape:
-        """Return the tape that `recorder` recorded, with the values that replay can recompute.
+        """Return the tape that `recorder` recorded, after setting its attribute `recomputable` by a verification of
+        replay.
 
-        Replay is verified only for the first tape of each digest. Later tapes of the digest get the same result.
+        `Tape.recomputable` has the values that replay recomputes bit for bit. Only the first tape of each digest is
+        verified. For a later tape with the same digest, a copy of the first tape is returned. A tape that must not be
+        used (`Tape.untrusted`) is not verified.
         """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
@@ -150,8 +153,10 @@ class TapeCache:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Record that a call of `block` with this key ran the operators of `tape`, and use `tape` to predict other
-        sizes."""
+        """Record that a call of `block` with this key ran the operators of `tape`.
+
+        From then on, `tape` is also used to predict the tapes of other sizes.
+        """
         for name in (block, None):
             self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
@@ -184,10 +189,11 @@ class TapeCache:
         return symbolic_tape.tape_at(sizes, self._orders.get(_tape_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """Return an untrusted tape of `block`, one that cannot be replayed, if no call like this one can be replayed.
+        """Return an untrusted tape of `block` if calls with this `key`, at any sizes, are known to be impossible to
+        replay, else None.
 
-        A call is like this one if it differs only in sizes. If any tape recorded for these calls can be replayed, or if
-        there is no such tape, return None.
+        An untrusted tape is the record of a call that cannot be replayed. It is returned if such calls were recorded at
+        two or more sizes, and all their tapes are untrusted.
         """
         return self._records_of(block, self._sizes_of(key)).untrusted
 

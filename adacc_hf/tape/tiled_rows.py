@@ -69,8 +69,10 @@ def gradients_by(function: Gradients) -> Iterator[None]:
 
 @contextmanager
 def watching_tiles(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher` at the begin and end of each run over tiles that starts inside the `with` block, and of its
-    backward."""
+    """Call `watcher` when a run over tiles begins and when it ends, for each run that starts inside the `with` block.
+
+    The backward of such a run is reported too, even if it comes after the `with` block.
+    """
     global _watcher
     before, _watcher = _watcher, watcher
     try:
@@ -80,7 +82,8 @@ def watching_tiles(watcher: Watcher) -> Iterator[None]:
 
 
 def in_tiles(block: nn.Module, tiling: Tiling | None, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for the call `fn` of `block` whose row-wise modules run in tiles, or `fn` without a tiling."""
+    """Return a function that makes the call `fn` of `block` with the block's row-wise modules in tiles. If `tiling` is
+    None, return `fn`."""
     return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
 
@@ -136,9 +139,9 @@ def _forward_in_tiles(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Run `forward`, the forward of `module`, by `function`.
+    """Run `forward`, the forward of `module`, by `function`, which runs it in tiles.
 
-    If the call is not of one tensor in training, run it without tiles.
+    Run `forward` without tiles if gradients are disabled, or if the arguments are not a single tensor with rows.
     """
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
     if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
@@ -187,7 +190,7 @@ class _Runner(nn.Module):
 
 
 def _prepare(ctx: Any, rows: Tensor, parameters_and_call: tuple[Any, ...]) -> TiledCall:
-    """Save the state of a forward on `rows` that backward needs in `ctx`, and return the call."""
+    """Store in `ctx` what backward needs to know about the forward on `rows`, and return the call."""
     # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
     *parameters, call = parameters_and_call
     ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
@@ -319,7 +322,7 @@ class GradientSums:
                 total += gradient
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the sums in the parameters' dtypes, and forget them."""
+        """Return the sums in the parameters' dtypes, and drop the sums of this object."""
         sums, self._sums = self._sums, []
         gradients: list[Tensor | None] = []
         for place, parameter in enumerate(self.parameters):
@@ -392,7 +395,7 @@ _PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
 
 @contextmanager
 def _without_own_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove this package's forward hooks from the modules inside `module` inside the `with` block."""
+    """Remove this package's forward hooks from the submodules of `module`, until the `with` block ends."""
     tables = [hooks(child) for child in module.modules() for hooks in (forward_pre_hooks, forward_hooks)]
     own = [(table, {key: hook for key, hook in table.items() if not _is_foreign(hook)}) for table in tables if table]
     for table, hooks in own:

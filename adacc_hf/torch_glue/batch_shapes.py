@@ -131,9 +131,9 @@ def num_elements(shapes: BatchShapes) -> int:
 def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
     """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
-    A tensor of the batch that is not in `after`, such as one that a collator has added later, is resized in each
-    dimension whose size equals a number of samples or a length in `before`. If such a tensor lists the boundaries of
-    packed documents, the boundaries are cut or extended to the new length.
+    The batch may have further tensors that are not in `after`, such as one that a collator has added later. In such a
+    tensor, each dimension is resized whose size equals a number of samples or a length in `before`. If the tensor lists
+    the boundaries of packed documents, the boundaries are cut or extended to the new length.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {

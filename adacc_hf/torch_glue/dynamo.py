@@ -178,9 +178,9 @@ _IGNORED = "ignore_logging_functions"
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
 """Names of the methods with which loggers log. Transformers adds the last three methods."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
-"""Suffixes of the names of guards that need no check, because they are on module attributes that do not affect the
-operators of forward: backward hooks, and the calling conventions of forward hooks. Calling conventions matter only for
-existing hooks, which have their own guards."""
+"""Suffixes of the names of guards that need no check. They are on module attributes that do not affect the operators of
+forward: backward hooks, and the calling conventions of forward hooks. Calling conventions matter only for existing
+hooks, which have their own guards."""
 
 
 def _message_functions() -> Iterator[Callable[..., Any]]:

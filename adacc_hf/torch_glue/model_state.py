@@ -68,8 +68,8 @@ LARGEST_COPY = 64 << 20
 """Maximum size in bytes of a tensor, other than a buffer, that a snapshot copies. Changes of larger tensors are
 detected, but cannot be undone."""
 SMALL_COPY = 64 << 10
-"""Lower limit that replaces LARGEST_COPY for tensors that require a gradient, and for blocks whose calls have changed
-no state so far."""
+"""Smaller maximum size in bytes, which replaces LARGEST_COPY for tensors that require a gradient, and for blocks whose
+calls have changed no state so far."""
 MAX_ITEMS = 4096
 """Maximum length of a container whose items are searched for state. Data sets are longer, but running a block does not
 change their items."""
@@ -83,7 +83,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
 changes none there."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Names of the folders of installed packages. If an installed package is not in `_LIBRARIES`, its objects are searched
-for state, but its code is searched only if a module or a root of the search belongs to the package. Code of other
+for state. Its code is searched only if one of the searched modules or roots belongs to the package. Code of other
 packages changes its globals independently of the model: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
@@ -207,8 +207,7 @@ class _StateSearch:
         self._queue += items
 
     def _function(self, function: FunctionType) -> None:
-        """Add the state that a Python function can change to the found state: closure, defaults, attributes and
-        globals."""
+        """Search a Python function for state that it can change: its closure, defaults, attributes and globals."""
         self._queue += map(cell_content, function.__closure__ or ())
         if self._skips(function.__module__, partial(self._function_code, function)):  # for example a decorator
             return
@@ -225,8 +224,8 @@ class _StateSearch:
         self._names(function.__globals__, _names_in_code(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
-        """Add the global variables that a function's code uses to the found state, also variables of modules among
-        them.
+        """Add the global variables that a function's code uses to the found state. If a variable is a module, also
+        search this module.
 
         `namespace` has the globals, and `code_names` the names that occur in the code.
         """

@@ -84,9 +84,10 @@ def _is_tensor_replaced(now: Any, before: Any) -> bool:
 
 
 def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """Return the tensors of a dict entry with the value `now` if the entry may be a table (`Tables`), else [].
+    """Return the tensors in a dict entry that a run of the model has filled, if the entry may be a table (`Tables`),
+    else [].
 
-    `before` is the value of the entry before the run.
+    `now` is the value of the entry after the run, and `before` its value before the run.
     """
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]

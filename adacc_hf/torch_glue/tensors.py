@@ -182,7 +182,7 @@ def calling_node(node: Any) -> Iterator[None]:
 def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates gradients.
 
-    Leaves that only a nested backward, within an `autograd.Function`, reaches are not included.
+    Leaves that are reached only by a nested backward (inside the backward of an `autograd.Function`) are not included.
     """
     queue: list[Any] = [output.grad_fn for output in outputs]
     visited, leaves = set(queue), []

@@ -4,10 +4,12 @@
 
 Small models compile through Inductor, each measurement in its own process. Each budget bounds the peak of what a region
 stores. The bytes that forward stores for backward must equal the prediction, to the byte (on a GPU up to the
-allocator's rounding), or the run fails. Three more figures are reported: budgets whose peak is above the peak of a
-larger budget; the difference of peaks from the compiled code's live bytes and from the backward graphs' live bytes; and
-step times divided by the predicted times (plain torch.compile's times plus the plans' overhead). Each compilation runs
-with an empty cache, and again with the filled cache.
+allocator's rounding), or the run fails. Each compilation runs with an empty cache, and again with the filled cache.
+
+Three more figures are reported:
+- the budgets whose peak is above the peak of a larger budget;
+- the difference of measured peaks from the live bytes of the compiled code, and from those of the backward graphs;
+- step times divided by the predicted times, which are plain torch.compile's times plus the plans' overhead.
 """
 
 from __future__ import annotations
@@ -319,11 +321,10 @@ class LowestPeak:
 
     def keep_lowest(self) -> bool:
         """Go back to the code with the lowest peak of this share and all larger shares, unless this share's code has
-        it.
+        the lowest peak. Return True if all graphs must be compiled again.
 
-        Inductor orders and fuses operators by its own rules, so the peak is known only from the generated code and can
-        exceed the plan's savings. A larger share's code is also faster. Return True if all graphs must be compiled
-        again.
+        Inductor orders and fuses operators by its own rules. Therefore the peak is known only from the generated code,
+        and a smaller share may have a higher peak. A larger share's code is also faster.
         """
         policy = self.installed.partitioner.policy
         larger = [other for other in self._inspected_policies if _share(other) >= _share(policy)]

@@ -234,8 +234,8 @@ def time_steps(
 
 
 def _drawing(training: LowRankTraining, now: Callable[[], float]) -> Figures:
-    """Return the time of a step in which GaLore computes its subspaces, and the number of steps between two of these
-    steps."""
+    """Return (time of a step in which GaLore computes its subspaces, number of steps from one such step to the
+    next)."""
     projectors = [state["projector"] for state in training.optimizer.state.values() if "projector" in state]
     if not projectors:
         return {}

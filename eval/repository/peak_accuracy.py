@@ -172,8 +172,8 @@ def measure(
 
 
 def peak_budgets(profile: Profile, num_budgets: int) -> list[int]:
-    """Return evenly spaced budgets upwards from the least possible peak. The next one would be plain training's
-    peak."""
+    """Return evenly spaced budgets, from the least possible peak upwards. The last one is one step below plain
+    training's peak."""
     floor = least_peak_bytes(profile)
     plain = uniform_policy(profile, Action.RETAIN).predicted_peak_bytes
     return [floor + (plain - floor) * i // num_budgets for i in range(num_budgets)]

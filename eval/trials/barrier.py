@@ -55,7 +55,7 @@ class Reference:
     batch: Batch
     gradients: Gradients
     noise: float
-    """Largest relative difference of the gradients of repeated runs from the first run's gradients."""
+    """Largest relative difference between the gradients of a repeated run and of the first run."""
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:
@@ -137,10 +137,10 @@ def _step_error(
 def _check_own_loss(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, gradients: Gradients
 ) -> float:
-    """Return the relative error of the slope that the gradient predicts for its own loss, under the same dropout masks.
+    """Return the relative error of the loss's slope, as predicted by the gradient, under the same dropout masks.
 
-    Noise of relative size e in a gradient changes the slope along the gradient by e squared: the component of the noise
-    across the true gradient lengthens the step, and does not change the loss.
+    Noise of relative size e in a gradient changes the slope along the gradient by e squared only: the component of the
+    noise across the true gradient makes the step longer, but does not change the loss.
     """
     expected = reference.gradients.loss
     if not abs(gradients.loss - expected) <= MAX_LOSS_DIFFERENCE * abs(expected):

@@ -62,7 +62,7 @@ class Contender:
 
     @property
     def other_sums(self) -> bool:
-        """Return True if sums are rounded differently from plain training's, also in the loss. This holds for a
+        """Return True if the contender rounds sums differently from plain training, also in the loss. An example is a
         chunked head."""
         return self.policy is not None and self.policy.head == "chunked"
 
