@@ -142,8 +142,9 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     never cut, and are left out of the limit of a half.
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
-    operators on one sample. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. The only list of
-    fewer than six samples, and of two texts per sample, is this one if these lengths are distinct.
+    operators on one sample. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. If these lengths
+    are distinct, this list is the only one for two to five samples of one text. From these parts, the peak of a model
+    with two texts is predicted less accurately, because it is the larger of two sums.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -212,8 +213,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     for with_alignment in (True, False) if batch.is_on_cpu else (True,):
         shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
         if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
-            if num_samples > 1 and not has_features and (second_texts or not has_many):
-                lists, alignments = [], []  # the larger parts would take two to three times as long
+            if num_samples > 1 and not (has_features or second_texts or has_many):
+                lists, alignments = [], []  # the larger parts would take nearly twice as long
             lists.append(smaller_parts)
             alignments.append(with_alignment)
             break
