@@ -6,6 +6,7 @@ tracking step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -17,7 +18,7 @@ from adacc_hf.adapt.gradient_check import GradientError
 from adacc_hf.artifacts.call_names import numbered_names
 from adacc_hf.kernels._host_names import encoding_of
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
-from adacc_hf.torch_glue.tensors import relative_error
+from adacc_hf.torch_glue.tensors import double_precision_bytes, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +142,8 @@ class Measurements:
     num_outliers: dict[TrackedKey, int] = field(default_factory=dict)
     errors: dict[TrackedKey, Tensor] = field(default_factory=dict)
     option_errors: dict[OptionKey, Tensor] = field(default_factory=dict)
+    unmeasured: set[TrackedKey] = field(default_factory=set)
+    """Activations of blocks in which the budget has no room to measure errors."""
 
     def add_count(self, key: TrackedKey, count: int) -> None:
         """Add a number of outlier channels of an activation. Only the largest number of each activation is kept."""
@@ -172,10 +175,15 @@ def _add_tracked_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None
     errors[key] = torch.maximum(errors[key], error) if key in errors else error
 
 
+MEASURING_COPIES = 3
+"""Copies of an activation that measuring its round-trip errors takes at most: payload, temporaries, decoded tensor."""
+
+
 class MeasuringCodec:
     """A wrapper of a codec in a tracking step. `encode` also counts outlier channels and measures errors.
 
-    The errors are round-trip errors: the difference after `encode` and `decode`.
+    The errors are round-trip errors: the difference after `encode` and `decode`. If measuring takes more than
+    `room_bytes`, no error is measured.
     """
 
     def __init__(
@@ -186,6 +194,7 @@ class MeasuringCodec:
         config: AdaccConfig,
         measurements: Measurements,
         tracks: bool,
+        room_bytes: float = math.inf,
     ) -> None:
         self._codec = codec
         self._key = key
@@ -193,6 +202,7 @@ class MeasuringCodec:
         self._config = config
         self._measurements = measurements
         self._counts = tracks and codec.keeps_outliers and config.outliers
+        self._room_bytes = room_bytes
 
     def encode(self, tensor: Tensor) -> Payload:
         count = None
@@ -202,7 +212,10 @@ class MeasuringCodec:
             self._codec.fit(tensor)
         payload = self._codec.encode(tensor)
         if self._config.guard and not self._codec.lossless:
-            self._measure(tensor, payload, count)
+            if MEASURING_COPIES * tensor.nbytes + double_precision_bytes(tensor) <= self._room_bytes:
+                self._measure(tensor, payload, count)
+            else:
+                self._measurements.unmeasured.add(self._key)
         return payload
 
     def decode(self, payload: Payload) -> Tensor:

@@ -8,6 +8,7 @@ make no measurements, and do not synchronize with the device. The solver runs on
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -45,6 +46,7 @@ from adacc_hf.adapt.profile_updates import (
     without_codecs,
 )
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.kernels._host_names import encoding_of
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -110,6 +112,7 @@ class Replanner:
         self.lacks_room = False
         """True if, at the latest tracking step, gradients were compared in fewer blocks than `guard_blocks`, because
         the budget had no room for more."""
+        self._has_said_unmeasured = False
         self.solver_ms = 0.0
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
@@ -135,8 +138,9 @@ class Replanner:
         If `every_kind` is True, gradients are compared in one block of each kind that uses lossy codecs.
         """
         self._plans, self._measurements = plans, Measurements()
+        room = self._forward_room()
         for name, kind in self._kinds.items():
-            plans.strategies[name].wrap_codec = self._codec_wrapper(kind)
+            plans.strategies[name].wrap_codec = self._codec_wrapper(kind, room[name])
         names = self._sample_names(every_kind) if self.config.guard else []
         self._samples = {name: BlockSample(plans.strategies[name]) for name in names}
         self.num_tracked += 1
@@ -150,6 +154,7 @@ class Replanner:
         ranks."""
         self._stop_measuring()
         gradients, degrading_codecs = self._compare_gradients()
+        self._say_unmeasured()
         own_observation = self._measurements.read(gradients, degrading_codecs)
         observation = Observation.merged(gather_from_all_ranks(own_observation))
         kinds = {kind for kind, _, _ in observation.degrading_codecs}
@@ -157,6 +162,14 @@ class Replanner:
         self._degraded_blocks = degraded or self._degraded_blocks
         self.cancel_tracking()
         return observation.by_name(self.profile)
+
+    def _say_unmeasured(self) -> None:
+        """Log once which round-trip errors the budget had no room to measure in any block of a kind."""
+        unmeasured = self._measurements.unmeasured - self._measurements.errors.keys()
+        if unmeasured and not self._has_said_unmeasured:
+            self._has_said_unmeasured = True
+            names = ", ".join(full_name(self.profile, key) for key in sorted(unmeasured))
+            log.info("Adacc: the budget has no room to measure the round-trip errors of %s", names)
 
     def cancel_tracking(self) -> None:
         """End the tracking step without a result. Do nothing outside tracking steps."""
@@ -244,13 +257,25 @@ class Replanner:
         allowed = without_codecs(self.profile, self.switched_off)
         return allowed.without_codecs_below(self.config.min_compress_bytes)
 
-    def _codec_wrapper(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
+    def _forward_room(self) -> dict[str, float]:
+        """Return the bytes of the budget that are free in the forward of each block, by the block's name."""
+        budget = Budget.resolve(self.memory_budget, self.profile, self.config)
+        room = {block.name: math.inf for block in self.profile.blocks}
+        if not budget.limits_peak:
+            return room
+        names = {f"forward {name}": name for name in room}
+        for label, live in simulate_policy(self.profile, current_policy(self.profile, self.policy)).timeline:
+            if label in names:
+                room[names[label]] = min(room[names[label]], budget.nbytes - live)
+        return room
+
+    def _codec_wrapper(self, kind_index: int, room_bytes: float) -> Callable[[int, Codec], MeasuringCodec]:
         values = self.profile.kinds[kind_index].values
 
         def wrap(value: int, codec: Codec) -> MeasuringCodec:
             tracks = is_tracked(values[value], self.config)
             key, options = (kind_index, value), values[value].codecs
-            return MeasuringCodec(codec, key, options, self.config, self._measurements, tracks)
+            return MeasuringCodec(codec, key, options, self.config, self._measurements, tracks, room_bytes)
 
         return wrap
 

@@ -146,8 +146,9 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     each sequence are never cut. They are left out when a part is compared with half of the batch.
 
     Later lists are for batches whose first list takes too much memory, and for models that run different operators on
-    one sample than on several. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. It is the only
-    list for fewer than six samples and for two texts per sample, if its three lengths differ.
+    one sample than on several. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. If these
+    lengths are distinct, this list is the only one for two to five samples of one text. From these parts, the peak of a
+    model with two texts is predicted less accurately, because it is the larger of two sums.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -217,8 +218,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     for with_alignment in (True, False) if batch.is_on_cpu else (True,):
         shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
         if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
-            if num_samples > 1 and not has_features and (second_texts or not has_many):
-                lists, alignments = [], []  # the larger parts would take two to three times as long
+            if num_samples > 1 and not (has_features or second_texts or has_many):
+                lists, alignments = [], []  # the larger parts would take nearly twice as long
             lists.append(smaller_parts)
             alignments.append(with_alignment)
             break

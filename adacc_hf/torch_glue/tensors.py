@@ -279,8 +279,18 @@ def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):
         return [tensors]
-    size = max(SMALLEST_PART, -(-tensors[0].numel() // NUM_PARTS))
+    size = _part_size(tensors[0])
     return zip(*(tensor.view(-1).split(size) for tensor in permuted), strict=True)
+
+
+def _part_size(tensor: Tensor) -> int:
+    """Return the number of elements of `tensor` that are cast to double precision at a time."""
+    return max(SMALLEST_PART, -(-tensor.numel() // NUM_PARTS))
+
+
+def double_precision_bytes(tensor: Tensor) -> int:
+    """Return the bytes that `relative_error` takes at most for two tensors like `tensor` without gaps."""
+    return 2 * _double_dtype(tensor).itemsize * min(tensor.numel(), _part_size(tensor))
 
 
 def _combined_norm(norms: Sequence[Tensor]) -> Tensor:

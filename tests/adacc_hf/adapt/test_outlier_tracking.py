@@ -59,6 +59,22 @@ def test_what_is_measured_is_the_error_of_what_is_stored():
     assert observation.option_errors == {(0, 3, "outlier_int4"): observation.errors[0, 3]}
 
 
+@pytest.mark.parametrize(("room_bytes", "is_measured"), [(3 * 32 * 64 * 4 + 2 * 8 * 32 * 64, True), (40000, False)])
+def test_errors_are_measured_where_the_budget_has_room(room_bytes, is_measured):
+    """Outlier channels are counted in any case."""
+    measurements, codec = Measurements(), get_codec("outlier_int4")
+    config = AdaccConfig(zscore_threshold=4.0)
+    tensor = with_outliers([5])
+    MeasuringCodec(
+        codec, (0, 3), [option(codec.name)], config, measurements, tracks=True, room_bytes=room_bytes
+    ).encode(tensor)
+    observation = measurements.read({}, frozenset())
+    assert observation.num_outliers == {(0, 3): 1}
+    assert (observation.errors.keys(), measurements.unmeasured) == (
+        ({(0, 3)}, set()) if is_measured else (set(), {(0, 3)})
+    )
+
+
 def test_under_a_bound_an_option_is_priced_with_the_channels_that_were_found():
     arguments = with_outliers([5, 9]), get_codec("outlier_int4"), [option("outlier_int4")]
     observation, _ = measure(*arguments)

@@ -70,9 +70,18 @@ def test_only_a_budget_in_bytes_limits_profiling(budget, limit):
 @pytest.mark.parametrize("tokens", [8, 16, 24, 48, 64, 100])
 @pytest.mark.parametrize("has_pairs", [True, False])
 def test_short_texts_have_smaller_parts_too(tokens, has_pairs):
-    larger, smaller = small_parts(Batch(texts(4, tokens)), has_pairs=has_pairs)
+    larger, smaller = small_parts(Batch(texts(4 if has_pairs else 8, tokens)), has_pairs=has_pairs)
     assert num_tokens(smaller[-1]) < num_tokens(larger[-1])
     assert len({tuple(shape.size for shape in part.shapes) for part in smaller}) == len(smaller)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5])
+@pytest.mark.parametrize("tokens", [8, 16, 24, 48, 64, 100])
+def test_few_short_texts_have_small_parts_alone(samples, tokens):
+    (parts,) = small_parts(Batch(texts(samples, tokens)))
+    sizes = [part.tensors["input_ids"].shape for part in parts]
+    assert len(set(sizes)) == len(sizes) == 5
+    assert max(length for _, length in sizes) <= max(5, tokens // 2)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 4, 8, 40])
@@ -91,7 +100,8 @@ def test_the_first_part_is_at_most_a_quarter_of_the_batch(samples, tokens, has_p
 @pytest.mark.parametrize("build", [t5, gpt2])
 def test_larger_parts_are_predicted_to_take_more(build, one_thread):
     """Predictions order the parts, and decide from which list the parts are."""
-    choices = start_small(small_parts(Batch(texts(4, 64)), has_pairs=build is t5), Batch(texts(4, 64)))
+    whole = Batch(texts(4 if build is t5 else 8, 64))
+    choices = start_small(small_parts(whole, has_pairs=build is t5), whole)
     larger, smaller = choices
     first = measure_profile(build(), larger[0], LOSSLESS, TrainingStep(), Measurement())
     needs = [max(profiling_bytes(first, larger[0], part) for part in parts[1:]) for parts in choices]

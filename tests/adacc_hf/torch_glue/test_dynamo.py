@@ -289,7 +289,7 @@ def test_arguments_are_guarded():
 def test_a_view_and_a_copy_with_its_strides_take_one_path():
     """The base of a view is not guarded: the gradient check runs a block again with detached arguments."""
     block = Block(lambda block, hidden, biases: block.layer(hidden) + biases[0])
-    bias = text(8, 3, 2).requires_grad_().mul(2).permute(2, 1, 0)
+    bias = torch.randn(8, 3, 2).requires_grad_().mul(2).permute(2, 1, 0)
     detached = bias.detach().requires_grad_()
     assert bias._base is not None
     assert detached._base is None
