@@ -72,6 +72,11 @@ class Request:
             raise ValueError(
                 f"--seq-len={self.seq_len} must be at least 2: each token is predicted from the preceding tokens"
             )
+        if self.seq_len <= self.workload.image_tokens:
+            raise ValueError(
+                f"--image-tokens={self.workload.image_tokens} must be below --seq-len={self.seq_len}, which counts the "
+                f"tokens of images and of text"
+            )
 
     @property
     def budget(self) -> int:
