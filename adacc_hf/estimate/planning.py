@@ -61,7 +61,7 @@ class Request:
     longest_seq_len: int | None = None
     """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
     find_largest: bool = True
-    """True to search for the largest batch and the longest sequence, which takes about a dozen additional traces."""
+    """True to search for the largest batch and the longest sequence, which takes about 15 additional traces."""
     profile: Profile | None = None
     """Saved profile to use instead of a trace. None to trace the model."""
 
@@ -216,7 +216,8 @@ class TrainingPlanner:
         return self._for_training(self.model.profile(self.request.batch_size, seq_len))
 
     def _add_traced(self, profile: Profile) -> None:
-        """Use `profile`, of the requested batch shape and with all heads and tiles, in the searches for the largest shapes."""
+        """Use `profile`, of the requested batch shape and with all heads and tiles, in the searches for the largest
+        shapes."""
         shape = (self.request.batch_size, self.request.seq_len)
         self._traced[shape] = profile
         self._for_policies.add(shape)

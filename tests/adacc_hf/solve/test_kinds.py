@@ -19,7 +19,8 @@ def test_equal_kinds_are_solved_once_and_changed_kinds_again(gpt2_like_profile):
     copy = replace(profile, kinds=(replace(kind, forward_ms=kind.forward_ms),), static_bytes=profile.static_bytes + 1)
     same = Kinds(copy, CONFIG, [first])
     assert same.members[0] is first.members[0]
-    assert same.frontiers[0] is first.frontiers[0] and same.by_bytes.frontiers[0] is first.by_bytes.frontiers[0]
+    assert same.frontiers[0] is first.frontiers[0]
+    assert same.by_bytes.frontiers[0] is first.by_bytes.frontiers[0]
 
     events = tuple(replace(event, extra_bytes=event.extra_bytes + 1) for event in kind.forward)
     other = Kinds(replace(profile, kinds=(replace(kind, forward=events), kind)), CONFIG, [first, same])

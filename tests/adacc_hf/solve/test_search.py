@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.solve.minimum_peak import least_bound
 from adacc_hf.solve.kinds import Kinds
+from adacc_hf.solve.minimum_peak import least_bound
 from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import uniform_policy
 
