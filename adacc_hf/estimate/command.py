@@ -36,8 +36,6 @@ COMPUTED_IN = {
 
 _NOT_PLANNED = {
     "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
-    "--image-tokens": "images are not planned: plan the language model alone (the text_config in the model's config), "
-    "with the image tokens counted in --seq-len",
     "--liger": "Liger's kernels cannot be traced without a GPU: leave out --liger for an upper bound of the peak, or "
     "pass a measured --profile",
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
@@ -92,6 +90,13 @@ def add_parser(commands: Any) -> None:
     shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
     parser.add_argument(
         "--sp", type=int, metavar="N", help="N devices share each sequence by Ulysses (sp_size), with --zero"
+    )
+    parser.add_argument(
+        "--image-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each sequence that stand for images, in a vision-language model with images of a fixed size "
+        "(--seq-len counts them too; default: no images)",
     )
     parser.add_argument("--peft", choices=("lora",), help="train adapters only")
     parser.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
@@ -232,6 +237,10 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
         raise ValueError(
             f"--outlier-share={arguments.outlier_share} is outside 0 to 1: the value is a share of the channels"
         )
+    if arguments.image_tokens is not None and arguments.image_tokens < 1:
+        raise ValueError(
+            f"--image-tokens={arguments.image_tokens} must be at least 1: the tokens of a sequence's images"
+        )
     _check_adapters(arguments)
     _check_sequence_ranks(arguments)
     options = _PlanOptions(
@@ -325,6 +334,7 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         quantization=quantization,
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
+        image_tokens=arguments.image_tokens or 0,
         trace=arguments.trace or device.trace,
         sharding=options.sharding,
         outlier_share=arguments.outlier_share,

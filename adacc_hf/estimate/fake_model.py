@@ -7,7 +7,7 @@ whole model from the profile of the rest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -25,6 +25,13 @@ from adacc_hf.estimate.adapters import Adapters, lora_model
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
+from adacc_hf.estimate.images import (
+    image_model,
+    image_size,
+    images_per_sequence,
+    pixel_values,
+    unchecked_placeholders,
+)
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
 from adacc_hf.estimate.sequence_parallel import check_attention, check_heads, shared_sequences
@@ -86,6 +93,8 @@ class Workload:
     sharding: Sharding = field(default_factory=Sharding)
     ranks_per_sequence: int = 1
     """Number of devices that share each sequence, as in DeepSpeed's Ulysses."""
+    image_tokens: int = 0
+    """Tokens of each sequence that stand for images. If 0, the batches have no images."""
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
 
@@ -97,6 +106,11 @@ class Workload:
     def __post_init__(self) -> None:
         self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
         check_heads(self.config, self.ranks_per_sequence)
+        if self.image_tokens:
+            image_size(self.config)
+            option = "--peft" if self.adapters is not None else "--sp" if self.ranks_per_sequence > 1 else None
+            if option is not None:
+                raise ValueError(f"--image-tokens is not planned with {option}: leave out one of the two")
         if self.quantization is not None and self.adapters is None:
             raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
         if self.quantization is not None and self.sharding.method not in ("none", "ddp"):
@@ -123,6 +137,9 @@ class FakeModel:
         check_attention(self.model, workload.ranks_per_sequence)
         _disable_caches(self.model)
         self.model.train()
+        self.images_per_sequence = (
+            images_per_sequence(self.model, workload.config, workload.image_tokens) if workload.image_tokens else 0
+        )
         if workload.compact_rank is not None:
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
                 layer.clear_core()  # the state after the first step
@@ -156,7 +173,10 @@ class FakeModel:
         ids = torch.zeros((batch_size, -(-seq_len // num_ranks)), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
         positions = {} if num_ranks == 1 else {"position_ids": ids.clone()}
-        return {"input_ids": ids, "labels": labels.clone(), **positions}
+        images = {}
+        if self.images_per_sequence:
+            images = {"pixel_values": pixel_values(self.workload.config, batch_size * self.images_per_sequence)}
+        return {"input_ids": ids, "labels": labels.clone(), **positions, **images}
 
     def _trace(
         self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int, for_policies: bool = True
@@ -177,7 +197,8 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
-    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence):
+    placeholders = unchecked_placeholders() if workload.image_tokens else nullcontext()
+    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence), placeholders:
         try:
             yield FakeModel(workload)
         except AdaccError:
@@ -202,7 +223,8 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
     """Return a model of `workload` with new weights of `dtype`, on fake tensors inside `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
-    return fresh_model(workload.config, workload.attention, dtype)
+    build = image_model if workload.image_tokens else fresh_model
+    return build(workload.config, workload.attention, dtype)
 
 
 # Thinning: trace a model with only a few blocks of each run of equal blocks, and extrapolate the profile of the model.

@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.estimate.images import image_size
 from adacc_hf.estimate.planning import LENGTH_STEP, TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
 
@@ -92,9 +93,11 @@ def _plan_title(plan: TrainingPlan) -> str:
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
     num_ranks = request.workload.ranks_per_sequence
     place = "device" if num_ranks == 1 else f"{num_ranks} devices (Ulysses)"
+    image_tokens = request.workload.image_tokens
+    images_text = f" ({image_tokens} of each sequence for images)" if image_tokens else ""
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
-        f"{place}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
+        f"{place}{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
     )
 
 
@@ -210,6 +213,12 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
     ):
         notes.append(
             f"{100 * workload.outlier_share:g} % of the channels are assumed to be outliers (--outlier-share)."
+        )
+    if workload.image_tokens:
+        _, height, width = image_size(workload.config)
+        notes.append(
+            f"Images have {height} x {width} pixels. The vision tower is trained like the language model, and its "
+            f"activations are included."
         )
     if workload.adacc.host_memory is not None:
         notes.append(_host_note(plan))

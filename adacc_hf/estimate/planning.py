@@ -61,8 +61,7 @@ class Request:
     longest_seq_len: int | None = None
     """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
     find_largest: bool = True
-    """True to search for the largest batch and the longest sequence, which takes about a dozen additional traces of the
-    model."""
+    """True to search for the largest batch and the longest sequence, which takes about 15 additional traces."""
     profile: Profile | None = None
     """Saved profile to use instead of tracing the model, or None."""
 
@@ -72,6 +71,11 @@ class Request:
         if self.seq_len < 2:
             raise ValueError(
                 f"--seq-len={self.seq_len} must be at least 2: each token is predicted from the preceding tokens"
+            )
+        if self.seq_len <= self.workload.image_tokens:
+            raise ValueError(
+                f"--image-tokens={self.workload.image_tokens} must be below --seq-len={self.seq_len}, which counts the "
+                f"tokens of images and of text"
             )
 
     @property

@@ -40,7 +40,8 @@ REFUSED = {
         "--fsdp is not planned with weights of 4 bits: choose",
     ),
     "8 bits": (["--load-in-8bit"], "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
-    "images": (["--image-tokens", "64"], "--image-tokens: images are not planned: plan the language model alone"),
+    "no images": (["--image-tokens", "0"], "--image-tokens=0 must be at least 1: the tokens of a sequence's images"),
+    "images of a language model": (["--image-tokens", "64"], "--image-tokens: GPT2Config has no vision tower"),
     "liger": (["--liger"], "--liger: Liger's kernels cannot be traced without a GPU: leave out --liger"),
     "tensor parallelism": (["--tp", "2"], "--tp: tensor parallelism is not planned: use --fsdp N or --zero 3 N"),
     "host memory without unit": (

@@ -1,0 +1,98 @@
+"""Plans of vision-language models with images in their batches."""
+
+import os
+
+import pytest
+from transformers import PretrainedConfig
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.estimate.adapters import Adapters
+from adacc_hf.estimate.devices import find_device
+from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
+from adacc_hf.estimate.images import unchecked_placeholders
+from adacc_hf.estimate.plan_report import to_text
+from adacc_hf.estimate.planning import Request, plan
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.price.profiler import profile_model
+from adacc_hf.solve.simple_policies import uniform_policy
+
+FAMILIES = ("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision")
+EXACT = AdaccConfig(actions=("retain", "recompute"))
+NUM_TOKENS = 4
+"""Tokens of an image of the small models."""
+
+
+def workload(config: PretrainedConfig, trace: str = "cuda", **settings) -> Workload:
+    arguments = {"image_tokens": NUM_TOKENS, "precision": PRECISIONS["fp32"]} | settings
+    return Workload(config=config, device=find_device("h100"), trace=trace, **arguments)
+
+
+def with_real_data(name: str):
+    """Return the shape of the batch of a small model, and the profile of a step on it."""
+    architecture = architectures()[name]
+    batch = architecture.make_batch(0)
+    return tuple(batch["input_ids"].shape), profile_model(architecture.build(), batch, EXACT)
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl", "aya_vision"])
+def test_activations_and_peaks_are_those_of_a_step_with_images(name: str, one_thread) -> None:
+    shape, measured = with_real_data(name)
+    config = architectures()[name].build().config
+    with fake_model(workload(config, "cpu", adacc=EXACT)) as model:
+        planned = model.profile(*shape)
+    assert [block.name for block in planned.blocks] == [block.name for block in measured.blocks]
+    # LLaVA stores one number of 8 bytes outside its blocks that the step on fake tensors does not store.
+    assert 0 <= measured.plain_stored_bytes - planned.plain_stored_bytes <= 8
+    with fake_model(workload(config, "cpu", adacc=EXACT, image_tokens=2 * NUM_TOKENS)) as model:
+        assert model.images_per_sequence == 2
+        twice = model.profile(*shape)
+    peaks = [uniform_policy(each, "retain").predicted_peak_bytes for each in (planned, twice)]
+    assert twice.plain_stored_bytes > planned.plain_stored_bytes
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_small_model_of_a_family(name: str) -> None:
+    config = architectures()[name].build().config
+    settings = workload(config, precision=PRECISIONS["bf16-amp"])
+    training_plan = plan(Request(model=name, workload=settings, batch_size=2, seq_len=16, find_largest=False))
+    plain, full = (training_plan.forecasts[method] for method in ("plain", "full recomputation"))
+    assert full.peak_bytes < plain.peak_bytes <= plain.reserved_bytes
+    assert {block.kind for block in training_plan.profile.blocks} >= {0, 1}, "blocks of the tower and of the text"
+    text = " ".join(to_text(training_plan).split())
+    assert "2 x 16 tokens per device (4 of each sequence for images)" in text
+    assert "Images have 16 x 16 pixels. The vision tower is trained like the language model" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gpt2", {}, "GPT2Config has no vision tower, and only images of a fixed size are planned"),
+        ("qwen2_vl", {}, "Qwen2VLConfig accepts images of any size"),
+        ("mistral3", {}, "Mistral3ForConditionalGeneration cannot be planned, because it needs more than their pixels"),
+        ("llava", {"image_tokens": 6}, "image-tokens=6 is not a multiple of 4.* pass 4 for one image per sequence, 8"),
+        ("llava", {"adapters": Adapters()}, "--image-tokens is not planned with --peft: leave out one of the two"),
+    ],
+)
+def test_images_that_cannot_be_planned_are_refused(name: str, settings: dict, message: str) -> None:
+    config = architectures()[name].build().config
+    with pytest.raises(ValueError, match=message), fake_model(workload(config, **settings)):
+        pass
+
+
+def test_a_sequence_has_text_too() -> None:
+    config = architectures()["llava"].build().config
+    with pytest.raises(
+        ValueError, match=r"--image-tokens=4 must be below --seq-len=4, which counts the tokens of imag"
+    ):
+        Request(model="llava", workload=workload(config), batch_size=2, seq_len=NUM_TOKENS)
+
+
+def test_checks_of_transformers_are_disabled_inside_the_block_only(monkeypatch) -> None:
+    name = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        with unchecked_placeholders():
+            assert os.environ[name] == "1"
+        assert os.environ.get(name) == before
