@@ -57,7 +57,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("3", "is not an adacc_hf profile"),
         ('{"format": "adacc_hf.policy", "version": 2}', "is not an adacc_hf profile"),
         ('{"format": "adacc_hf.profile", "version": 0}', "profile format version 0, this release reads 9"),
-        ('{"format": "adacc_hf.profile", "version": 8}', "is a damaged profile"),
+        ('{"format": "adacc_hf.profile", "version": 9}', "is a damaged profile"),
     ],
     ids=["text", "number", "policy", "past", "empty"],
 )
