@@ -111,10 +111,12 @@ def _last_result(operator: TapeOperator) -> int | None:
 
 
 def _is_state_of(tape: Tape, value: int, path: str) -> bool:
-    """Return True if the value is a parameter or buffer of the module at `path`."""
+    """Return True if the value is a parameter or buffer of the module at `path`, or a tensor attached to one of them or
+    to the module, such as the scales of a 4-bit weight."""
     source = tape.values[value].source
-    is_state = source is not None and source.place in ("parameter", "buffer")
-    return source is not None and is_state and str(source.path[0]).startswith(f"{path}.")
+    if source is None or source.place not in ("parameter", "buffer", "attached", "module"):
+        return False
+    return f"{source.path[0]}.".startswith(f"{path}.")
 
 
 class _Rows:

@@ -38,6 +38,20 @@ PEAK_TOLERANCE = 0.03
 few scalars. oneDNN's bfloat16 kernels for the CPU take scratch memory that is not linear in the rows."""
 
 
+class QuantizedLinear(torch.nn.Module):
+    """Linear layer with 8-bit weights, whose scales are attached to the weight, as in bitsandbytes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        scales = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        integers = (layer.weight.detach() / scales).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(integers, requires_grad=False)
+        self.weight.scales = scales
+
+    def forward(self, rows):
+        return torch.nn.functional.linear(rows, self.weight.to(rows.dtype) * self.weight.scales)
+
+
 def build(name, tiny_gpt2, tiny_llama):
     """Return a model in train mode, which draws no random numbers unless its name says so."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
@@ -56,10 +70,17 @@ def build(name, tiny_gpt2, tiny_llama):
     if name == "gpt2":
         return tiny_gpt2()
     llama = tiny_llama(intermediate_size=128)
-    if name == "lora":
+    if name == "quantized":
+        for block in llama.model.layers:
+            block.mlp.up_proj = QuantizedLinear(block.mlp.up_proj)
+    if name in ("lora", "quantized"):
         from peft import LoraConfig, get_peft_model
 
-        return get_peft_model(llama, LoraConfig(r=4, target_modules=["gate_proj", "down_proj", "q_proj"])).train()
+        model = get_peft_model(llama, LoraConfig(r=4, target_modules=["gate_proj", "down_proj", "q_proj"])).train()
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:  # PEFT's zeros would hide the gradients of lora_A
+                torch.nn.init.normal_(parameter, std=0.02)
+        return model
     return llama.bfloat16() if name == "llama-bf16" else llama
 
 
@@ -96,7 +117,7 @@ def tiled_policy(profile, num_tiles, plan_of=recompute_plan):
     return policy_of_plans(tiled, [plan_of(tiled.kind_of(block)) for block in tiled.blocks])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5", "lora", "llama-bf16", "llama-autocast"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5", "lora", "quantized", "llama-bf16", "llama-autocast"])
 @settings(
     max_examples=2,
     deadline=None,

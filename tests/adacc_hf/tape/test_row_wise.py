@@ -87,6 +87,21 @@ def test_a_module_that_mixes_tokens_or_knows_their_positions_is_not(change):
     assert module is None or module.path != "part"
 
 
+def test_tensors_attached_to_the_parameters_belong_to_the_module():
+    """As the scales of bitsandbytes' 4-bit weights."""
+
+    class Quantized(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.up.weight.scales = torch.rand(32, 1)
+
+        def forward(self, rows):
+            weight = self.up.weight.detach() * self.up.weight.scales
+            return self.down(torch.sin(nn.functional.silu(rows @ weight.t())).tanh())
+
+    assert module_of(Quantized()).path == "part"
+
+
 ROW_WISE = {
     "a softmax over columns": lambda rows: rows.softmax(-1),
     "a norm by hand": lambda rows: rows * rows.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt(),
