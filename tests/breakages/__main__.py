@@ -73,7 +73,11 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/adapt/oom_retry.py", "            parameter.grad = gradient\n", "            pass\n"),
     ("adacc_hf/adapt/policy_selection.py", "if gain <= MIN_GAIN * now_ms:", "if gain <= 0:"),
     ("adacc_hf/adapt/fallback_stats.py", "2 * self._num_diverged >", "self._num_diverged >"),
-    ("adacc_hf/adapt/phases.py", "if all(gather_from_all_ranks(not skipped_blocks)):", "if True:"),
+    (
+        "adacc_hf/adapt/phases.py",
+        "set().union(*gather_from_all_ranks(installation.skipped_blocks()))",
+        "set(installation.skipped_blocks())",
+    ),
     # Annexes.
     ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
     ("adacc_hf/compiler/compress_pass.py", ".permute(inverse_order),)", ",)"),
