@@ -7,6 +7,7 @@ then computed once for all copies.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -54,23 +55,31 @@ class SolverKind:
         return SolverKind(self.kind, price_by_bytes(self.model), self._log, self.outcomes)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Kinds:
     """Solver models and frontiers of the kinds of blocks in a profile, for all heads and budgets."""
 
-    def __init__(self, profile: Profile, config: AdaccConfig, others: Iterable[Kinds] = ()) -> None:
-        """Take over the kinds that `others`, of copies of `profile` and the same config, have in common with it.
+    members: list[SolverKind]
+    """The kinds, in the order of the profile."""
+    plain_stored_bytes: int
+    """Bytes that plain training stores. Budgets given as a fraction refer to this number, for every head."""
+    log: SolverLog
 
-        The first of `others` is of the profile without tiles.
+    @classmethod
+    def of(cls, profile: Profile, config: AdaccConfig, others: Iterable[Kinds] = ()) -> Kinds:
+        """Return the kinds of `profile`. Kinds that `others` have too are taken from there, with their results.
+
+        `others` belong to copies of the profile with other tiles, the first to the copy without tiles.
         """
         others = list(others)
-        self.plain_stored_bytes: int = others[0].plain_stored_bytes if others else profile.plain_stored_bytes
-        """Bytes that plain training stores. Budgets given as a fraction refer to this number, for every head."""
-        self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
-        known = [member for other in others for member in other.members]
-        self.members: list[SolverKind] = []
+        log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
+        solved = [member for other in others for member in other.members]
+        members = []
         for kind in profile.kinds:
-            member = next((each for each in known if each.kind == kind), None)
-            self.members.append(member or SolverKind(kind, build_block_model(kind, config), self.log))
+            member = next((each for each in solved if each.kind == kind), None)
+            members.append(member or SolverKind(kind, build_block_model(kind, config), log))
+        plain_stored_bytes = others[0].plain_stored_bytes if others else profile.plain_stored_bytes
+        return cls(members=members, plain_stored_bytes=plain_stored_bytes, log=log)
 
     @property
     def models(self) -> list[KindModel]:
@@ -91,7 +100,4 @@ class Kinds:
     @cached_property
     def by_bytes(self) -> Kinds:
         """The same kinds with prices in bytes, which do not depend on measured times."""
-        kinds = object.__new__(Kinds)
-        kinds.plain_stored_bytes, kinds.log = self.plain_stored_bytes, self.log
-        kinds.members = [member.by_bytes for member in self.members]
-        return kinds
+        return replace(self, members=[member.by_bytes for member in self.members])

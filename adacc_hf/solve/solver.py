@@ -175,7 +175,7 @@ def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySe
     heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
     every_kind: list[Kinds] = []
     for profile in profiles:
-        every_kind.append(Kinds(profile, config, every_kind))
+        every_kind.append(Kinds.of(profile, config, every_kind))
     pairs = list(zip(profiles, every_kind, strict=True))
     return [PolicySearch(profile.with_head(name), config, kinds) for profile, kinds in pairs for name in heads]
 

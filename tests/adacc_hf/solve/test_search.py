@@ -21,7 +21,7 @@ CONFIG = AdaccConfig()
 
 def found_ms(profile, budget, incumbent_ms=math.inf):
     """Return the time of the policy found by a new search, or infinity."""
-    search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
+    search = PolicySearch(profile, CONFIG, Kinds.of(profile, CONFIG))
     policy = search.within(budget, incumbent_ms)
     return math.inf if policy is None else search.rank(policy)[0]
 
@@ -49,7 +49,7 @@ def test_what_is_slower_than_a_rival_takes_no_program(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=12)
     nbytes = 4 * uniform_policy(profile, "retain").predicted_peak_bytes // 5
     budget = Budget(nbytes, nbytes, limits_peak=True)
-    kinds = Kinds(profile, CONFIG)
+    kinds = Kinds.of(profile, CONFIG)
     search = PolicySearch(profile, CONFIG, kinds)
     policy = search.within(budget)
     before = kinds.log.num_solves
@@ -62,7 +62,7 @@ def test_what_is_slower_than_a_rival_takes_no_program(gpt2_like_profile):
 def test_the_bound_knows_what_a_backward_has_no_room_for(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=3)
     profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
-    search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
+    search = PolicySearch(profile, CONFIG, Kinds.of(profile, CONFIG))
     least = least_bound(profile, search.kinds.frontiers)
     bounds = [search.bound_ms(Budget(nbytes, nbytes, limits_peak=True)) for nbytes in (least - 1, least, 2 * least)]
     assert bounds[0] == math.inf
@@ -77,7 +77,7 @@ def test_a_policy_that_does_not_fit_counts_once_as_a_miss(tape_builder, profile_
     for name, nbytes in (("small", 200), ("large", 800)):
         tape.operator(name, [start], [(name, nbytes)], nbytes / 100, save=[-1])
     profile = profile_of([tape.kind(digest="two")], [0], outside_stored_bytes=0)
-    search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
+    search = PolicySearch(profile, CONFIG, Kinds.of(profile, CONFIG))
     least = search.uniform_program.least_bytes()
     assert search.rank(least) == (10.0, 4)
 
