@@ -195,8 +195,11 @@ def _price_of_memory(larger: PricedPlan, smaller: PricedPlan) -> float:
 
 
 def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
-    """Return True if the plan `corner` stores fewer bytes than the plan `larger` and more than the plan `smaller`, and
-    is faster than any mixture of the two that stores as many bytes."""
+    """Return True if the plan `corner` is faster than any mixture of the plans `larger` and `smaller` that stores as
+    many bytes.
+
+    `corner` must store fewer bytes than `larger` and more bytes than `smaller`. Otherwise return False.
+    """
     line_ms = larger.ms + _price_of_memory(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms
