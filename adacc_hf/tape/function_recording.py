@@ -356,9 +356,9 @@ class FunctionRecorder:
     def _check_writes(self, run_record: _FunctionRun) -> None:
         """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.
 
-        A write is allowed only under three conditions. An operator of the block has computed the tensor. Autograd has
-        not saved the tensor. The write was not done by a recorded operator, but by a kernel that the recorder does not
-        see. The storage then gets a new version, as after an in-place operator (rule R6).
+        A write is allowed only if three conditions hold: an operator of the block has computed the tensor, autograd has
+        not saved the tensor, and the write was done by a kernel that the recorder does not see. After an allowed write,
+        the storage gets a new version on the tape, as after an in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]
@@ -372,11 +372,12 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
-        """Return the keys of the storages of unknown origin that operators inside an `autograd.Function` read.
+        """Return the keys of the storages that operators inside an `autograd.Function` read and whose origin is
+        unknown.
 
-        The Function's arguments, and results of operators inside the Function, are left out. Raise NotReplayableError
-        if an operator reads any other tensor whose origin is known, such as a parameter or an earlier result of the
-        block. Also raise the error if an operator is a collective.
+        The Function may also read its arguments, and results of operators inside it. If an operator reads any other
+        tensor of known origin, such as a parameter or an earlier result of the block, raise NotReplayableError. Also
+        raise the error if an operator is a collective.
         """
         mark, argument_keys = (
             run_record.before,
