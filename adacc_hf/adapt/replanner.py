@@ -117,7 +117,7 @@ class Replanner:
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
         self._solver_profile = profile
-        """Profile for which the running solver solves."""
+        """Profile that the running solver was started with."""
 
     @property
     def is_tracking(self) -> bool:

@@ -380,7 +380,7 @@ class BlockWalk:
         return frozenset(copying_events)
 
     def _is_available(self, value: int) -> bool:
-        """Return True if `value` is in memory anyway, as a stored or shared tensor. A replayed copy is then freed
+        """Return True if `value` is in memory as a stored or shared tensor, so that a replayed copy can be freed
         immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
 

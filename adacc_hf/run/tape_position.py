@@ -178,7 +178,8 @@ class TapePosition:
     def _may_be_missing(self, operator: TapeOperator) -> bool:
         """Return True if a call may follow the tape without running `operator`.
 
-        Casts of parameters may be missing, because autocast caches them. Operators of `_NOT_RUN` are always missing.
+        Casts of parameters may be missing, because autocast caches them. Operators in `_NOT_RUN` are always missing,
+        because only the recorder puts them on the tape.
         """
         if _is_cacheable_cast(operator):
             source = self.values[operator.args[0].value].source
