@@ -67,7 +67,6 @@ def _print_command_error(command: str, error: Exception) -> int:
 
 
 def _command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the `adacc` command line, with all subcommands."""
     parser = argparse.ArgumentParser(prog="adacc", description=__doc__)
     parser.add_argument("--version", action="version", version=f"adacc_hf {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -105,7 +104,6 @@ def _codecs_command(_: argparse.Namespace) -> Iterator[str]:
 
 
 def _add_policy_parsers(commands: Any) -> None:
-    """Add `explain` and `report` to the argument parsers of the `adacc` command."""
     explain = commands.add_parser("explain", help="print a policy and, with a profile, the reason for each action")
     _add_policy_argument(explain)
     explain.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
@@ -135,7 +133,6 @@ def _add_policy_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain_command(arguments: argparse.Namespace) -> str:
-    """Return the output of `adacc explain`."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     if compiled is not None:
@@ -168,7 +165,6 @@ def _fallback_lines(policy: Path) -> list[str]:
 
 
 def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
-    """Return the output of `adacc explain` for the policy of a run with torch.compile."""
     from adacc_hf.compiler.graph_report import explain_compiled
 
     if arguments.profile is not None:
@@ -186,7 +182,6 @@ def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namesp
 
 
 def _report_command(arguments: argparse.Namespace) -> str:
-    """Write the report that `adacc report` asks for, and return the command's output."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
@@ -249,7 +244,6 @@ def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
 
 
 def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
-    """Load the times of a run's first steps. Return () if the file is missing, as for runs of earlier versions."""
     if not path.is_file():
         return ()
     from adacc_hf.adapt.first_steps import RECORD_KEYS
@@ -261,7 +255,6 @@ def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
 
 
 def _is_history_event(record: Any) -> bool:
-    """Return True if `record` has the form of an event in a run's history file."""
     return isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("event"), str)
 
 
@@ -292,7 +285,6 @@ modules in `repository`, which measure the numbers on the repository's pages."""
 
 
 def _add_eval_parser(commands: Any) -> None:
-    """Add `eval` to the argument parsers of the `adacc` command."""
     width = max(map(len, RUNNERS))
     lines: dict[bool, list[str]] = {False: [], True: []}
     for name, (module, text) in RUNNERS.items():
@@ -312,17 +304,13 @@ def _add_eval_parser(commands: Any) -> None:
 
 
 def _runner_name(text: str) -> str:
-    """Return the name of the experiment in RUNNERS that `text` from the command line means.
-
-    `text` is the name of the experiment or of its module.
-    """
+    """Return the name in RUNNERS of the experiment `text`, which is the experiment's name or its module's name."""
     hyphened = text.replace("_", "-")
     by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:
-    """Run the module in `adacc_hf.eval` of one experiment, which prints its own output. Return the exit status."""
     module, _ = RUNNERS[arguments.runner]
     try:
         runner = import_module(f"adacc_hf.eval.{module}")
@@ -340,7 +328,6 @@ def _run_eval(arguments: argparse.Namespace) -> int:
 
 
 def _add_profiles_parser(commands: Any) -> None:
-    """Add `profiles` to the argument parsers of the `adacc` command."""
     parser = commands.add_parser(
         "profiles",
         help="list, show or clear the cached measurements of profiled blocks",
@@ -365,7 +352,6 @@ def _profile_cache() -> ProfileCache:
 
 
 def _list_profiles_command(_: argparse.Namespace) -> str:
-    """Return the output of `adacc profiles list`."""
     store = _profile_cache()
     rows = store.list()
     if not rows:
@@ -382,7 +368,6 @@ LIST_HEADER = (
 
 
 def _profile_line(row: Row) -> str:
-    """Return the line for one cached profile in the output of `adacc profiles list`."""
     operators = row.prices["operators"]
     total_ms = sum(operator["ms"] for operator in operators)
     return (
@@ -392,7 +377,6 @@ def _profile_line(row: Row) -> str:
 
 
 def _show_profile_command(arguments: argparse.Namespace) -> str:
-    """Return the output of `adacc profiles show`."""
     row = _profile_cache().find(arguments.name)
     lines = [
         LIST_HEADER,
@@ -413,7 +397,6 @@ def _show_profile_command(arguments: argparse.Namespace) -> str:
 
 
 def _clear_profiles_command(_: argparse.Namespace) -> str:
-    """Delete all cached profiles, and return the output of `adacc profiles clear`."""
     store = _profile_cache()
     return f"removed {store.clear()} profiles from {store.folder}"
 

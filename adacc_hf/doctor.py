@@ -50,7 +50,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _doctor_command(arguments: argparse.Namespace) -> Iterator[str]:
-    """Handle `adacc doctor`. Yield the lines of each finding as soon as its check has ended."""
     num_findings = num_advised = 0
     of_run = iter(()) if arguments.folder is None else examine_blocks(arguments.folder)
     for finding in chain(examine(), of_run):
@@ -120,8 +119,6 @@ def _check_tracing() -> Finding:
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Yield the version of each required package. For a missing package, yield the command that installs the required
-    version."""
     yield Finding("python", platform.python_version())
     requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):
@@ -167,7 +164,6 @@ def examine_gpu(device: Any) -> Iterator[Finding]:
 
 
 def _check_cpu() -> Iterator[Finding]:
-    """Check the CPU, and the codecs' C++ kernels, for `adacc doctor`."""
     import torch
 
     from adacc_hf.kernels import _cpu
@@ -182,7 +178,6 @@ def _check_cpu() -> Iterator[Finding]:
 
 
 def _launch_overhead(device: Any) -> Finding:
-    """Measure the host's time to launch an operator, which limits the speed of small models."""
     import torch
 
     tensor = torch.zeros(1, device=device)
@@ -220,7 +215,6 @@ def _profile_folder() -> Finding:
 
 
 def _check_plotting() -> Finding:
-    """Check that matplotlib is installed, which draws the pictures of `adacc report`."""
     has_matplotlib = find_spec("matplotlib") is not None
     return Finding(
         "pictures",

@@ -131,7 +131,6 @@ def read_config(path: Path) -> AdaccConfig:
 
 
 def _parse_settings_file(path: Path) -> Any:
-    """Parse the settings file of `adacc run --config`, JSON or YAML."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         try:
@@ -186,5 +185,4 @@ def _refuse_command(name: str, error: OSError) -> int:
 
 
 def _print_launch_error(text: str) -> None:
-    """Print the error `text` of `adacc run`."""
     print(f"adacc run: error: {text}", file=sys.stderr, flush=True)

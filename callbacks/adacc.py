@@ -169,7 +169,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._session.begin_step(state.global_step, optimizer)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's `training_step` on one micro-batch."""
         try:
             return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
@@ -178,7 +177,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             raise
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's `compute_loss`, in training and evaluation."""
         phase = self._session.phase
         if model.training:
             phase.begin_forward(inputs, partial(batch_loss, self._trainer, compute, args, kwargs))

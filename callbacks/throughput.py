@@ -97,7 +97,6 @@ class ThroughputCallback(TrainerCallback):
         self._hook = self._guard = None
 
     def _count(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the tokens of a batch when the model is called."""
         ids = kwargs.get("input_ids")
         if module.training and torch.is_grad_enabled() and ids is not None:
             self._tokens_in_step += ids.numel()

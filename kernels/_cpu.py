@@ -8,9 +8,9 @@ copy the tensor.
 | torch.compile of the reference | 4.1 times | 3.9 times |
 | this code | 1.0 to 1.4 times | 1.0 to 1.4 times |
 
-Torch.compile needs the same compiler, and tens of seconds to start. Compiling the C++ code takes about two seconds,
-once per machine. The library is stored in $XDG_CACHE_HOME/adacc_hf. Without a compiler, the references in plain torch
-are used, and one warning is logged.
+Both the C++ code and torch.compile need a C++ compiler. Compiling the C++ code takes about two seconds, once per
+machine, and the library is stored in $XDG_CACHE_HOME/adacc_hf. The first use of torch.compile takes tens of seconds.
+Without a compiler, the references in plain torch are used, and one warning is logged.
 """
 
 import ctypes
@@ -102,12 +102,10 @@ def _processor_flags() -> str:
 
 
 def _threads(num_bytes: int) -> int:
-    """Return the number of threads for a C++ codec kernel that handles `num_bytes`."""
     return min(torch.get_num_threads(), 1 + num_bytes // BYTES_PER_THREAD)
 
 
 def _data_pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's data, as an argument of a C++ codec kernel."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -127,8 +125,8 @@ def encode_groups(
     absolute value. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit.
 
     `keep` has an integer for each channel, with as many bits as an element: -1 to keep the channel's elements, and 0 to
-    replace them by zeros. The integers repeat after `channels`, up to a length of `channels` + G, so that a group that
-    begins at any channel reads a contiguous range.
+    replace them by zeros. After the first `channels` integers, the same integers follow once more, up to a total of
+    `channels` + G. A group that begins at any channel therefore reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)

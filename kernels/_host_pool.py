@@ -41,8 +41,10 @@ class _HostArena:
         self.free = [(0, nbytes)]
         """(offset, bytes) of the free parts, in order. Adjacent free parts are merged."""
         self.returned: deque[tuple[int, int]] = deque()
-        """(offset, bytes) of parts whose `HostBlock` was deleted, but which are not merged into `free` yet. This is a
-        deque, because blocks may be deleted on any thread, and within any other call."""
+        """(offset, bytes) of parts whose `HostBlock` was deleted and that are not merged into `free` yet.
+
+        Blocks may be deleted on any thread, and within any other call. A deque is safe in this case.
+        """
 
     @property
     def live_bytes(self) -> int:
@@ -289,7 +291,6 @@ class HostPool:
 
 
 def _end_reservation_of_deleted(pool: weakref.ref[HostPool], user_id: int) -> None:
-    """End the reservation of a deleted user in `pool`, unless the pool is deleted too."""
     referent = pool()
     if referent is not None:
         referent.user_deleted(user_id)

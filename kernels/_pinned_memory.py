@@ -72,7 +72,6 @@ def _clear_cuda_error() -> None:
 
 
 _memories: WeakSet[PinnedMemory] = WeakSet()
-"""All `PinnedMemory` objects of this process."""
 
 
 def _keep_in_child() -> None:

@@ -174,11 +174,12 @@ def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def codes_up_to(shifted, most):
-    """Truncate `shifted`, numbers above -1, to int32 codes of at most `most`. NaN becomes `most`.
+    """Truncate `shifted` to int32 codes of at most `most`. NaN becomes `most`.
 
-    Negative numbers need no clip. The code of zero is 8, and an element is at most 1 + 2^-7 times its group's stored
-    peak, so its code lies at most 8.07 steps below 8. Numbers from -0.07 to 0 are truncated to 0. A clip would make
-    encoding slower than reading and writing the tensor.
+    `shifted` must be above -1. Truncation turns numbers between -1 and 0 into 0, so that no clip from below is needed.
+    INT4 satisfies this: the code of zero is 8, and no element lies more than 8.07 steps below zero, because an element
+    is at most 1 + 2^-7 times its group's stored peak. A clip from below would take more time than the memory traffic of
+    encoding.
     """
     return tl.minimum(shifted, most).to(tl.int32)
 

@@ -29,7 +29,6 @@ def _least(a, b):
 
 @triton.jit
 def _greatest(a, b):
-    """Return the greater of two numbers in a Triton kernel, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

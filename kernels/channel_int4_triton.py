@@ -37,7 +37,7 @@ ENCODED_ELEMENTS = 64
 @triton.jit
 def _first_places(columns, COLUMNS: tl.constexpr):
     """Return (index of a pair of groups, first column) that the running program handles. A pair is one group of each
-    half."""
+    half of the tensor."""
     blocks = (columns + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks * COLUMNS
 

@@ -248,7 +248,6 @@ class Codec:
         return cls.encode_traceable is not Codec.encode_traceable
 
     def _require(self, tensor: Tensor) -> None:
-        """Raise TypeError if the codec does not support the shape and dtype of `tensor`."""
         if not self.supports(tuple(tensor.shape), tensor.dtype):
             raise TypeError(
                 f"codec {self.name!r} with options {self.options} cannot encode shape {tuple(tensor.shape)} and "
@@ -289,7 +288,6 @@ def register(codec_class: C) -> C:
 
 @cache
 def _triton_kernels(file: str) -> Any:
-    """Import and return `file`, the module with a codec's GPU kernels."""
     return import_module(f"{_PACKAGE}.{file}")
 
 

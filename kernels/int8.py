@@ -13,12 +13,11 @@ FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
 def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode with plain torch. Return codes uint8 [A, G] and the absmax of each group, 16 bits [A].
+    """Encode a tensor in groups with plain torch. Return (codes, peaks).
 
-    The code of zero is 128.
-
-    The N elements are cut into A groups of G = `group_size` elements. The last group is filled up with zeros. The
-    absmax of a group is the largest absolute value of the group's elements.
+    The N elements are cut into A groups of G = `group_size` elements. The last group is filled up with zeros. Codes are
+    uint8 [A, G], and the code of zero is 128. The peak of a group is the largest absolute value of the group's
+    elements. Peaks have 16 bits and shape [A].
     """
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)

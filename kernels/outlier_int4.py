@@ -191,8 +191,8 @@ class OutlierInt4(Codec):
 
     @torch.no_grad()
     def fit(self, tensor: Tensor) -> None:
-        """Choose the `num_outliers` channels of `tensor` with the largest absolute sums, without synchronising with the
-        device."""
+        """Choose the `num_outliers` channels of `tensor` with the largest sums of absolute values. The device is not
+        synchronized."""
         self._require(tensor)
         if self.num_outliers:
             sums_C = channel_sums(tensor)

@@ -66,7 +66,6 @@ def _int4_codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _store_codes(codes_ptr, codes, first, pairs, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Store INT4 codes, packed two per byte, starting at row `first` and column `start`."""
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column

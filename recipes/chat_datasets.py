@@ -33,8 +33,6 @@ def load_splits(
 
 
 def _dataset_split(splits: Any, setting: str, name: str) -> Any:
-    """Return the split called `name` of a chat dataset. Raises ValueError, naming `setting`, if there is no such
-    split."""
     if name not in splits:
         raise ValueError(f"{setting}={name} is not a split of the data, which has {', '.join(splits)}")
     return splits[name]

@@ -90,7 +90,6 @@ def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArgumen
 
 
 def _conditions(args: RecipeArguments, device: str) -> str:
-    """Describe the conditions of the comparison in one line: model, dataset, steps, and machine."""
     training = args.training
     return (
         f"{args.model.model} on {args.data.dataset}, {training.max_steps} steps of "

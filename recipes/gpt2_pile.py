@@ -70,7 +70,6 @@ def command_line() -> int:
 
 
 def _print_recipe_error(error: Exception) -> int:
-    """Print an error of the recipe as one message, and return the exit status."""
     print(f"gpt2_pile.py: error: {error}", file=sys.stderr)
     return 2
 

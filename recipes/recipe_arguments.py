@@ -184,7 +184,6 @@ def _defaults_for(argv: list[str]) -> dict[str, object]:
 
 
 def _check_resume(checkpoint: str | None) -> None:
-    """Raise FileNotFoundError if the recipe cannot resume from the folder `checkpoint`."""
     if checkpoint is not None and not Path(checkpoint, "trainer_state.json").is_file():
         raise FileNotFoundError(
             f"--resume_from_checkpoint={checkpoint} is not a checkpoint folder (trainer_state.json is missing); "

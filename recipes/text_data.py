@@ -55,7 +55,6 @@ def _split_documents(
 
 
 def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that `args` names, or train one on the training texts."""
     if args.tokenizer != "train":
         return load_tokenizer(args.tokenizer)
     return trained_tokenizer(train, text_key, args.vocab_size, args.tokenizer_documents, Path(args.cache_dir))

@@ -58,7 +58,6 @@ def _stdlib_rows(paths: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _file_rows(paths: list[str]) -> Iterator[dict[str, str]]:
-    """Yield a row of the dataset for each document in the text files."""
     for path in paths:
         yield from ({"text": text} for text in read_file(path))
 

@@ -102,13 +102,11 @@ def _text_lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _lines_of_file(path: str) -> Iterator[bytes]:
-    """Yield the lines of an uncompressed file."""
     with open(path, "rb") as file:
         yield from file
 
 
 def _lines_of_zst_file(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file that is compressed with zstd."""
     rest = b""
     for chunk in _zst_chunks(path):
         *lines, rest = (rest + chunk).split(b"\n")

@@ -100,7 +100,6 @@ def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 
 def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows of the dataset: token sequences of `seq_len` tokens."""
     batches = (batch["input_ids"] for batch in encoded.iter(batch_size=_ENCODE_BATCH))
     sequences = pack_tokens(chain.from_iterable(batches), seq_len)
     first = next(sequences, None)
@@ -120,5 +119,4 @@ def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBas
 
 
 def _text_hash(text: str) -> int:
-    """Return a hash of a document's text, which decides if the document is a validation document."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

@@ -46,7 +46,6 @@ def trained_tokenizer(
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on `texts`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -79,11 +78,9 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _first_dataset_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
-    """Yield the texts of the first `num_documents` documents, to train a tokenizer."""
     for batch in documents.take(num_documents).iter(batch_size=256):
         yield from batch["text"]
 
 
 def _first_error_line(error: Exception) -> str:
-    """Return the first line of the message of `error`, raised when a tokenizer was loaded."""
     return str(error).strip().partition("\n")[0]

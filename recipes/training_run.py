@@ -74,7 +74,6 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
 
 
 def _check_method(args: RecipeArguments) -> None:
-    """Raise ValueError for invalid settings of the training method, before any data is read."""
     method, training = args.method, args.training
     if method.method != "compare":
         method_callbacks(method.method, method.memory_budget)
@@ -93,7 +92,7 @@ def _check_method(args: RecipeArguments) -> None:
 def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[CompactFactory], dict[str, Any]] | None:
     """Return the Trainer's `optimizer_cls_and_kwargs` for `method`, or None if the Trainer creates its own optimizer.
 
-    Raises ValueError if `rank` is neither a fraction nor a number.
+    Raises ValueError if `rank` is not a number.
     """
     if method not in ("compact", "adacc_compact"):
         return None

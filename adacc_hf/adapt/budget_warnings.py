@@ -101,6 +101,5 @@ class BudgetWarnings:
         )
 
     def _warn(self, text: str) -> None:
-        """Log a warning that the budget may be exceeded, and add the warning to the run's history."""
         log.warning("Adacc: %s", text)
         self._note_memory(text)

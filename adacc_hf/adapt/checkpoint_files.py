@@ -265,7 +265,6 @@ def load_from_checkpoint(
 
 
 def _record_fields(record: Any, *excluded: str) -> list[str]:
-    """Return the names of the fields of a checkpoint's `record`, a dataclass, without the `excluded` names."""
     return [field.name for field in fields(record) if field.name not in excluded]
 
 

@@ -177,7 +177,6 @@ class LossSpikeDetector:
         return reason
 
     def _spike_reason(self, loss: float) -> str | None:
-        """Return the reason why `loss` is a spike, compared with the latest losses of the run, or None."""
         median = statistics.median(self._losses)
         deviation = statistics.median(abs(other - median) for other in self._losses)
         if loss - median <= max((self.spike - 1.0) * abs(median), NOISE * deviation):

@@ -164,8 +164,8 @@ class ExtrapolatedPolicies:
     def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """Return a policy for `profile` that fits `memory_budget`.
 
-        If a policy of another size class fits and nearly uses up the budget, return this policy. Otherwise run the
-        solver. Raises InfeasibleBudgetError if no policy fits the budget.
+        A policy that was solved for other batch sizes is reused if it fits and nearly uses up the budget. Otherwise the
+        solver runs. Raises InfeasibleBudgetError if no policy fits the budget.
         """
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
@@ -184,8 +184,6 @@ class ExtrapolatedPolicies:
             raise
 
     def _solve(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Run the solver, and record how long the run took. Raises InfeasibleBudgetError if no policy fits the
-        budget."""
         start = time.perf_counter()
         try:
             return solve_policy(profile, memory_budget, with_margin(self._config))
@@ -200,11 +198,11 @@ class ExtrapolatedPolicies:
         return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
-        """Raise InfeasibleBudgetError if `budget` is so small that the solver need not be run for `profile`.
+        """Raise InfeasibleBudgetError without a run of the solver if `budget` is far too small for `profile`.
 
-        The estimate uses the policy that needs the least memory at another batch size. According to `profile`, this
-        policy must exceed the budget by FAR_ABOVE. The solver could take several seconds to find the policy with the
-        least memory at this size, and would save only little more memory.
+        The policy of another batch size that needs the least memory is predicted for `profile`. The budget counts as
+        far too small if this policy exceeds it by more than the fraction FAR_ABOVE. The solver would take several
+        seconds to find a policy that needs hardly less memory.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides

@@ -50,7 +50,7 @@ class FallbackStats:
         self._early_shapes: list[BatchShapes | None] = []
         """Shapes of the micro-batches that ran since the last log and before the first policy was set."""
         self._last_ms: float | None = None
-        """Value that `overhead_ms` had when it was last logged."""
+        """Value of `overhead_ms` in the last log, or None before the first log."""
 
     def add_early(self, shapes: BatchShapes | None) -> None:
         """Record a micro-batch that ran under full recomputation, before there was a policy."""
@@ -118,14 +118,13 @@ class DivergedBatches:
         """True if most calls of the most recent micro-batch diverged."""
         self._config, self._say = config, say
         self._num_batches = self._num_diverged = 0
-        """Two numbers of micro-batches since the last call of `most_diverged`: all, and those in which most calls
-        diverged."""
+        """Numbers of micro-batches since the last call of `most_diverged`: of all, and of those in which most block
+        calls did not follow their plan."""
         self._full: tuple[Profile, Policy] | None = None
-        """Cache of `_full_recomputation`: the profile of its last call and the resulting policy."""
+        """Last argument and result of `_full_recomputation`, as a cache."""
         self._reported: set[bool] = set()
-        """Reports that `_report_excess` has made in this run. True stands for a report that a batch is predicted to
-        exceed the budget. False stands for the weaker report that a batch may exceed it, which is also left out after a
-        report of True."""
+        """Reports that `_report_excess` has logged in this run. True: a batch is predicted to exceed the budget. False:
+        a batch may exceed the budget."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which the fraction `share` of the block calls diverged from their plans."""

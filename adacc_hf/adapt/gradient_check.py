@@ -183,7 +183,7 @@ class BlockSample:
 
 
 _reported_obstacles: set[str] = set()
-"""Reasons for a missing comparison of gradients about which a warning was logged."""
+"""Obstacles to a comparison of gradients for which a warning was logged."""
 
 
 class _FreedGraphError(Exception):
@@ -192,8 +192,6 @@ class _FreedGraphError(Exception):
 
 
 def _detached_arguments(tree: Any) -> Any:
-    """Return a copy of the arguments whose tensors are detached from the graph."""
-
     def detach(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
@@ -201,12 +199,13 @@ def _detached_arguments(tree: Any) -> Any:
 
 
 def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
-    """Run the recorded call's forward and backward again. Return the gradients of inputs and of the block's parameters.
+    """Run the forward and backward of a recorded call again. Return the gradients of its inputs and of the block's
+    parameters.
 
-    The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call(fn, args,
-    kwargs)` runs the forward. `fn` is the block's forward, with `kwargs` already bound. `backward` is used rather than
-    `torch.autograd.grad`, because autograd functions that run a nested backward (tiled layers, reentrant checkpoints)
-    accumulate into the parameters' `grad`.
+    `run_call` gets the block's forward and its arguments, and runs the forward. The model's state, the random
+    generators and the parameters' gradients are restored afterwards. `torch.autograd.grad` cannot be used, because
+    autograd functions that run a nested backward (tiled layers, reentrant checkpoints) accumulate into the parameters'
+    `grad`.
     """
     args, kwargs = _detached_arguments(call.args), _detached_arguments(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
@@ -282,12 +281,12 @@ def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
 
 
 def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, extra_bytes: int) -> int:
-    """Return the peak in bytes of a step that samples the block `name` (records a call to compare its gradient).
+    """Return the peak in bytes of a step that records a call of the block `name` to compare its gradient.
 
-    `peaks` are the peaks of the step without a sample. The sample keeps the block's inputs (`input_bytes`) from the
-    forward on. Until the block's backward, the sample adds only `extra_bytes`, because the plan retains the other
-    inputs for backward. From the backward on, the sample also keeps the gradient of the output. The gradient of the
-    output is as large as the inputs, because the block adds its result to its input.
+    `peaks` are the peaks of a step without the recording. The recording keeps the block's inputs (`input_bytes`) alive.
+    Until the block's backward, only `extra_bytes` of them are additional memory, because the plan retains the other
+    inputs. From the backward on, all inputs are additional memory, and so is the gradient of the output. This gradient
+    is as large as the inputs, because the block adds its result to its input.
     """
     peak_bytes = sample_bytes = 0
     for label, live_bytes in peaks.items():

@@ -129,7 +129,6 @@ def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | Non
 
 
 def _policy_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int]]:
-    """Return the rows of the out-of-memory table with the memory that the current policy was predicted to need."""
     rows = [
         ("planned: peak", policy.predicted_peak_bytes),
         ("planned: stored activations of blocks", policy.predicted_stored_bytes),
@@ -150,7 +149,6 @@ def _python_tensors() -> Iterator[torch.Tensor]:
 def _new_storages(
     tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, seen: set[int]
 ) -> Iterator[LiveTensor]:
-    """Yield the storages of `tensors` on `device` that are not in `seen`, and add them to `seen`."""
     for name, tensor in tensors:
         for part in _parts_for_table(tensor):
             storage = part.untyped_storage()
@@ -174,8 +172,8 @@ def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
-    """Return a line for each of the largest activations that `policy` stores, summed over the blocks that share a
-    plan."""
+    """Return lines on the largest activations that `policy` stores. Blocks that share a plan are summed up in one
+    line."""
     blocks: dict[tuple[int, int], list[str]] = {}
     plans = dict(policy.blocks)
     for block in profile.blocks:

@@ -115,7 +115,7 @@ class LastBatch:
         self._loss_call: tuple[dict[str, Any], ComputeLoss] | None = None
         """The batch and the function of the last `compute_loss` call that the training loop made."""
         self._own_node: Node | None = None
-        """`grad_fn` of the model's own loss, until the loop's loss is known and compared with the model's own loss."""
+        """`grad_fn` of the loss that the model returned, until the loss of the training loop is known."""
         self._num_calls = 0
         """Number of calls of the model since the micro-batch began or `note_loss_call` was called."""
         self._counts_per_batch = False
@@ -163,7 +163,6 @@ class LastBatch:
         self._own_node = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep the batch of a model call for a later profile. If the model returns no loss, keep `compute_loss` too."""
         if not module.training or not torch.is_grad_enabled() or self._is_certain:
             return
         self._num_calls += 1
@@ -178,9 +177,9 @@ class LastBatch:
 
 
 def _loss_leads_to(node: Node | None, target: Node) -> bool:
-    """Return True if the autograd graph leads from the loss's `node` to `target` through nodes with one input each.
+    """Return True if each autograd node on the way from `node` to `target` has a single input.
 
-    This is the case if the loss is another loss, scaled.
+    The loss with the `grad_fn` `node` is then a scaled copy of the loss with the `grad_fn` `target`.
     """
     while node is not None and node is not target:
         following = [child for child, _ in node.next_functions if child is not None]

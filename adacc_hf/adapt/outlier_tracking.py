@@ -108,7 +108,6 @@ class Observation:
 
 
 def _tracked_activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
-    """Yield (indices, names) of each activation of each block, for a tracking step."""
     for block in profile.blocks:
         for index in profile.kinds_of(block):
             kind = profile.kinds[index]
@@ -117,7 +116,6 @@ def _tracked_activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[s
 
 
 def _worst_errors(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:
-    """Return the largest error of each key, in the order of the keys."""
     by_key: dict[Any, list[GradientError]] = {}
     for key, error in errors:
         by_key.setdefault(key, []).append(error)
@@ -125,7 +123,6 @@ def _worst_errors(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, Grad
 
 
 def _tracked_maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
-    """Return the maximum of each key's values, in the order of the keys."""
     maxima: dict[Any, F] = {}
     for key, figure in figures:
         maxima[key] = max(figure, maxima.get(key, figure))
@@ -171,7 +168,6 @@ class Measurements:
 
 
 def _add_tracked_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
-    """Add an error measured in a tracking step under its key. Only the largest error of each key is kept."""
     errors[key] = torch.maximum(errors[key], error) if key in errors else error
 
 

@@ -118,10 +118,11 @@ class PeakCheck:
     def _settle(
         self, step: int, size_policy: SizePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
     ) -> bool:
-        """Replace the provisional policies (`is_provisional`) after the first measurement of a step.
+        """Replace the provisional policies (`is_provisional`) after the first measurement of a step. Return True if a
+        policy changed.
 
-        Return True if a policy changed. `peak` is the measured peak under `size_policy`, and `moments` has the peaks by
-        moment of the step. `largest` are the sizes of the largest micro-batch of all ranks.
+        `peak` is the measured peak under `size_policy`, and `moments` has the measured peak at each moment of the step.
+        `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         predicted = size_policy.predicted_peak_bytes()
@@ -152,7 +153,7 @@ class PeakCheck:
         return resize_profile(measured, tuple(size for size in to_profile_shapes(largest) if size[0] in names))
 
     def _correct(self, step: int, size_policy: SizePolicy, peak: int) -> None:
-        """If the measured `peak` exceeds the predicted peak, increase the predicted memory, and start the solver."""
+        """Increase the predicted memory, and start the solver, if the measured `peak` exceeds the predicted peak."""
         predicted = size_policy.predicted_peak_bytes()
         size_policy.measured_peak_bytes, size_policy.must_measure = peak, False
         is_above = peak > predicted * (1 + PEAK_TOLERANCE) or (

@@ -243,9 +243,9 @@ class FullRecompute(Installation):
         self._executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks that the model did not run on the most recent batch.
+        """Return the names of the blocks that the model did not train on the most recent batch.
 
-        If other blocks were trained, a block that ran without gradients is not returned, because such a block has
+        If other blocks were trained, blocks that ran without gradients are left out of the result, because they have
         nothing to store.
         """
         untrained = super().skipped_blocks()

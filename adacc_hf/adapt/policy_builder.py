@@ -89,7 +89,6 @@ class PolicyBuilder:
         return profile, policy
 
     def _before_measurement(self, profile: Profile) -> Policy:
-        """Return the policy of the first step, from the profile estimated before this step."""
         budget = Budget.resolve(self._config.memory_budget, profile, self._config)
         if callable(self._source) or not budget.limits_peak:
             return self._solve(profile, self._config.memory_budget)
@@ -200,7 +199,7 @@ class PolicyBuilder:
         return with_finer(corrected, context.switched_off, self._config)
 
     def _solve_again(self, profile: Profile, context: RunContext) -> Policy:
-        """Return the policy for a profile made during the run, the same on all ranks.
+        """Return the policy for a profile made during the run. All ranks get the same policy.
 
         Raises RefusedSizeError if no policy fits the budget.
         """
@@ -216,7 +215,6 @@ class PolicyBuilder:
         return policy
 
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
-        """Return the policy of the solver, or of the user's function. The solver does not use `switched_off` codecs."""
         if callable(self._source):
             policy = self._source(profile)
             if not isinstance(policy, Policy):

@@ -57,10 +57,9 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Policies of the step's micro-batches, each with its state, keyed by the `id` of the plans. The value None
-        stands for plans that are not adapted to the data."""
+        """Size policies of the step's micro-batches, by the `id` of their plans. None for plans that never change."""
         self._lasts = False
-        """True if the chosen policy also applies to the next micro-batch, provided that its shapes are the same."""
+        """True if the chosen policy also applies to the next micro-batch, if this has the same shapes."""
         self.has_replaced_borrowed = False
         """True if, since the last step's end, a policy made for another batch size was replaced by one for the batch's
         own size."""
@@ -112,11 +111,11 @@ class PolicyChoice:
         self._lasts = is_final and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy for a batch of `shapes`, whose size class is `sizes`. If the class is new, make a
-        policy for the class.
+        """Return the size policy (policy and replanner of one size class) for a batch of `shapes`, whose class is
+        `sizes`.
 
-        A size policy is the policy of one size class, with the replanner that adapts it to the data. Return None if the
-        class has only plans without a replanner, which never change.
+        If the class is new, make a policy for the class. Return None if the class has only plans without a replanner,
+        which never change.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None and size_policy.is_borrowed:
@@ -147,11 +146,8 @@ class PolicyChoice:
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
         """Count a batch that runs under a policy that leaves budget unused (`is_borrowed`).
 
-        The policy was not solved for the batch's size class, or was solved with room for the comparison of bits.
-
-        Once the overhead of these batches has taken as long as a solver run, solve for the batch's own size class, and
-        follow the new policy if it is faster. Together, these batches and the solver run take at most twice the time of
-        the better choice: never to solve, or to solve immediately.
+        If the overhead of all counted batches has reached the time of a solver run, solve for the batch's own size
+        class, and follow the new policy if it is faster. A solver run for only a few batches would not pay off.
         """
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
@@ -176,11 +172,10 @@ class PolicyChoice:
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return the policy, with its state, for the new size class `sizes` before the memory of a step has been
-        measured.
+        """Return the size policy for the new size class `sizes` before the memory of a step has been measured.
 
-        The result is `measured`, the run's first policy, if it fits the budget at this size. Otherwise add a policy
-        that needs little memory. With several ranks, store only the plans of this policy and return None.
+        Return `measured`, the run's first size policy, if its plans fit the budget at the new size. Otherwise add a
+        policy that needs little memory. With several ranks, store only the plans of the added policy and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
         policy = current_policy(profile.with_comparison(), measured.replanner.policy)
@@ -261,7 +256,6 @@ class PolicyChoice:
             self._put(size_policy, size_policy.plans)
 
     def _put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
-        """Run the next calls of the blocks under `plans`."""
         self._handle.follow(plans)
         self.current, self.plans, self._lasts = size_policy, plans, False
 

@@ -213,8 +213,10 @@ class AdaptivePhase(FixedPolicyPhase):
         return FOLLOWING
 
     def _report_slow_step(self) -> None:
-        """Begin the report on a step that has other work besides training. The report is logged only if the step takes
-        more than twice as long as a normal step."""
+        """Begin a report on the current step, which does more than train.
+
+        The report is logged only if the step takes more than twice as long as a normal step.
+        """
         self._end_report()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:
@@ -226,7 +228,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
 
     def _end_report(self, has_failed: bool = False) -> None:
-        """End the report that `_report_slow_step` began for the current step. Do nothing if there is no report."""
+        """End the report that `_report_slow_step` began for the current step, if there is a report."""
         if self._report is not None:
             self._report.end(has_failed)
             self._report = None
@@ -387,10 +389,10 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch, and replace all policies of the run by a policy for this batch. Return False if
-        this fails.
+        """Profile the step's batch, and replace all policies of the run by a policy for this batch.
 
-        The replaced policies do not fit any more, because the model now runs other operators or trains more blocks.
+        The old policies do not fit any more, because the model now runs other operators or trains more blocks. Return
+        False if the batch cannot be profiled or no policy fits.
         """
         requests = self._requests
         if not requests.can_restart():

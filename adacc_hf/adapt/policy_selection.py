@@ -121,14 +121,13 @@ def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, con
 
 
 def _replan_result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
-    """Return the `ReplanResult` for the chosen policy `choice`. Its policy is None if `choice` equals the current
-    policy."""
+    """Return the `ReplanResult` for the chosen policy `choice`. The result has no policy if `choice` equals `policy`,
+    the current policy."""
     is_same = (choice.plans, choice.blocks, choice.head) == (policy.plans, policy.blocks, policy.head)
     return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
 
 def _excess_reason(current: Policy, budget: Budget) -> str | None:
-    """Return the reason to replace `current` if it exceeds the budget, else None."""
     needed = budget.needed_bytes(current)
     if needed <= budget.nbytes:
         return None
@@ -207,7 +206,7 @@ def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[st
 
 
 def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
-    """Return True if the current policy may still use `codec`: the codec is an option, and its error is in bounds."""
+    """Return True if `codec` is one of `options`, with an error of at most `bound`."""
     option = next((option for option in options if option.codec == codec), None)
     return option is not None and _is_within_error_bound(option, bound)
 

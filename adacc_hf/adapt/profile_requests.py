@@ -37,8 +37,7 @@ class ProfileRequests:
         """Number of further steps in which the run waits for a batch for a restart. 0 if no restart is planned."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
-        """Reasons for a restart that were acted on already, and that do not lead to another restart (but see
-        `restarted`)."""
+        """Reasons for which a restart was tried. They do not lead to another restart until `restarted` removes them."""
         self._is_alone = num_ranks() == 1
 
     def end_step(self, is_turn: bool) -> None:

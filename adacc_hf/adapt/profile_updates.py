@@ -35,8 +35,6 @@ def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> P
 
 
 def _with_outlier_channels(value: Value, option: CodecOption, count: int) -> CodecOption:
-    """Return a copy of `option`, a codec option of `value`, for `count` outlier channels, the number counted during the
-    run."""
     import torch
 
     codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": count}))
@@ -86,7 +84,6 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
 
 
 def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """Yield the codec option INT8, with the times of `option`, if INT8 supports `value`."""
     import torch
 
     codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)

@@ -117,7 +117,7 @@ class Replanner:
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
         self._solver_profile = profile
-        """Profile for which the running solver solves."""
+        """Profile that the running solver was started with."""
 
     @property
     def is_tracking(self) -> bool:
@@ -252,7 +252,6 @@ class Replanner:
         return self.policy
 
     def _allowed_profile(self) -> Profile:
-        """Return the current profile without the codecs that new policies must not use."""
         # An estimated profile has codecs for every value that reaches min_compress_bytes at some batch size.
         allowed = without_codecs(self.profile, self.switched_off)
         return allowed.without_codecs_below(self.config.min_compress_bytes)
@@ -315,10 +314,11 @@ class Replanner:
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return (errors of the sampled blocks' gradients by kind of block, codecs to switch off).
+        """Return (gradient errors by kind of block, codecs to switch off).
 
-        Without the codecs to switch off, the errors are within the bound (`gradient_bound`). If an error exceeds the
-        bound on one rank, all ranks search for the codecs, because a block with collectives has to run on all ranks.
+        The gradients of sampled blocks are compared with exact gradients. Codecs are switched off until the errors are
+        within `gradient_bound`. If an error exceeds the bound on one rank, all ranks search for these codecs, because a
+        block with collectives has to run on all ranks.
         """
         bound = gradient_bound(self.config)
         kinds = self._kinds
@@ -335,11 +335,11 @@ class Replanner:
         return worst_errors, frozenset(degrading_codecs)
 
     def _find_degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
-        """Return the codecs of the block `name` without which the error of the block's gradient is within the bound.
+        """Return the codecs of the block `name` that make its gradient too inexact.
 
-        Codecs that are switched off already are included as long as the current policy uses them. If the search fails,
-        log a warning and return all lossy codecs of the block's kind. `was_compared` is True if this rank could compare
-        the gradient.
+        Without these codecs, the error of the gradient is at most `gradient_bound`. Codecs that are switched off
+        already are included as long as the current policy uses them. If the search fails, log a warning and return all
+        lossy codecs of the block's kind. `was_compared` is True if this rank could compare the gradient.
         """
         bound = gradient_bound(self.config)
         lossy = {

@@ -35,7 +35,6 @@ class Replanning:
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
         self._choice, self._context = choice, context
         self._num_micro = num_micro
-        """Number of micro-batches per step."""
 
     def start(self, step: int, size_policy: SizePolicy) -> None:
         """Start the solver for `size_policy` on a thread.

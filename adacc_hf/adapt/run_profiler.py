@@ -206,7 +206,6 @@ class RunProfiler:
             model.train(was_training)
 
     def _training_step(self, model: nn.Module, optimizer: Any, compute_loss: ComputeLoss | None) -> TrainingStep:
-        """Return a description of the run's training step, from which memory outside a micro-batch is predicted."""
         return TrainingStep(
             optimizer=optimizer,
             gradient_accumulation_steps=self._loop.num_micro,

@@ -149,9 +149,8 @@ class RunState:
         """True if the optimizer has begun to update the weights in the current step."""
         self._warned: set[str] = set()
         self._num_saved = 0
-        """Number of the history's events that are saved already."""
+        """Number of events in the run's history that are saved already."""
         self._is_unsaved = False
-        """True if the current policy is not saved yet."""
         self._is_uncounted = False
         """True if counts of fallback steps in the history have changed since the history was last saved."""
 

@@ -243,7 +243,6 @@ class AdaccSession:
         return result
 
     def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Call `fn(batch)`, for the first time or again after an out-of-memory error, and return the result."""
         self.hooks.begin_micro_batch(batch)
         return fn(batch)
 
@@ -441,7 +440,6 @@ class AdaccSession:
 
     @contextmanager
     def _detaching(self) -> Iterator[None]:
-        """Restore the model if an UncoveredBlockError is raised inside the `with` block, and raise the error again."""
         try:
             yield
         except UncoveredBlockError:

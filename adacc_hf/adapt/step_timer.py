@@ -104,7 +104,8 @@ class StepTimes:
         self.ms: list[float] = []
         """Times of normal steps under the current plans, at most MAX_STEPS."""
         self._latest: deque[float] = deque(maxlen=COMPARED)
-        """Times of the latest normal steps, including steps under earlier plans, which take nearly the same time."""
+        """Times of the latest normal steps. Steps under earlier plans are included, because these take nearly the same
+        time."""
         self._num_waiting, self._waiting_ms = 0, 0.0
         """Number and total time of the steps with other work whose extra time is not known yet, because fewer than
         ENOUGH normal steps have run. If every step is a tracking step, the extra time stays unknown."""

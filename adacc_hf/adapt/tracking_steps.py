@@ -89,7 +89,7 @@ class TrackingSteps:
                 self._replanning.start(step, size_policy)
 
     def _judge(self, step: int, size_policy: SizePolicy, doubt: str, tracking: Tracking) -> bool:
-        """Append the accuracy guard's verdict on the compared gradients to the history. Return True if a gradient is
+        """Check the compared gradients, and append the verdict to the run's history. Return True if a gradient is
         degraded.
 
         `doubt` is the reason for the check.

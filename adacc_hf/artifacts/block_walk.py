@@ -111,23 +111,18 @@ class BlockWalk:
         }
 
     def _is_stored_activation(self, value: int) -> bool:
-        """Return True if the simulated block stores the value, which must be an activation."""
         return value in self.choices and self._is_stored(value)
 
     def _is_stored(self, value: int) -> bool:
-        """Return True if the simulated plan retains or compresses the activation."""
         return self.choices[value].action is not Action.RECOMPUTE
 
     def _is_compressed(self, value: int) -> bool:
-        """Return True if the simulated block stores the value compressed."""
         return value in self.choices and self.choices[value].action is Action.COMPRESS and value in self.roots
 
     def _option(self, value: int) -> CodecOption:
-        """Return the codec with which the simulated plan compresses the activation."""
         return self.kind.codec_option(value, self.choices[value])
 
     def _root_bytes(self, value: int) -> int:
-        """Return the bytes that the simulated block stores for the activation."""
         if self.choices[value].action is Action.COMPRESS:
             return self._option(value).nbytes
         return self.kind.values[value].nbytes
@@ -164,7 +159,6 @@ class BlockWalk:
         return self.kind.operators[value.producer]
 
     def _backward_events(self) -> list[_BackwardEvent]:
-        """Return the events of the backward, in order."""
         events: list[_BackwardEvent] = []
         replayed: set[int] = set()
         for recorded in self.kind.backward:
@@ -179,8 +173,8 @@ class BlockWalk:
         return events
 
     def _deaths(self, events: Sequence[_BackwardEvent]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the event after which each root (stored tensor or payload) and each replayed or decoded value is
-        freed.
+        """Return two dicts with the event after which a tensor is freed: for the roots (stored tensors and payloads),
+        and for the replayed and decoded values.
 
         Infinity stands for the end of the block's backward.
         """
@@ -248,11 +242,11 @@ class BlockWalk:
         return self._option(value).staging_bytes if self._is_compressed(value) else 0
 
     def _generator_state_bytes(self) -> dict[int, int]:
-        """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
+        """Return the bytes of random generator states that the forward stores at each moment of the forward, by moment.
 
-        Autograd fills its slots (saved tensors) in order. The profile records when a value is first saved, which is the
-        moment at which its first slot is filled. A further slot of the same value is filled later, at a moment that is
-        not recorded, and is assumed to be filled together with the slot before it.
+        A state is stored directly after autograd has saved a certain tensor. The profile has the moment at which each
+        value is saved first. If autograd saves the same value again, the moment is not recorded, and is assumed to be
+        the moment of the saved tensor before.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
@@ -267,11 +261,9 @@ class BlockWalk:
         return state_bytes
 
     def _is_saved(self, value: int) -> bool:
-        """Return True if autograd saves the value."""
         return self.kind.values[value].saved
 
     def _backward_moments(self, events: Sequence[_BackwardEvent]) -> list[int]:
-        """Return the live bytes of this block at each moment of its backward."""
         root_death, death = self._deaths(events)
         decoded = self._decoded_bytes(events)
         freed_roots: dict[float, list[int]] = {}
@@ -301,9 +293,9 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return (bytes during the event, bytes after the event) for each event of the backward.
+        """Return (bytes during the event, bytes after the event) of decoded values, for each event of the backward.
 
-        The bytes are of decoded values, and of copies for autograd Functions.
+        Copies made for autograd Functions are included.
         """
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
@@ -339,9 +331,11 @@ class BlockWalk:
     ) -> list[tuple[float, float, int]]:
         """Return (first event, last event, bytes) of each period of backward in which `value` is live in decoded form.
 
-        `uses` contains the indices of the events that use the decoded copy. The copy is freed directly after its last
-        use, and at the end of an unpack if none of the next DECODED_CACHE_UNPACKS unpacks uses the copy. If a use is
-        the unpack of a slot, the copy is not freed before autograd frees the slot.
+        `uses` are the indices of the events that read the decoded copy, and `unpacks` are the indices of all events in
+        which a saved tensor is unpacked. `releases` has the index of the event after which autograd frees each slot
+        (saved tensor). The decoded copy is freed after its last use, and after an unpack if none of the next
+        DECODED_CACHE_UNPACKS unpacks reads it. If the copy is the unpacked tensor itself, it lives until autograd frees
+        the slot.
         """
         ordinals = [bisect_left(unpacks, number) for number in uses]
         spans: list[tuple[float, float, int]] = []
@@ -386,7 +380,7 @@ class BlockWalk:
         return frozenset(copying_events)
 
     def _is_available(self, value: int) -> bool:
-        """Return True if `value` is in memory anyway, as a stored or shared tensor. A replayed copy is then freed
+        """Return True if `value` is in memory as a stored or shared tensor, so that a replayed copy can be freed
         immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
 

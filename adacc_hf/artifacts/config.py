@@ -277,7 +277,6 @@ class AdaccConfig:
 
 
 def _refuse_unknown(settings: dict[str, Any]) -> None:
-    """Raise TypeError, which names the closest setting, if AdaccConfig lacks one of `settings`."""
     names = [field.name for field in fields(AdaccConfig)]
     unknown = next((name for name in settings if name not in names), None)
     if unknown is not None:

@@ -104,11 +104,9 @@ class RecordFolder:
 
     @property
     def _ending(self) -> str:
-        """Ending of the names of the folder's record files."""
         return f".{self._record_type}.json"
 
     def _paths(self) -> list[Path]:
-        """Return the paths of the folder's record files."""
         return sorted(self.folder.glob(f"*{self._ending}"))
 
 

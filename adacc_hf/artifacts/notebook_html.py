@@ -135,5 +135,4 @@ def describe_names(names: Sequence[str]) -> str:
 
 
 def _notebook_cell(tag: str, side: str, content: str) -> str:
-    """Return one cell of the HTML table that a notebook shows for a policy or profile."""
     return f'<{tag} style="{CELL.format(side=side)}">{content}</{tag}>'

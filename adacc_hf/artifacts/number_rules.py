@@ -56,7 +56,6 @@ class RuleFit:
         self._basis, self._num_elements, self._uses_lines = basis, num_elements, uses_lines
         self._max_difference_terms = min(MAX_TERMS_OF_DIFFERENCE, basis.num_calls - MIN_CHECKS)
         self._differences: dict[Column, Polynomial | None] = {}
-        """Cache of the polynomials fitted to differences between two numbers of the profile."""
 
     def rules(self, columns: Sequence[Column]) -> list[Rule]:
         """Return the rule of each column. A column has the values of one number in all measured batches.
@@ -79,10 +78,9 @@ class RuleFit:
         return [rules[column] for column in columns]
 
     def _exact_sum(self, column: Column) -> Rule | None:
-        """Return the rule for a number of the profile that is exactly a polynomial of the batch's sizes, or None
-        without such a polynomial.
+        """Return the rule for a number of the profile that is exactly a polynomial of the batch's sizes, else None.
 
-        `column` has the number in all measured batches.
+        `column` has the number's value for each measured batch.
         """
         polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM)
         return None if polynomial is None else Exact(polynomial, column[0])
@@ -90,7 +88,7 @@ class RuleFit:
     def _approximation(self, column: Column) -> Rule:
         """Return an approximate rule for a number of the profile that is not exactly a polynomial of the batch's sizes.
 
-        `column` has the number in all measured batches.
+        `column` has the number's value for each measured batch.
         """
         allows_least_squares = not self._uses_lines and len(column) >= MIN_LEAST_SQUARES_CALLS
         approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
@@ -101,7 +99,8 @@ class RuleFit:
     def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
         """Add rules for columns that are the sum of a neighbouring column and an exactly fitted polynomial.
 
-        The neighbouring column must have a rule.
+        A column has the values of one number of the profile for all measured batches. The neighbouring column must have
+        a rule.
         """
         if self._max_difference_terms < 1:
             return
@@ -113,10 +112,10 @@ class RuleFit:
                     rules[column] = rule
 
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
-        """Return a rule for the column at `place`: a neighbour's rule plus a polynomial with as few terms as possible.
+        """Return a rule for the column at `place`: the rule of a nearby column plus a polynomial with few terms.
 
-        A neighbour is a column near `place`. Return None if no neighbour has a rule and a difference that can be fitted
-        exactly.
+        A column has the values of one number of the profile for all measured batches. Return None if no nearby column
+        gives an exact fit.
         """
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
@@ -131,10 +130,9 @@ class RuleFit:
         return None if best is None else _rule_plus(*best, column[0])
 
     def _difference(self, column: Column) -> Polynomial | None:
-        """Return the polynomial of the batch's sizes that gives `column` exactly, or None if there is no such
-        polynomial.
+        """Return the polynomial of the batch's sizes that gives `column` exactly, or None if no polynomial does.
 
-        `column` has the difference between two neighbouring numbers of the profile, in all measured batches.
+        `column` has, for each measured batch, the difference between two neighbouring numbers of the profile.
         """
         if column not in self._differences:
             self._differences[column] = self._basis.fit(column, self._max_difference_terms)
@@ -144,7 +142,7 @@ class RuleFit:
 def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
     """Yield the columns before and after the column with index `place`, the nearest first.
 
-    A column has one number of a profile, in all measured batches.
+    A column has the values of one number of the profile for all measured batches.
     """
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:
@@ -154,7 +152,6 @@ def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column
 
 
 def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
-    """Return a new rule: the sum of `rule`, which belongs to a neighbouring number of the profile, and a polynomial."""
     if isinstance(rule, Exact):
         return Exact(rule.polynomial + difference, measured)
     if isinstance(rule, Difference):
@@ -215,9 +212,9 @@ class Interpolation:
         smaller = [point for point in self._points if point[0] * MIN_LINE_RATIO <= largest] or self._points[:1]
         high = max(number for num_elements, number in self._points if num_elements >= smaller[-1][0])
         self._line = smaller[-1], (largest, high)
-        """Two points (number of elements, value) of the line for batches larger than all measured ones. The two sizes
-        are not close to each other: sizes such as 3 x 88 and 2 x 129 tokens differ more in shape than in size, and a
-        line through their points may fall."""
+        """Two points (number of elements, value) of the line that is used for batches larger than all measured batches.
+        The two points are not close to each other: sizes such as 3 x 88 and 2 x 129 tokens differ more in shape than in
+        number of tokens, and a line through two such points may fall."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
         points = self._points

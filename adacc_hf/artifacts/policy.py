@@ -181,7 +181,7 @@ class Policy:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the head and of the actions of all blocks, without predictions and facts."""
+        """Hash of the head and of the actions of all blocks. Predicted memory and time are not included."""
         record = self.to_json()
         actions = {name: record[name] for name in ("head", "plans", "blocks")}
         return hashlib.sha256(json.dumps(actions, sort_keys=True).encode()).hexdigest()
@@ -206,7 +206,6 @@ class Policy:
         return counts
 
     def _codecs(self) -> list[str]:
-        """Return the codec of each compressed activation, over all block calls."""
         return [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
 
     @property
@@ -351,14 +350,12 @@ class Policy:
 
 
 def _checked_head(name: str) -> str:
-    """Return the head `name` of a policy file. Raises ValueError for an unknown head."""
     if name not in HEADS:
         raise ValueError(f"head {name!r} is not one of {', '.join(HEADS)}")
     return name
 
 
 def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return (name, index of the plan) of each block call in a policy file. Raises ValueError if a plan is missing."""
     blocks = [(str(name), int(plan)) for name, plan in record["blocks"].items()]
     if any(not 0 <= plan < len(record["plans"]) for _, plan in blocks):
         raise ValueError("a block names a plan that is not in the file")

@@ -80,7 +80,6 @@ class Basis:
         self._columns = list(zip(*map(self.products, calls), strict=True))
         self.num_calls = len(calls)
         self._combined: dict[int, tuple[Any, Any, Any]] = {}
-        """Cache of `_combinations`, by number of terms."""
 
     def products(self, sizes: Sizes) -> list[int]:
         """Return the value of each product at `sizes`."""
@@ -147,9 +146,10 @@ class Basis:
         return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, shortfall)
 
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
-        """Yield the indices of each choice of `num_terms` products that fits `column` in floating-point arithmetic.
+        """Yield each choice of `num_terms` products whose combination fits `column` in floating-point arithmetic.
 
-        The caller must check in exact integers that the fit is exact.
+        Products are powers and products of sizes, given by their indices. The caller must check in exact integers that
+        the fit is exact.
         """
         if len(self._columns) < num_terms:
             return
@@ -163,9 +163,11 @@ class Basis:
         return np.maximum(np.linalg.norm(np.array(self._columns, dtype=np.float64), axis=1), 1.0)
 
     def _combinations(self, num_terms: int) -> tuple[Any, Any, Any]:
-        """Return (indices, matrices, pseudo-inverses), each with one item for every choice of `num_terms` products.
+        """Return (indices, matrices, pseudo-inverses), each with one item for every choice of `num_terms` products of
+        sizes.
 
-        A matrix contains the values of the chosen products in each call. Each product's values are scaled to norm 1.
+        A matrix contains the values of the chosen products in all measured calls. Each product's values are scaled to
+        norm 1.
         """
         combined = self._combined.get(num_terms)
         if combined is None:

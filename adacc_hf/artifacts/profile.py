@@ -356,7 +356,8 @@ class KindProfile:
         return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
 
     def codec_options(self, value: int) -> tuple[CodecOption, ...]:
-        """Return the codecs that may compress `value`: the measured codecs, and the codecs in host memory."""
+        """Return the codecs that may compress `value`: the measured codecs, and codecs that store their payload in host
+        memory."""
         record, link = self.values[value], self.host_link
         if link is None or not record.is_movable:
             return record.codecs

@@ -92,7 +92,6 @@ class SizeModel:
         self._basis = Basis([tuple(call[p] for p in self._symbols) for call in calls])
         self._dimension_rules = [self._basis.fit(column) for column in zip(*calls, strict=True)]
         self._num_elements = [_num_batch_elements(shapes) for shapes, _ in measured]
-        """Number of elements of each measured batch."""
         elements = self._basis.fit(tuple(self._num_elements))
         smallest = tuple(min(calls, key=prod)[p] for p in self._symbols)
         uses_lines = len(self._symbols) < 3 and (
@@ -181,12 +180,10 @@ def _round_size(size: int, reference: int) -> int:
 
 
 def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:
-    """Return the sizes of all dimensions of a batch's tensors."""
     return tuple(n for _, size in shapes for n in size)
 
 
 def _num_batch_elements(shapes: Shapes) -> int:
-    """Return the number of elements of all tensors in a batch."""
     return sum(prod(size) for _, size in shapes)
 
 
@@ -216,7 +213,6 @@ def _map_numbers(profile: Profile, change: NumberMap) -> Profile:
 
 
 def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
-    """Return a copy of a profile's `kind` with each number that depends on the batch's sizes changed by `change`."""
     return replace(
         kind,
         values=tuple(_map_value(value, change) for value in kind.values),
@@ -231,19 +227,16 @@ def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
 
 
 def _map_tiles(tiles: RowTiles, change: NumberMap) -> RowTiles:
-    """Return a copy of `tiles` with the number of rows of each module changed by `change`."""
     modules = (replace(module, num_rows=change(module.num_rows)) for module in tiles.modules)
     return replace(tiles, modules=tuple(modules))
 
 
 def _map_value(value: Value, change: NumberMap) -> Value:
-    """Return a copy of a profile's `value` with shapes and bytes changed by `change`."""
     shape, encoded = tuple(map(change, value.shape)), tuple(map(change, value.encoded_shape))
     return replace(value, shape=shape, encoded_shape=encoded, nbytes=change(value.nbytes))
 
 
 def _map_head(head: Head, change: NumberMap) -> Head:
-    """Return a copy of a profile's `head` with its bytes changed by `change`."""
     return replace(
         head,
         outside_stored_bytes=change(head.outside_stored_bytes),
@@ -269,8 +262,6 @@ def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
 
 
 def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
-    """Return `after`, a kind of block in a profile, with times predicted from `before`, the same kind at another batch
-    size."""
     launch_ms = min((op.ms for op in before.operators if op.ms > 0), default=0.0)
     operators = tuple(_timed_operator(op, before, after, launch_ms) for op in after.operators)
     return replace(after, operators=operators, forward_ms=sum(op.ms for op in operators))
@@ -290,7 +281,6 @@ def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile,
 
 
 def _scaled_ms(ms: float, ratio: float, min_ms: float) -> float:
-    """Return an operator's time at another batch size, limited below by the time to launch a kernel."""
     return max(ms * ratio, min(ms, min_ms))
 
 

@@ -121,7 +121,10 @@ class RowTiles:
 
 
 def _highest(lines: tuple[Line, ...], rows: int) -> int:
-    """Return the bytes at a number of rows on the line that is the highest there, or 0 without rows or lines."""
+    """Return the largest number of bytes that one of `lines` (straight lines of bytes over rows) has at `rows`.
+
+    Return 0 if there are no rows or lines.
+    """
     return math.ceil(max((nbytes + per_row * rows for nbytes, per_row in lines), default=0)) if rows else 0
 
 

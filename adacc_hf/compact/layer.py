@@ -261,5 +261,4 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a compact layer's sharded tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

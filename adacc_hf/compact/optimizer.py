@@ -222,7 +222,6 @@ def parse_rank(text: str) -> float | int:
 
 
 def _check_compact_settings(rank: float | int, gap: int, scale: float, projection: str) -> None:
-    """Raise ValueError if a setting of `CompactFactory` is out of range."""
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(
             f"rank={rank!r} must be a fraction of a layer's inputs, above 0.0 and at most 1.0, or a number of inputs"
@@ -236,10 +235,6 @@ def _check_compact_settings(rank: float | int, gap: int, scale: float, projectio
 
 
 def _target_layers(model: nn.Module, target_modules: str | Collection[str]) -> Iterator[tuple[str, Plain]]:
-    """Yield (name, layer) of each linear layer that `target_modules` selects.
-
-    Raise ValueError for a layer whose weight is not supported.
-    """
     if any(hasattr(module, "peft_config") for module in model.modules()):
         raise ValueError("CompAct trains full weights, but the model has PEFT adapters: use one or the other")
     is_all = isinstance(target_modules, str) and target_modules.replace("_", "-") == ALL_LINEAR
@@ -269,7 +264,6 @@ def _target_layers(model: nn.Module, target_modules: str | Collection[str]) -> I
 
 
 def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
-    """Raise ValueError, with advice, if the weight of `module` cannot be trained in a subspace."""
     weight = module.weight
     where = f"CompAct cannot train {name} ({class_name(module)})"
     if hasattr(weight, "ds_id") or hasattr(weight, "to_local"):
@@ -287,13 +281,11 @@ def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
 
 
 def _is_quantized_weight(weight: Tensor) -> bool:
-    """Return True if `weight` is quantized, so that CompAct cannot train its layer."""
     is_wrapped = hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local")
     return not weight.is_floating_point() or is_wrapped or hasattr(weight, "quant_state")
 
 
 def _num_layer_inputs(layer: Plain) -> int:
-    """Return the number of input features of `layer`, a linear layer that is to become compact."""
     return layer.weight.shape[1 if isinstance(layer, nn.Linear) else 0]
 
 

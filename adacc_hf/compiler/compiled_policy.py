@@ -154,7 +154,8 @@ class CompiledPolicy:
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
-        """Return the maximum over regions of a region's `live_bytes` plus the bytes that earlier regions store."""
+        """Return the maximum over regions (compiled graphs) of a region's `live_bytes` plus the bytes that earlier
+        regions store."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
@@ -255,7 +256,6 @@ def graph_tensors(
 
 
 def _graph_tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) -> GraphTensor:
-    """Describe one value of a compiled graph, and how the graph's plan stores the value."""
     record, node = joint.kind.values[value], joint.nodes[value]
     maker = maker_of(node)
     return GraphTensor(
@@ -311,10 +311,8 @@ class PlanStore:
 
 
 def _stored_plan_name(decision_key: str, digest: str) -> str:
-    """Return the file name for a graph's plan in the cache folder."""
     return f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}"
 
 
 def _is_graph_cache_on() -> bool:
-    """Return True if Inductor's cache of compiled graphs is switched on."""
     return inductor_config.fx_graph_cache and not inductor_config.force_disable_caches

@@ -86,16 +86,16 @@ class CompiledRun:
         self._is_warned = False
         """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Two numbers of input elements: of the largest micro-batch in the current step, and of the largest one in all
-        measured steps."""
+        """Number of input elements of the largest micro-batch in the current step. `_most_elements` is the largest such
+        number in all measured steps."""
         self._least_peak_bytes: int | None = None
         """Estimated peak if all compiled graphs store the least possible. None before the first measured step."""
         self._next_change: _ShareChange | None = None
-        """Change of the share that compiled graphs may store, to be made at the start of the next step. None for no
-        change."""
+        """Change of the share (fraction of bytes) that compiled graphs may store, to be made at the start of the next
+        step. None for no change."""
         self._meter = StepMeter()
         self._report: SlowReport | None = None
-        """Report that logs a slow step while the model is compiled, or None outside such a step."""
+        """Object that logs the current step if the step is slow. None except in steps that compile the model."""
         self.peak_bytes: int | None = None
         """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
@@ -198,7 +198,7 @@ class CompiledRun:
         self._undo_checkpointing()
 
     def _end_report(self, has_failed: bool = False) -> None:
-        """End the log report of the current slow step, if there is one."""
+        """End the report on the current step (`_report`), if there is a report."""
         if self._report is not None:
             self._report.end(has_failed)
             self._report = None
@@ -228,10 +228,11 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """Lower the share for the next step if all compiled regions together store more than the budget.
+        """Lower the share for the next step if all compiled regions together store more than `budget`.
 
-        `budget` is a fraction of the bytes that all regions store under plain torch.compile. The share is the same
-        fraction for one region. Raises InfeasibleBudgetError if the regions store the least possible already.
+        The share limits each region (compiled graph) to this fraction of the bytes that the region stores under plain
+        torch.compile. `budget` is a fraction too: of the bytes that all regions together store under plain
+        torch.compile. Raises InfeasibleBudgetError if the regions store the least possible already.
         """
         policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
@@ -259,8 +260,9 @@ class CompiledRun:
     def _settle(self, step: int, device: torch.device) -> None:
         """Set the share from the measured peak of a step, if the budget is in bytes.
 
-        The share is the fraction of bytes that a compiled region may store. Raises InfeasibleBudgetError if a step
-        exceeds the budget although its graphs store the least possible.
+        The share limits each region (compiled graph) to this fraction of the bytes that the region stores under plain
+        torch.compile. Raises InfeasibleBudgetError if a step exceeds the budget although all regions store the least
+        possible.
         """
         policy = self.policy
         figures = gather_from_all_ranks(
@@ -327,7 +329,8 @@ class CompiledRun:
 
 
 class _ShareChange(NamedTuple):
-    """Change of the share, the fraction of bytes that compiled regions may store, at the start of the next step."""
+    """Change of the share at the start of the next step. The share is the fraction of bytes that compiled graphs may
+    store."""
 
     step: int
     share: float | None
@@ -336,7 +339,6 @@ class _ShareChange(NamedTuple):
 
 
 def _warn_of_idle_settings(config: AdaccConfig) -> None:
-    """Warn about settings that differ from the default but have no effect in compiled graphs."""
     idle = [f.name for f in fields(config) if f.name not in RUN_SETTINGS and getattr(config, f.name) != f.default]
     if idle:
         log.warning(
@@ -349,10 +351,10 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
     """Return a share below the policy's share at which all compiled regions together stay within `budget`.
 
-    The share is the fraction of its bytes under plain torch.compile that each region may store. `budget` is the same
-    fraction for all regions together. Regions that cannot stay within the current share continue to store the same
-    bytes, so the new share is computed for the other regions. Return None if no share is low enough, or if the regions
-    store the least possible already.
+    The share limits each region (compiled graph) to this fraction of the bytes that the region stores under plain
+    torch.compile. `budget` is a fraction too: of the bytes that all regions together store under plain torch.compile.
+    Regions that cannot stay within the current share continue to store the same bytes, so the new share is computed for
+    the other regions. Return None if no share is low enough, or if the regions store the least possible already.
     """
     if policy.share is None:
         return None

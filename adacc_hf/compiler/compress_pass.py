@@ -58,7 +58,6 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return `tensor` with its dimensions permuted to memory order."""
     order = memory_order(tensor)
     return tensor if order == sorted(order) else tensor.permute(order)
 
@@ -68,7 +67,6 @@ def _is_compressed_node(node: Any, codecs: Mapping[str, Codec]) -> bool:
 
 
 def _insert_encoding(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
-    """Insert nodes that encode `node` before the node `before`. Return the nodes of the payload."""
     example = node.meta["val"]
     traced = _traced_graph(
         lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode
@@ -124,13 +122,11 @@ def payload_name(value: str, number: int) -> str:
 def _traced_graph(
     function: Callable[..., Sequence[Tensor]], examples: Sequence[Any], mode: FakeTensorMode
 ) -> fx.GraphModule:
-    """Trace `function` to a graph of operators that Inductor lowers."""
     with mode:
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
 
 
 def _inline_graph(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy the operators of `traced` to the insertion point of `graph`. Return the nodes of the results in `graph`."""
     copies: dict[fx.Node, Any] = {}
     remaining_inputs = iter(inputs)
     for node in traced.graph.nodes:

@@ -238,7 +238,6 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _node_argument(node: fx.Node, name: str) -> Any:
-    """Return the node's argument `name`, or its default. Return None if the schema lacks the argument."""
     for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(name)

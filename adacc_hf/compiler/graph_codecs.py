@@ -69,7 +69,6 @@ def _graph_codec_names(joint: JointGraph, value: int, config: AdaccConfig) -> li
 
 
 def _traceable_codecs(names: Sequence[str]) -> list[str]:
-    """Select, from `names`, the codecs that can be traced into a graph of plain operators."""
     return [name for name in names if codec_type(name).is_traceable()]
 
 
@@ -110,7 +109,6 @@ def _is_softmax_node(node: fx.Node) -> bool:
 
 
 def _have_same_shape(first: fx.Node, second: fx.Node) -> bool:
-    """Return True if both nodes are tensors of the same shape."""
     a, b = first.meta.get("val"), second.meta.get("val")
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
 

@@ -35,7 +35,7 @@ class _DeviceCosts:
     """Inductor's compile time in ms per encoded tensor. On a CPU, C++ kernels are compiled for each tensor. On a GPU,
     kernels are compiled once for all blocks, and the time is Inductor's search for operators to fuse."""
     launch_ms: float
-    """Launch time in ms of the additional kernels, 5 us each: four kernels on a CPU, one on a GPU."""
+    """Time in ms to launch the additional kernels, 5 us each: four kernels on a CPU, one on a GPU."""
 
 
 _DEVICES = {
@@ -300,7 +300,6 @@ class _ExampleTensor:
         return cls(_hinted_sizes(value.shape), _hinted_sizes(value.stride()), value.dtype, value.device)
 
     def make(self) -> torch.Tensor:
-        """Return a sample tensor with this layout."""
         # Fill the flat storage, because several elements of an expanded tensor share one address.
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         flat = torch.zeros(max(extent, 0), dtype=self.dtype, device=self.device)
@@ -316,7 +315,6 @@ def _hinted_sizes(sizes: Any) -> tuple[int, ...]:
 
 
 def _measured_operator_ms(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
-    """Measure the time of a graph's operator on sample tensors."""
     with no_dispatch(), torch.no_grad():
         args, kwargs = tree_map_only(_ExampleTensor, _ExampleTensor.make, (args, kwargs))
         return least_replay_ms(lambda: target(*args, **kwargs), device)

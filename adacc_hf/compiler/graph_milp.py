@@ -148,7 +148,6 @@ class _GraphProgram:
         return peak
 
     def best(self, costs: Terms, log: SolverLog) -> GraphChoice | None:
-        """Return the choice with the least `costs`, or None if no choice satisfies the constraints."""
         solution = Solver(self.program, log, integer=True).minimize(costs)
         if solution is None:
             return None
@@ -323,10 +322,6 @@ def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[l
 
 
 def _local_minima(live_bytes: Sequence[int]) -> list[int]:
-    """Return the positions of local minima in `live_bytes`, the live bytes after each operator of a graph.
-
-    Of equal neighbours, the last position is returned.
-    """
     last = len(live_bytes) - 1
     return [
         position
@@ -370,9 +365,5 @@ def _cheapest_boundaries(
 
 
 def _largest_segment(boundaries: Sequence[int], cumulative: Sequence[int]) -> int:
-    """Return the bytes of the largest segment of a graph that is cut at `boundaries`.
-
-    `cumulative` has the bytes of all operators before each position.
-    """
     edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
     return max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))

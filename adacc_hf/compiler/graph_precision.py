@@ -193,7 +193,8 @@ def precision_needs(joint: JointGraph) -> PrecisionNeeds:
 
 
 def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes with a user for which `is_reader(user, node)` holds, and their elementwise sources."""
+    """Return the nodes with a user for which `is_reader(user, node)` is True, and the nodes from which these nodes are
+    computed elementwise."""
     nodes = {node for node in graph.nodes if node.op != "output" and any(is_reader(user, node) for user in node.users)}
     return elementwise_sources(graph, nodes)
 

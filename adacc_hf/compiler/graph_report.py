@@ -135,7 +135,6 @@ def _block_of_module(module: str) -> str:
 
 
 def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
-    """Draw one bar of bytes per block or other module, coloured by action. Return PNG bytes."""
     scale, unit = unit_of(max(sum(actions.values()) for actions in groups.values()))
     with matplotlib_module().rc_context(FONT):
         figure = new_figure(BAR_INCHES * len(groups) + 1.2)

@@ -44,9 +44,9 @@ class JointGraph:
     """Node of each operator."""
 
     def value_of(self, node: fx.Node) -> int | None:
-        """Return the index of the value that shares its storage with `node`.
+        """Return the index of the forward value that shares its storage with `node`.
 
-        Return None for other tensors, such as parameters.
+        Return None if `node` is not a value of this graph, such as a parameter.
         """
         return self._index.get(root_of(node))
 

@@ -264,7 +264,6 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         log.info("Adacc: %s", plan.summary())
 
     def _graph(self, joint: JointGraph) -> GraphModel:
-        """Return the integer program's input for a region: replay times of operators, and costs to store values."""
         pairs = zip(joint.kind.operators, joint.operators, strict=True)
         times = [self._times.replay_ms(node) if operator.replayable else 0.0 for operator, node in pairs]
         may_replay = Action.RECOMPUTE in self.config.parsed_actions
@@ -324,18 +323,12 @@ class _RegionGraph:
     number: int | None
     """Number that AOTAutograd gave to the graph, or None if there is no number."""
     forward: tuple[GraphInput, ...] = ()
-    """Inputs of the forward graph."""
     backward: tuple[GraphInput, ...] = ()
-    """Inputs of the backward graph."""
     function: weakref.ref[type] | None = None
     """Autograd function of the graph, which holds the compiled code. None before the first counted call. The reference
     is weak, so that torch can free the function at any time."""
 
     def code_bytes(self) -> tuple[int, int] | None:
-        """Return the maxima of the live bytes in the compiled forward and in the compiled backward.
-
-        Return None if the code is not compiled yet or cannot be measured.
-        """
         function = None if self.function is None else self.function()
         forward = most_live_bytes_of_code(functorch.code_of(function, "compiled_fw"), self.forward)
         backward = most_live_bytes_of_code(functorch.code_of(function, "compiled_bw"), self.backward)

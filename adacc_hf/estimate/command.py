@@ -165,8 +165,9 @@ def run(arguments: argparse.Namespace) -> str:
 _OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
 """Loggers whose messages are dropped while torchao is imported, with the beginning of these messages.
 
-Transformers imports torchao if it is installed. The messages are about torchao's own code, and do not concern a plan,
-which runs nothing of torchao."""
+Transformers imports torchao if it is installed. The messages are about torchao's own code. They do not concern a plan,
+because a plan does not run torchao.
+"""
 
 
 @contextmanager
@@ -221,10 +222,6 @@ class _PlanOptions:
 
 
 def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
-    """Check all options of `adacc plan`, and convert the options that are fields of `_PlanOptions`.
-
-    Raises ValueError for the first invalid option.
-    """
     for option, reason in _NOT_PLANNED.items():
         if getattr(arguments, _option_attribute(option)) is not None:
             raise ValueError(f"{option}: {reason}")
@@ -267,7 +264,6 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
 
 
 def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if each sequence cannot be divided among the devices of option --sp."""
     if arguments.sp is None:
         return
     num_devices = 0 if arguments.zero is None else arguments.zero[1]
@@ -281,7 +277,6 @@ def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if options of LoRA adapters are out of range, or are passed without --peft."""
     if arguments.peft is None:
         for option in ("--lora-rank", "--lora-targets", "--lora-dropout", "--modules-to-save", "--load-in-4bit"):
             value = getattr(arguments, _option_attribute(option))
@@ -294,8 +289,6 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
 
 
 def _option_bytes(text: str | None, option: str) -> int | None:
-    """Return the size `text` in bytes, or None if `option` was not passed. Raises ValueError for a size that is too
-    small."""
     if text is None:
         return None
     num_bytes = parse_bytes(text, option)

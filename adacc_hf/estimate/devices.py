@@ -188,7 +188,10 @@ _COPIED_BYTES = 64 * 2**20
 
 @cache
 def measure_cpu() -> Device:
-    """Measure the rates of this machine's CPU with torch's current number of threads. The result is cached."""
+    """Measure the floating-point rate and the memory bandwidth of this machine's CPU. The result is cached.
+
+    The rates are for torch's current number of threads.
+    """
     import psutil
     import torch
 
@@ -213,7 +216,6 @@ def measure_cpu() -> Device:
 
 
 def _measured_cpu_flops(dtype: torch.dtype) -> float:
-    """Measure the floating-point rate of this CPU, for predictions of `adacc plan`."""
     import torch
 
     from adacc_hf.price.timing import median_ms

@@ -136,7 +136,6 @@ class _FakeBackwardPass:
 
 
 def _node_key(node: Any) -> EdgeKey:
-    """Return the key of a node of autograd's graph."""
     variable = getattr(node, "variable", None)
     return ("node", sequence_number(node)) if variable is None else ("leaf", id(variable))
 
@@ -166,7 +165,6 @@ def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.T
 
 
 def _zero_gradient(metadata: Any) -> torch.Tensor:
-    """Return zeros in place of an undefined gradient. `metadata` has the shape, dtype and device."""
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
@@ -178,8 +176,6 @@ def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
 
 
 def _gradient_sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients on fake tensors. Add in place if no other tensor uses the storage of
-    `earlier`."""
     if _is_sole_owner(earlier):
         return earlier.add_(later)
     return earlier + later

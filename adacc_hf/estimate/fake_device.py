@@ -214,7 +214,6 @@ def _flash_attention(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """Call torch's flash attention for a GPU on fake tensors."""
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
     padded = [pad(t, (0, -width % _ALIGNMENT)) if width % _ALIGNMENT else t for t in (query, key, value)]
@@ -231,7 +230,6 @@ def _efficient_attention(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """Call torch's memory-efficient attention for a GPU on fake tensors."""
     if attn_mask is not None:
         attn_mask = _bias_from_mask(attn_mask, query, key)
     kernel = attention_operator("efficient")
@@ -350,7 +348,6 @@ class _StorageObserver(TorchDispatchMode):
 
 
 def _operator_tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Yield the fake tensors in an operator's arguments or results, which nest tensors in lists and tuples only."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument

@@ -244,23 +244,21 @@ class SumOfTimes(TorchDispatchMode):
 
 
 def _estimated_workspace(operator: TapeOperator) -> int:
-    """Return the temporary bytes that a replay of the operator takes on the device, without its results."""
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
     return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
 
 
 def _has_number_argument(operator: TapeOperator) -> bool:
-    """Return True if an elementwise operator has a Python number as argument, because replay makes a tensor of it."""
+    """Return True if an elementwise operator has a Python number as argument. Replay makes a tensor of this number."""
     is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
     return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
 
 
 def _is_known_external(place: str, overwritten: bool) -> bool:
-    """Return True if replay can read a tensor that existed before the recorded call and that the call reads.
+    """Return True if replay can read a tensor that existed before the recorded call.
 
-    `place` is where replay finds the tensor, or "unknown". An overwritten tensor cannot be read again. No real data is
-    needed for the answer.
+    `place` is where replay finds the tensor, or "unknown". If the tensor was `overwritten`, replay cannot read it.
     """
     return place != "unknown" and not overwritten
 
@@ -270,7 +268,6 @@ _PROBABILITIES = ("dropout_p", "p")
 
 
 def _operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the first argument of an operator call whose name is in `names`, or None if there is no such argument."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in names:
             return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -294,7 +291,8 @@ def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
 
 @cache
 def _codec_error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
-    """Return the codec's error on normally distributed numbers, which is the estimate for fake tensors."""
+    """Return the codec's error on normally distributed numbers. For a fake tensor, which has no numbers, this is the
+    estimate of the error."""
     with unset_fake_temporarily(), torch.device("cpu"):
         sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator("cpu").manual_seed(0))
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
@@ -409,6 +407,5 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def _operand_tensors(tree: Any) -> Sequence[torch.Tensor]:
-    """Return the fake tensors among the arguments or results of an operator."""
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

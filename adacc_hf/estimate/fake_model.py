@@ -389,7 +389,6 @@ def _cached_bytes(profile: Profile, kind: int) -> int:
 
 
 def _parent_module(name: str) -> str:
-    """Return the path of the module that contains the block called `name`."""
     return name.rpartition(".")[0]
 
 

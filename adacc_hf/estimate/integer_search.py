@@ -62,26 +62,26 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 
 
 def _num_evaluated(points: Mapping[int, int]) -> int:
-    """Return the number of points whose excess is not an estimate."""
+    """Return the number of points that were evaluated. Points at 0 or below are estimates."""
     return sum(n > 0 for n in points)
 
 
 def _is_largest(n: int, excess: int, predicted: Callable[[int], float]) -> bool:
-    """Return True if `n`, which fits with `excess`, is the largest integer that fits, according to `predicted`.
+    """Return True if `n` fits and n + 1 certainly does not.
 
-    `predicted` is the polynomial through other points. Its increase from n to n + 1 is used if its error at n is at
-    most MAX_ERROR of this increase, and if n + 1 would not fit even with a larger error.
+    `excess` is the excess over the budget at `n`, and must be at most 0. `predicted` is a polynomial through the excess
+    at other integers. Its increase from n to n + 1 is trusted if its error at `n` is at most the fraction MAX_ERROR of
+    this increase.
     """
     increase, error = predicted(n + 1) - predicted(n), abs(excess - predicted(n))
     return error <= MAX_ERROR * increase and excess + increase > error + MARGIN * increase > 0
 
 
 def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return the polynomial through the points at `low` and `high`, and through the points with the smallest absolute
-    excess.
+    """Return a polynomial that interpolates the excess over the budget between the integers `low` and `high`.
 
-    Each of `points` is a number and its excess over the budget. At most NUM_INTERPOLATED points are used. The
-    interpolation uses Newton's divided differences.
+    `points` has the excess by integer. At most NUM_INTERPOLATED points are used: those at `low` and `high`, and those
+    with the smallest absolute excess. The method is Newton's divided differences.
     """
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))

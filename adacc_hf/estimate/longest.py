@@ -69,7 +69,6 @@ def longest_sequences(request: Request) -> list[LongestSequence]:
 
 
 def _ms_per_token(planner: TrainingPlanner, method: str, seq_len: int) -> float | None:
-    """Return the predicted time per token of a step on sequences of `seq_len` tokens, or None if no policy is found."""
     request = planner.request
     profile = planner.profile_at(seq_len)
     overhead_ms = 0.0

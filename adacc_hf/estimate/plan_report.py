@@ -117,10 +117,6 @@ def _plan_verdict(plan: TrainingPlan) -> str:
 
 
 def _expected_memory(plan: TrainingPlan) -> str:
-    """Return a sentence on the expected memory in use on the device.
-
-    If the expected memory may exceed the device's memory, recommend a budget.
-    """
     shape = "All batches have the planned shape: longer or larger ones need more."
     expected = expected_bytes(plan)
     if expected is None:
@@ -155,8 +151,8 @@ def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
 
 
 def _best_method(plan: TrainingPlan) -> str:
-    """Return the training method for which `adacc plan` estimates the memory in use on the device: "plain" if plain
-    training fits, else "adacc"."""
+    """Return the training method that the estimate of memory in use on the device is for: "plain" if plain training
+    fits, else "adacc"."""
     return "plain" if plan.forecasts["plain"].fits else "adacc"
 
 
@@ -235,7 +231,6 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
 
 
 def _host_note(plan: TrainingPlan) -> str:
-    """Return a note on the limit of host memory, and on the assumed bandwidth and time of copies to and from it."""
     workload = plan.request.workload
     limit = workload.adacc.host_limit(plan.profile.host_free_bytes)
     text = f"Up to {format_bytes(limit)} of host memory per device (--host-memory) may hold activations."
@@ -251,22 +246,18 @@ def _host_note(plan: TrainingPlan) -> str:
 
 
 def _plan_count(number: int | None) -> str:
-    """Return a number as text for the output of `adacc plan`, or "-" if the number is not predicted."""
     return "-" if number is None else str(number)
 
 
 def _plan_length(number: int | None, limit: int | None) -> str:
-    """Return a predicted sequence length as text for `adacc plan`, marked if it equals the model's `limit`."""
     return f"{number} (the model's limit)" if number is not None and number == limit else _plan_count(number)
 
 
 def _plan_bytes(num_bytes: int | None) -> str:
-    """Return a number of bytes as text for the output of `adacc plan`, or "-" if the number is not predicted."""
     return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
-    """Return the ratio of two predicted times as text for the output of `adacc plan`, or "-" without a prediction."""
     return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
 
 
@@ -277,5 +268,4 @@ def plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _plan_cell(column: int, text: str, width: int) -> str:
-    """Return `text` padded to the width of its column, for a table in the output of `adacc plan`."""
     return f"{text:{width}}" if column == 0 else f"{text:>{width}}"

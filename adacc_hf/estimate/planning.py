@@ -175,9 +175,9 @@ class TrainingPlanner:
         )
         self._traced: dict[tuple[int, int], Profile] = {}
         """Profiles by (batch size, sequence length). Profiles that were traced for methods other than "adacc" may lack
-        the chunked head and the tiles."""
+        the chunked head (output layer and loss) and the tiles (groups of rows)."""
         self._for_policies: set[tuple[int, int]] = set()
-        """Shapes in `_traced` whose profiles have all heads and tiles."""
+        """Keys of `_traced` whose profiles have all heads (output layer and loss) and tiles (groups of rows)."""
         self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
@@ -483,7 +483,6 @@ def plain_ms(profile: Profile) -> float:
 
 
 def _phase_peaks(outcome: Outcome) -> dict[str, int]:
-    """Return the predicted peak of live bytes in each phase of the step."""
     phases: dict[str, int] = {}
     for label, live in outcome.timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
@@ -492,5 +491,4 @@ def _phase_peaks(outcome: Outcome) -> dict[str, int]:
 
 
 def _trained_bytes(module: nn.Module) -> int:
-    """Return the bytes of the trained parameters in `module`."""
     return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)

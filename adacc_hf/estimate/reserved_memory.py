@@ -84,7 +84,6 @@ def _allocate_state(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _tensor_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a fake tensor's elements."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
@@ -102,7 +101,8 @@ class AllocatorMeter(FakeMemoryMeter):
         self.can_repeat = False
         """True if repeating the recorded allocations has the same effect as another step of the model."""
         self._events: list[tuple[int, int | None]] = []
-        """Recorded allocations and frees, as (number of the allocation in the step, its bytes, or None for a free)."""
+        """Recorded events. An allocation is (number of the allocation in the step, bytes), and a free is (number of the
+        freed allocation, None)."""
         self._numbers: dict[int, int] = {}
         """Numbers of the recorded allocations that are live, by the key of the allocated storage."""
         self._is_recording = False
@@ -150,7 +150,6 @@ class AllocatorMeter(FakeMemoryMeter):
 
 @contextmanager
 def _checkpointed_fake_blocks(model: FakeModel) -> Iterator[None]:
-    """Run each block of a fake model under a checkpoint like torch's, inside the `with` block."""
     for block in model.blocks:
         block.forward = _FakeCheckpoint(model, block.forward)
     try:
@@ -194,7 +193,6 @@ class _FakeCheckpoint:
             return self._forward(*args, **kwargs)
 
     def _recompute(self, num_saved: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Run the block's forward again, and return the first `num_saved` tensors that autograd saves."""
         saved: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> None:
@@ -261,7 +259,6 @@ class CachingAllocator:
         self.free_blocks: dict[bool, list[tuple[int, int, _SegmentBlock]]] = {True: [], False: []}
         """Free blocks of the small pool (True) and the large pool (False), sorted by size, then by age."""
         self._free_numbers: set[int] = set()
-        """Identifying numbers of the free blocks."""
         self._num_blocks = 0
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
@@ -350,7 +347,6 @@ class CachingAllocator:
 
 
 def _merge_segment_blocks(first: _SegmentBlock, second: _SegmentBlock) -> _SegmentBlock:
-    """Merge `second` into `first`, the block before it in the same segment. Return `first`."""
     first.size += second.size
     first.next = second.next
     if second.next is not None:

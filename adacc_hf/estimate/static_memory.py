@@ -129,12 +129,10 @@ class _OptimizerBytes:
 
 
 def _state_nbytes(tensor: torch.Tensor) -> int:
-    """Return the predicted bytes of one state of an optimizer, such as a moment, in the dtype of `tensor`."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def _int8_state_bytes(tensor: torch.Tensor) -> int:
-    """Return the predicted bytes of one state of an optimizer, such as a moment, in bitsandbytes' 8-bit format."""
     if tensor.numel() < _INT8_MIN_ELEMENTS:
         return FLOAT32_BYTES * tensor.numel()
     return tensor.numel() + FLOAT32_BYTES * -(-tensor.numel() // _INT8_BLOCK)
@@ -239,7 +237,6 @@ def static_memory(
 
 
 def _float32_on_meta(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return new tensors in float32 on the meta device, of the same shapes as `tensors`."""
     import torch
 
     return [torch.empty_like(tensor, dtype=torch.float32, device="meta") for tensor in tensors]
@@ -257,5 +254,4 @@ def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Mod
 
 
 def _shard_bytes(nbytes: int, num_shards: int) -> int:
-    """Return the predicted bytes of one rank's part of a sharded tensor of `nbytes`."""
     return -(-nbytes // num_shards)

@@ -130,7 +130,7 @@ class LazyLogits(Tensor):
     ) -> LazyLogits:
         """Create lazy logits.
 
-        If C++ code runs backward through the lazy logits, `recompute(*sources)` computes the logits again for it.
+        If C++ code runs backward through lazy logits, `recompute(*sources)` computes the logits for this backward.
         """
         lazy = _LazyPlaceholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
@@ -255,7 +255,6 @@ def _materialize(leaf: Any) -> Any:
 
 
 def _materialize_detached(leaf: Any) -> Any:
-    """Return `leaf` unchanged or, if it is lazy logits, the logits as an ordinary tensor, detached from the graph."""
     return leaf.materialize().detach() if isinstance(leaf, LazyLogits) else leaf
 
 

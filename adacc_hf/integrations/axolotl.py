@@ -32,7 +32,6 @@ class CheckedSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check(cls, settings: Any) -> Any:
-        """Check Adacc's settings in axolotl's configuration, and return the configuration."""
         config_of(settings)
         refuse_offloading(settings)
         return settings

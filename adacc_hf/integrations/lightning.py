@@ -80,8 +80,8 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         super().__init__(config, policy, overrides)
         self._model = model
         self._files: dict[str, bytes] = {}
-        """Contents of the session's files, by file name. Before a run, these are the files from its checkpoint. After a
-        run, they are its final files."""
+        """Contents of the session's files, by file name. Before a run, the files of the loaded checkpoint. After a run,
+        the files that the run has written last."""
         self._is_in_step = False
 
     # Lightning's hooks, in the order in which they are called.

@@ -154,7 +154,6 @@ def device_name(device: torch.device) -> str:
 
 
 def _processor_name() -> str:
-    """Return the processor's name, which is part of the key of cached times."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -164,5 +163,4 @@ def _processor_name() -> str:
 
 
 def _price_key_digest(value: object) -> str:
-    """Return a short hash of `value`, to use as one part of the key of cached times."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

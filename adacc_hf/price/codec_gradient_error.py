@@ -75,8 +75,7 @@ def is_accurate_enough(errors: Mapping[tuple[int, str], float], value: int, code
 def _measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]
 ) -> GradientErrors:
-    """Run through the operators of the tape once, and measure the gradient errors of codecs and replay for each
-    operator."""
+    """Measure the gradient errors that codecs and recomputation cause in each operator of `tape`."""
     worst_errors = GradientErrors()
     stand_ins = _StandIns(tape, bases, codecs)
     for operator in tape.operators:
@@ -94,7 +93,7 @@ def _raise_errors(
     stand_ins: _StandIns,
     worst_errors: GradientErrors,
 ) -> None:
-    """Raise the maxima in `worst_errors` to the gradient errors that `backward` makes with inexact tensors.
+    """Update the maxima in `worst_errors` with the gradient errors that `backward` makes with inexact tensors.
 
     For each of `values`, the saved tensor is replaced by the decoded and the recomputed tensors in `stand_ins`, one at
     a time.
@@ -109,7 +108,6 @@ def _raise_errors(
 
 
 def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
-    """Set `errors[key]` to `error` if `error` is larger than the error measured so far."""
     errors[key] = max(error, errors.get(key, 0.0))
 
 
@@ -145,7 +143,6 @@ class _StandIns:
         return value in self._saved and (value in self._codecs or value in self.recomputed)
 
     def decoded(self, value: int) -> list[tuple[str, torch.Tensor]]:
-        """Return (codec, tensor) for each codec of `value`: the tensor after encoding and decoding."""
         if value not in self._decoded:
             self._decoded[value] = [
                 (codec.name, _decoded_base(codec, self._tape, self._bases[value], value))
@@ -154,7 +151,7 @@ class _StandIns:
         return self._decoded[value]
 
     def run(self, operator: TapeOperator) -> None:
-        """Compute the results of `operator` from inexact inputs, if replay may recompute them."""
+        """Compute the results of `operator` from inexact inputs. Results that replay cannot recompute are left out."""
         results, environment = operator.results(), self._environment
         has_inexact_input = not self._inexact.isdisjoint(operator.inputs())
         is_ready = has_inexact_input and all(environment[value] is not None for value in operator.inputs())
@@ -179,7 +176,6 @@ class _StandIns:
             self._environment[value] = None if _is_value_gone(self._tape, self._bases, value) else self._bases[value]
 
     def free_unused(self, operator: TapeOperator) -> None:
-        """Free the tensors that no later operator reads."""
         for value in (*operator.inputs(), *operator.results()):
             if self._last[value] <= operator.index:
                 self._environment[value] = None
@@ -188,8 +184,6 @@ class _StandIns:
 
 
 def _decoded_base(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> torch.Tensor:
-    """Return a recorded value's tensor after encoding and decoding by `codec`, to measure the codec's gradient
-    error."""
     tensor = view(base, encode_view(tape, value))
     codec.fit(tensor)
     return view(codec.decode(codec.encode(tensor)), tape.values[value].ref)
@@ -203,7 +197,6 @@ def _is_value_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> boo
 def _make_backward(
     operator: TapeOperator, tape: Tape, bases: Sequence[torch.Tensor]
 ) -> _OperatorBackward | _ProductBackward | None:
-    """Return the operator's backward, or None if the operator has no backward or cannot run."""
     operands = [*operator.inputs(), *operator.results()]
     can_run = operator.outputs and not operator.mutations and not operator.is_collective and not operator.blanks()
     if not can_run or any(_is_value_gone(tape, bases, value) for value in operands):

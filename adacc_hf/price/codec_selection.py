@@ -47,7 +47,6 @@ def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
 
 
 def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool) -> list[str]:
-    """Return the names of the codecs whose costs are measured for a recorded value."""
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
@@ -153,7 +152,6 @@ def with_outliers(
 
 
 def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
-    """Measure the costs of a codec on `tensor`: payload bytes, times and error."""
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
@@ -168,7 +166,6 @@ def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> Co
 
 
 def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
-    """Measure the relative error of `tensor` after encoding and decoding by `codec`."""
     return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
@@ -233,7 +230,6 @@ def _is_softmax_value(tape: Tape, value: int) -> bool:
 
 
 def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
-    """Return True if a recorded product's operands are activations and not parameters."""
     return not any(tape.is_module_state(value) for value in operator.inputs())
 
 

@@ -98,7 +98,6 @@ def measure_gradient_errors(
 
 
 def _lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
-    """Return the lossy codecs among the `options` of each value, the coarsest codec first."""
     codecs = {}
     for value, value_options in options.items():
         lossy_options = sorted(
@@ -186,7 +185,8 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield each operator to time, in order, with a function that runs the operator any number of times."""
+    """Yield (index, function) for each operator to time, in order. The function runs the operator, and can be called
+    any number of times."""
     is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
     environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):

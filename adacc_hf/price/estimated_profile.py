@@ -49,8 +49,8 @@ def estimate_profile(
 
     Times and codec costs are measured on the smallest part, because recording and timing together take the most memory.
     Times are scaled by the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are
-    extrapolated by `Profile.sizes`. If a list of parts does not fit into memory, or is predicted to exceed a budget in
-    bytes, a list of smaller parts replaces it.
+    extrapolated by `Profile.sizes`. If a part does not fit into memory, or is predicted to exceed a budget in bytes,
+    smaller parts are profiled instead.
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """

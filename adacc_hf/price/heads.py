@@ -77,7 +77,7 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
     ) -> tuple[T, dict[str, float]] | None:
         """Measure the chunked head. Return the result of `measure()` with this head, and the times of both heads.
 
-        The times are those of the plain and the chunked head on the losses in `run_forward`. Return None if the model
+        The plain and the chunked head are timed on the losses that `run_forward()` computes. Return None if the model
         is profiled with the chunked head anyway, or if the model cannot have a chunked head.
         """
         head = self._head

@@ -80,7 +80,6 @@ def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
 
 
 def _idle_kind(block_class: str) -> KindProfile:
-    """Return the profile for blocks of `block_class` that store nothing for backward."""
     return KindProfile(
         digest=IDLE_KIND,
         block_class=block_class,

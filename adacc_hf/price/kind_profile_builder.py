@@ -139,7 +139,6 @@ class KindProfileBuilder:
         return record.source.path if keeps_order and len(record.source.path) == 1 else ()
 
     def _gradient_error(self, index: int, codec: str) -> float:
-        """Return the largest gradient error that `codec` causes on the value `index` in any block of the kind."""
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:

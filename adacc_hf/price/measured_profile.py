@@ -68,7 +68,10 @@ def measure_profile(
 
 
 def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache) -> Profile:
-    """Return a copy of `profile` with numbers measured on parts of `batch` too, until the model rejects a part."""
+    """Return a copy of `profile` that can predict other batch sizes, from measurements on parts of `batch`.
+
+    The measurements end if the model rejects a part.
+    """
     model = profiled.installation.model
     if is_sharded(model):  # a forward that fails midway would leave other ranks waiting
         return profile
@@ -105,10 +108,6 @@ class _Readings:
 
 
 def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
-    """Measure the memory and the time of a step on `batch`, and return the profile.
-
-    `recording` has the block calls of this step.
-    """
     measurement, installation = profiled.measurement, profiled.installation
     profiled.heads.check_own()
     installation.expect(block.name for block in recording.blocks)
@@ -142,11 +141,10 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 def _measure_blocks(
     profiled: ProfiledModel, batch: Batch, recording: ModelRecording, groups: Sequence[tuple[str, ...]]
 ) -> tuple[ModelRecording, ForwardLayout, StepLayout]:
-    """Measure the memory of all blocks in a forward and in whole steps. Return (the recording with this memory in each
-    kind, memory of the forward, memory of the step).
+    """Measure the memory of all blocks, in a forward and in whole steps.
 
-    A watched block is the last block of a kind, on which the kind's memory is measured. Each group in `groups` is
-    measured in one step, in which the watched blocks of the group retain their activations.
+    Each of `groups` has the names of blocks that retain their activations in the same measured step. Return a copy of
+    `recording` with the measured memory, the memory of the forward, and the memory of the steps.
     """
     forward = measure_forward(profiled, batch, recording)
     recording = recording.with_forwards(forward.events)
@@ -161,18 +159,16 @@ def _measure_blocks(
 
 
 def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[KindProfile]:
-    """Measure the memory of all kinds of blocks in `recording`, and return the kinds with this memory."""
     profiled.installation.expect(block.name for block in recording.blocks)
     groups = _watched_groups(recording) if profiled.measurement.watches_one_block else [tuple(recording.watched_names)]
     return _measure_blocks(profiled, batch, recording, groups)[0].kinds
 
 
 def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
-    """Divide the watched blocks into groups. The blocks of a group retain their activations in the same measured step.
+    """Group the blocks on which the memory of their kind is measured: the last block of each kind.
 
-    A watched block is the last block of a kind, on which the kind's memory is measured. No group retains more bytes
-    than the largest block. Otherwise a model with many kinds would retain the activations of nearly all blocks at the
-    same time.
+    The blocks of a group retain their activations in the same measured step. No group retains more bytes than the
+    largest block. Otherwise a model with many kinds would retain the activations of nearly all blocks at the same time.
     """
     nbytes = {
         name: sum(value.nbytes for value in kind.activations if value.saved)
@@ -197,7 +193,6 @@ def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: Mo
 
 
 def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, readings: _Readings) -> Profile:
-    """Return the profile made of the recorded block calls and the readings of the measured passes."""
     forward, step, shared = readings.forward, readings.step, recording.shared
     resident_bytes = profiled.base_bytes + batch.nbytes
     between_steps_bytes = resident_bytes + profiled.other_batches_bytes + readings.coming_bytes
@@ -212,8 +207,8 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
     head, chunked_head = profiled.heads.profiled_head, readings.chunked_head
 
     def fields_of_head(layout: StepLayout) -> dict[str, Any]:
-        """Return the fields of a profile that depend on the head (output layer and loss), from the memory of a step
-        with it."""
+        """Return the fields of a profile that depend on the head (output layer and loss). `layout` is the memory of a
+        step with this head."""
         return {
             "outside_stored_bytes": layout.outside_stored_bytes - saved_shared_bytes,
             "outside_peak_bytes": static_bytes + layout.outside_peak_bytes,

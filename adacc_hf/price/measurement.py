@@ -69,7 +69,7 @@ class Measurement:
         outliers: dict[int, int],
         run_block: Callable[[], object] | None = None,
     ) -> Prices:
-        """Measure the time of each operator of `tape`, and the codecs of each activation with their times.
+        """Measure the time of each operator of `tape`, and the costs of the codecs for each activation.
 
         `run_block` is a function that runs the whole block once more, or None if the block cannot run again.
         """

@@ -186,7 +186,8 @@ class CallMarker:
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> None:
-        """Record `label` in the meter once the gradient of the first differentiable tensor in `tree` is complete."""
+        """Set a mark with `label` in the memory meter as soon as the gradient of the first differentiable tensor in
+        `tree` is complete."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))

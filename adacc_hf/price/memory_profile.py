@@ -117,11 +117,11 @@ def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecor
 
 
 def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -> tuple[ForwardEvent, ...]:
-    """Return the memory events of one block call's forward, from the forward's start to its end.
+    """Return the memory events in the forward of the block call `name`.
 
-    `name` is the call, and `points` are the measurements of the whole model's forward. If `owns_rest`, the events after
-    the call are included, until the next call starts. An event that belongs to another call, for example the release of
-    another call's value, has the value -1.
+    `points` are the measurements of the whole model's forward. If `owns_rest`, the events between this call and the
+    next are included. The field `value` of an event is -1 if another call caused the event, for example by freeing a
+    tensor.
     """
     begin, leave = (
         next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")
@@ -199,13 +199,12 @@ def measure_step(
 
 
 def _gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of the model's gradients after the measured step."""
     return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
 @dataclass
 class _StepReadings:
-    """The meter's readings in a measured step, and the bytes that each block stored in the step."""
+    """Readings of a memory meter in a measured step, and the bytes that each block stored in the step."""
 
     points: Sequence[MemoryPoint]
     names: list[str]
@@ -263,7 +262,6 @@ class _StepReadings:
         return max(point.max_bytes for point in segment[:end])
 
     def _stored_up_to(self, name: str) -> int:
-        """Return the bytes that the block `name` and all earlier blocks stored."""
         return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])
 
     def _events(self, probe: SlotProbe, base: int) -> tuple[BackwardEvent, ...]:

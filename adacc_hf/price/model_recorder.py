@@ -87,7 +87,6 @@ def record_model(
 
 
 def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
-    """Return a cache without tapes, for the records of the profiled model's blocks."""
     tape_cache = TapeCache(profiled.measurement.verify)
     tape_cache.expect_same_orders(profiled_tapes(profiled.installation.model))
     return tape_cache
@@ -201,8 +200,11 @@ class ModelRecorder:
         from that row alone."""
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
-        """Weak references to storages saved by the rest of the model, by address. A weak reference keeps the address
-        from being reused, but does not keep the memory alive: logits would otherwise be live throughout the profile."""
+        """Weak references to the storages of tensors that autograd saves outside the blocks, by address.
+
+        A weak reference keeps the address from being reused, but does not keep the memory alive. Otherwise logits would
+        be live throughout the profile.
+        """
         self._previous_results: list[torch.Tensor] = []
         """Tensors that the previous recorded block call returned."""
         self._shared_tensors = SharedTensors([], set(), set(), set())
@@ -291,7 +293,6 @@ class ModelRecorder:
         return result
 
     def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_again: Callable[[], Any]) -> Prices:
-        """Measure the times of a recorded block's operators, and the costs of its activations' codecs."""
         bases = recorder.bases
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
@@ -324,7 +325,6 @@ class ModelRecorder:
         return tensor.detach()
 
     def _note_outside_storage(self, tensor: torch.Tensor) -> None:
-        """Record the storage of `tensor` as one that code outside the blocks holds."""
         storage = storage_of(tensor)
         if storage_key(storage) not in self._outside_storages:
             self._outside_storages[storage_key(storage)] = StorageWeakRef(storage)

@@ -140,11 +140,12 @@ def recompute_outcome(kind: KindProfile) -> BlockOutcome:
 
 
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
-    """Return, for each block call, those properties of its position in the step that affect its memory.
+    """Return three truth values about the position of each block call in the step. Calls in different positions need
+    different memory.
 
-    A position is three truth values: the gradients of the call's parameters exist before its backward; the rest of the
-    model runs directly before the call; the rest of the model runs directly after the call. The rest of the model runs
-    between calls if the loss calls the whole model several times.
+    1. Before the call's backward, the gradients of the call's parameters exist. 2. The rest of the model runs directly
+    before the call. 3. The rest of the model runs directly after the call. The rest of the model runs between calls if
+    the loss calls the whole model several times.
     """
     names = [block.name for block in blocks]
     last = calls_per_block(names)

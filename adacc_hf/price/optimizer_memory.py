@@ -222,13 +222,11 @@ def _parameter_settings(
 
 
 def _bare_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the step of an optimizer's class without the hooks that torch wraps around it."""
     step: Any = (optimizer if isinstance(optimizer, type) else type(optimizer)).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
-    """Return True if the optimizer has already created its state for `parameter`."""
     holder = group["params"][0] if isinstance(optimizer, torch.optim.LBFGS) else parameter
     if tensors_in(list(optimizer.state.get(holder, {}).values())):
         return True
@@ -236,8 +234,6 @@ def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 
 def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> str:
-    """Return the error message that the memory of the optimizer's future state cannot be predicted because of
-    `error`."""
     reason = (str(error).strip().splitlines() or [""])[0]
     return (
         f"optimizer={type(optimizer).__name__}(...) has not created all of its state, whose size cannot be "
@@ -254,7 +250,6 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _bytes_by_storage(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of each storage of `tensors`. If `device` is given, only tensors on this device count."""
     device_tensors = [tensor for tensor in tensors if device is None or tensor.device == device]
     storages = [part.untyped_storage() for tensor in device_tensors for part in parts_with_memory(tensor)]
     return {storage_key(storage): storage.nbytes() for storage in storages}

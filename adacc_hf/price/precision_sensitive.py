@@ -94,8 +94,8 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _divisor_values(tape: Tape) -> set[int]:
-    """Return the recorded values that backward divides by, and those from which replay computes such divisors
-    elementwise."""
+    """Return the recorded values that backward divides by, and the recorded values from which replay computes such
+    divisors elementwise."""
     return divisors(
         (
             _operator_divisors(operator),
@@ -133,5 +133,4 @@ def _operator_divisors(operator: TapeOperator) -> list[int]:
 
 
 def _values_read(argument: object) -> list[int]:
-    """Return the values to which an operator's argument on a tape refers."""
     return [ref.value for ref in tensor_refs(argument)]

@@ -100,7 +100,6 @@ def _base_bytes(model: nn.Module, batch: Batch, step: TrainingStep, measurement:
 
 
 def _check_trainable(model: nn.Module, batch: Batch) -> None:
-    """Raise ValueError if the model cannot be profiled with this batch, for example in eval mode."""
     device, tensors = next(model.parameters()).device, batch.tensors
     if device.type == "meta":
         raise ValueError(

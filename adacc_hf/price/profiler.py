@@ -42,10 +42,10 @@ def profile_model(
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of the model's forward, labels included.
 
-    The model must be in train mode, and may be under autocast. The state of the model is restored, gradients, buffers
-    and random generators included. If a step calls a block several times, because layers share weights or the loss
-    calls the model again, the profile lists the block once per call. A block that runs only without gradients needs no
-    decision.
+    The model must be in train mode, and may be under autocast. Afterwards the state of the model is restored: its
+    gradients, buffers and random generators. If a step calls a block several times, because layers share weights or the
+    loss calls the model again, the profile lists the block once per call. A block that runs only without gradients
+    needs no decision.
 
     Profiling takes the memory of one block's activations on top of a step in which every block is recomputed. If memory
     runs out, and the run has one process, `estimate_profile` estimates the profile from small parts of the batch, and a
@@ -59,7 +59,7 @@ def profile_model(
             predicted.
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
             the gradients of the first one.
-        prefetched_batches: further batches for later steps that the loader keeps on the model's device.
+        prefetched_batches: number of further batches, for later steps, that the loader keeps on the model's device.
         no_sync: context of all micro-batches but the last, if this context postpones the exchange of gradients (the
             `no_sync` of FSDP). Until the exchange, each rank holds whole gradients.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
@@ -71,11 +71,11 @@ def profile_model(
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
-    the model cannot have, UncalledBlocksError for a batch that does not call all blocks, OptimizerStateError for an
+    the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, OptimizerStateError for an
     optimizer whose future state cannot be predicted, ProfilerConflictError on a CPU while a torch profiler is active,
     UnrestorableError for a model whose forward changes state that cannot be restored, ValueError for a batch without a
     loss, and torch.OutOfMemoryError, or a library's own out-of-memory error, if even parts of the batch do not fit or
-    the model accepts no parts.
+    the model does not accept parts of the batch.
     """
     step = TrainingStep(
         optimizer=optimizer,

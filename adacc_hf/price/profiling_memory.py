@@ -88,9 +88,9 @@ class _Growth:
     """Ratios of the sizes of two parts of a batch, the second to the first."""
 
     samples: float
-    """Ratio of the numbers of samples."""
+    """Number of samples in the second part, divided by the number in the first part."""
     lengths: Mapping[int, float]
-    """Ratio of the second part's sequence length to the first part's, by the length in the first part."""
+    """Ratio of sequence lengths (second part divided by first part), by the length in the first part."""
 
     @classmethod
     def between(cls, part: Batch, other: Batch) -> _Growth:

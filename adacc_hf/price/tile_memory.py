@@ -60,7 +60,11 @@ def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> T
 
 
 def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:
-    """Return the line through the bytes of each moment at `fewer` and at `most` rows."""
+    """Return a line (bytes over the number of rows) for each moment at which memory was measured.
+
+    `few` has the bytes at each moment with `fewer` rows, and `many` with `most` rows. Return None if the numbers of
+    moments differ.
+    """
     if len(few) != len(many):
         return None
     slopes = [(more - less) / (most - fewer) for less, more in zip(few, many, strict=True)]
@@ -85,7 +89,7 @@ def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple
 
 
 def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
-    """Return the live bytes between each two operators of `run`, in addition to the bytes that were live before
+    """Return the live bytes between successive operators of `run`, in addition to the bytes that were live before
     `run`."""
     with meter:
         meter.mark(("begin",))
@@ -98,8 +102,6 @@ def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
 
 
 class _Marks(TorchDispatchMode):
-    """Dispatch mode that sets a mark in `meter` after each operator."""
-
     def __init__(self, meter: MemoryMeter) -> None:
         super().__init__()
         self._meter = meter

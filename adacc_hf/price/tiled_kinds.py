@@ -38,9 +38,11 @@ MeasureKinds = Callable[[ProfiledModel, Batch, ModelRecording], Sequence[KindPro
 def with_tiled_kinds(
     profile: Profile, profiled: ProfiledModel, batch: Batch, recording: ModelRecording, measure: MeasureKinds
 ) -> Profile:
-    """Return `profile` with a kind in tiles for each kind of blocks that has row-wise modules.
+    """Return `profile` with more kinds: each kind of blocks that has row-wise modules is also measured with these
+    modules in tiles.
 
-    `recording` is the recording that `profile` was measured from. `measure` measures another recording.
+    `recording` is the recording that `profile` was measured from. `measure` is called with the recording of the kinds
+    in tiles.
     """
     modules = _row_wise_modules(profiled, recording)
     if not modules:
@@ -87,7 +89,7 @@ def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dic
 
 
 def _measured_tiling(modules: Sequence[RowWiseModule]) -> Tiling:
-    """Return the tiles with which the memory of a kind with these row-wise modules is measured."""
+    """Return the tiles in which the modules run while the memory of their kind of blocks is measured."""
     return Tiling(
         modules=tuple(module.path for module in modules),
         backward_only=tuple(module.path for module in modules if not module.has_products),
@@ -121,17 +123,17 @@ def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory
 
 
 class _PriceSource:
-    """Kind without tiles: the source of prices for the same kind in tiles."""
+    """Kind of blocks measured without tiles. Its times and codecs are reused for the same kind in tiles."""
 
     def __init__(self, kind: KindProfile, tape: Tape, modules: Sequence[RowWiseModule], config: AdaccConfig) -> None:
         self._kind = kind
         self._tape = tape
         self._modules = {module.path: module for module in modules if module.has_products}
-        """Modules that are one operator in the kind with tiles, by their paths."""
+        """Modules with a matrix product, by path. Each of these modules is one operator in the kind with tiles."""
         self._config = config
 
     def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
-        """Return the kind `tiled` with the prices of the kind without tiles.
+        """Return the kind `tiled` with the times and codecs of the kind without tiles.
 
         The events of the result do not include the memory of a tile, because this memory depends on the number of
         tiles.
@@ -161,7 +163,7 @@ class _PriceSource:
         ).in_tiles(0)
 
     def _priced_value(self, value: Value, index: int | None) -> Value:
-        """Return a value of the kind in tiles with the prices of the value with `index` of the kind without tiles."""
+        """Return `value`, of the kind in tiles, with the codecs of the value with `index` in the kind without tiles."""
         if index is None:
             return value
         source = self._kind.values[index]
@@ -182,7 +184,6 @@ class _PriceSource:
         )
 
     def _copy_of(self, index: int) -> Value | None:
-        """Return the activation that has the numbers of the value with `index` in another dtype, or None."""
         for reader in self._tape.consumers(index):
             operator = self._tape.operators[reader]
             copies = [self._kind.values[value] for value in operator.results()]
@@ -192,8 +193,8 @@ class _PriceSource:
 
 
 class _Unpriced(MemoryOnlyMeasurement):
-    """Measurement of memory alone: operators have no times and no workspaces, because these are taken from the kind
-    without tiles."""
+    """Measurement of memory alone. Times and workspaces of operators are taken from the kind of blocks without
+    tiles."""
 
     def price(
         self,

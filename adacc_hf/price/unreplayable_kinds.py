@@ -49,8 +49,11 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
-    """Return a copy of `kind` with a simplified forward: the peak is the largest of the measured events `forward`, and
-    all saved bytes are stored from the start."""
+    """Return a copy of `kind` with a simplified forward.
+
+    All saved bytes are stored from the start, and the peak is the largest number of extra bytes in `forward`, the
+    measured events.
+    """
     max_extra_bytes = max(event.extra_bytes for event in forward)
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))

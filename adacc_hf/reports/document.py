@@ -152,7 +152,6 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 
 def _content_style(selector: str) -> str:
-    """Return the CSS of a report's contents, limited to HTML elements inside `selector`."""
     colors = "".join(
         f"SCOPE .{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n"
         for name, color in ACTION_COLORS.items()
@@ -161,12 +160,10 @@ def _content_style(selector: str) -> str:
 
 
 def _html_body(parts: Sequence[Part]) -> str:
-    """Return the parts of a report as HTML, without the page around them."""
     return "\n".join(_part_to_html(part) for part in parts)
 
 
 def _part_to_markdown(part: Part) -> str:
-    """Return a part of a report as Markdown."""
     if isinstance(part, Heading):
         return f"{'#' * part.level} {part.text}"
     if isinstance(part, Paragraph):
@@ -178,12 +175,10 @@ def _part_to_markdown(part: Part) -> str:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    """Return a row of a report's table as Markdown."""
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _part_to_html(part: Part) -> str:
-    """Return a part of a report as HTML."""
     if isinstance(part, Heading):
         return f"<h{part.level}>{escape(part.text)}</h{part.level}>"
     if isinstance(part, Paragraph):

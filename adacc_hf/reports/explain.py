@@ -280,7 +280,6 @@ def format_shape(value: Value) -> str:
 
 
 def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:
-    """Return the codec that the choice for an activation names, with its cost, or None if the choice names no codec."""
     if choice.action is not Action.COMPRESS:
         return None
     for option in kind.codec_options(value.index):

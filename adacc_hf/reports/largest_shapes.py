@@ -44,5 +44,6 @@ def draw_largest_shapes(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _number_text(number: int, plain: int) -> str:
-    """Return a number of a method with its ratio to plain training's, or without if plain training fits nowhere."""
+    """Return `number`, of one training method, as text. The ratio to `plain`, the number of plain training, is added if
+    the two differ and `plain` is not 0."""
     return f"{number:,}" if not plain or number == plain else f"{number:,} ({number / plain:.1f} x)"

@@ -140,7 +140,7 @@ def to_png(figure: Figure) -> bytes:
 def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
     """Draw one panel of the policy map, for one kind of block.
 
-    `columns` has, for each block of this kind, its position in the model and its plan.
+    `columns` has the position in the model and the plan of each block of this kind.
     """
     from matplotlib.colors import ListedColormap
 

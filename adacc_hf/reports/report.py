@@ -139,8 +139,6 @@ class SimulatedStep(NamedTuple):
 
 
 def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
-    """Simulate a step of plain training, of full recomputation and of `policy`. Return the results by the method's
-    name."""
     from adacc_hf.artifacts.memory_simulator import simulate
 
     plain = {
@@ -222,7 +220,6 @@ def _solver_section(policy: Policy) -> list[Part]:
 
 
 def _capitalized(text: str) -> str:
-    """Return `text` with a capital first letter, for the beginning of a sentence."""
     return text[0].upper() + text[1:]
 
 
@@ -321,12 +318,10 @@ def _record_table(records: Sequence[Record]) -> Table:
 
 
 def _report_header(name: str) -> str:
-    """Return the header of a table's column as text, from the column's `name` in a record."""
     return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _report_cell(name: str, value: Any) -> str:
-    """Return the text of a cell in a report's table, for the number `value` that a record has under `name`."""
     if value is None:
         return "-"
     if name.endswith("_bytes") and isinstance(value, int):

@@ -146,7 +146,6 @@ def _git_output(*arguments: str) -> str | None:
 
 
 def _processor_description() -> str:
-    """Return the CPU's name and its number of cores, for the record of an experiment."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -92,5 +92,4 @@ def part_seconds(record: Record) -> dict[str, float]:
 
 
 def _step_events(record: Record) -> str:
-    """Return the events of one of the run's first steps as text, for a table of the report."""
     return ", ".join(dict.fromkeys(EVENTS.get(event, event) for event in record["events"]))

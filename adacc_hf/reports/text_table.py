@@ -70,7 +70,6 @@ def _row_lines(
     columns: int | None,
     right: Collection[int],
 ) -> list[str]:
-    """Return one row of a table as lines of text."""
     lines = [""]
     for column, (cell, width, (starts_line, position)) in enumerate(zip(row, widths, places, strict=True)):
         if starts_line:

@@ -122,12 +122,10 @@ def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
 
 
 def _record_curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
-    """Return the curve that shows the value `name` in `records`, multiplied by `scale`, over the steps."""
     return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
 
 
 def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
-    """Draw the curves of one panel in the picture of a run."""
     for color, (name, curve) in zip(COLORS, ((n, c) for n, c in curves.items() if c), strict=False):
         steps, values = zip(*curve, strict=True)
         marker = "x" if name == "predicted" else "o"
@@ -141,7 +139,6 @@ def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
 
 
 def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
-    """Mark the events of the run in one panel of the picture."""
     for record in history:
         if record["event"] in MARKS:
             _, color, dashes = MARKS[record["event"]]
@@ -149,7 +146,6 @@ def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
 
 
 def _legend_of_marks(figure: Any, history: Sequence[Record]) -> None:
-    """Add a legend that explains the marked events to the picture of a run."""
     from matplotlib.lines import Line2D
 
     events = {record["event"] for record in history}

@@ -123,8 +123,10 @@ class BlockExecutor:
         return self._run_as(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call with this `key` (traced path and sizes) under the plan. If no tape exists for the key, record
-        the call."""
+        """Run a call of the block with this `key` (traced path and sizes) under the plan.
+
+        If no tape (record of operators) exists for the key, record the call.
+        """
         entry = self.entries.find(key)
         if entry is None and self.known_shapes.has_new_data(key):
             self.tape_cache.fallbacks.add(NEW_DATA, self.name)
@@ -230,7 +232,6 @@ class BlockExecutor:
     def _call(
         self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
     ) -> Any:
-        """Run one call under the execution plan of `entry`, without validation."""
         plan = entry.plan
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
@@ -276,8 +277,8 @@ class BlockExecutor:
         self.entries.sized.clear()
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if the call replaced a tensor attached to the block that replay would look up
-        later."""
+        """Raise TapeMismatchError if a call has replaced a tensor that is attached to the block and that replay looks
+        up later."""
         source = plan.replaced_source(externals, block) if plan.attached else None
         if source is not None:
             raise TapeMismatchError(
@@ -355,7 +356,8 @@ class BlockExecutor:
         return result
 
     def _is_too_large_to_record(self, key: CallKey) -> bool:
-        """Return True if the budget has no room to record the call. Recording keeps all intermediates of a block alive.
+        """Return True if the budget has no room to record a call with this `key`. Recording keeps all intermediates of
+        a block alive.
 
         Return False for calls that must always be recorded: the first call of a block, calls at a size that a symbolic
         tape covers (rule R7), and calls of a block with collectives (rule R13).
@@ -366,9 +368,9 @@ class BlockExecutor:
         return not self.tape_cache.may_record()
 
     def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
-        """Keep or drop `expected_entry`, whose tape the first call with its key was expected to run.
+        """Keep or drop `expected_entry`, the entry that the first call with the key `key` was expected to follow.
 
-        The entry is kept for later calls if the validation showed that the call ran the operators of this tape.
+        The entry is kept for later calls if `call` ran the operators of the entry's tape.
         """
         if call.divergence is None:
             expected_entry.unpacked_slots = call.unpacked_slots

@@ -180,7 +180,7 @@ class BlockFunction:
             self._thread.leave(previous)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call of the block under the strategy for its number in the step (first call, second call)."""
+        """Run a call of the block under the strategy for this call: the first, second or later call in the step."""
         block = self.block
         assert block is not None  # checked in `__call__`
         if not self.later:
@@ -221,7 +221,6 @@ class BlockFunction:
 
 
 def _describe_hooks(block: str, hooks: Any) -> str:
-    """Return the error message for `block`, which runs inside another pair of saved-tensor hooks, `hooks`."""
     owner = getattr(hooks[0], "__self__", None)
     if type(owner).__module__.startswith("adacc_hf."):
         return (
@@ -418,7 +417,6 @@ class Reinstaller:
 
 
 def _bound_setter(model: Any, name: str) -> Any:
-    """Return the method `name` of the model's class, bound to the model. Used when a model is copied or unpickled."""
     return getattr(type(model), name).__get__(model)
 
 
@@ -482,7 +480,6 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
-    """Raise NestedHooksError if a module is wrapped for activation checkpointing."""
     wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
     if wrapped:
         raise NestedHooksError(

@@ -217,8 +217,8 @@ class Call:
         return recomputed if spec is None else to_dtensor(recomputed, spec)
 
     def _next_program(self, slot: int) -> ReplayProgram:
-        """Return the replay program for unpacking the saved tensor `slot`, in the order of the schedule or out of
-        order."""
+        """Return the replay program that unpacks the saved tensor `slot`. Backward may unpack saved tensors in another
+        order than expected."""
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -230,8 +230,8 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
-        """Run a replay program, and return the saved tensor that it recomputes. `cells` hold the stored values from
-        which the program starts."""
+        """Run a replay program, and return the saved tensor that the program recomputes. `cells` hold the stored values
+        that the program reads."""
         environment = self._environment
         # Check only the tensors of this program: an optimizer may step inside backward, on weights that are no longer
         # needed.
@@ -289,7 +289,6 @@ class Call:
                 cell.tensor = base
 
     def _check_unchanged(self, value: int) -> None:
-        """Raise RuntimeError if a tensor that replay reads was changed in place after the forward."""
         tensor, version = self._versions[value]
         if version_of(tensor) != version:
             raise RuntimeError(
@@ -299,11 +298,9 @@ class Call:
             )
 
     def _modified(self, value: int) -> RuntimeError:
-        """Return the error for a stored value that was changed in place after the block's forward."""
         return changed_in_place(self.block, self.plan.tape.values[value].name)
 
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
-        """Return the error message for a tensor that autograd saves and that differs from the tensor on the tape."""
         return (
             f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
             f"{tensor.dtype}, but the tape has {expected}; the block's operators vary at one shape: "
@@ -312,10 +309,9 @@ class Call:
 
 
 def _may_be_overwritten() -> bool:
-    """Return True if the backward that unpacks a tensor may write to the tensor.
+    """Return True if the backward that is unpacking a saved tensor may write to this tensor (rule R6).
 
-    Return True if the backward belongs to an `autograd.Function` written in Python, or cannot be identified. Such a
-    function may write to saved tensors (rule R6). torch's own backward functions never write to saved tensors.
+    Only an `autograd.Function` written in Python may do so. If the backward cannot be identified, return True too.
     """
     node = current_autograd_node()  # usually a node of torch itself
     node = current_node() if node is None else node
@@ -420,10 +416,10 @@ class Recording:
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor that was at `source` when the call began. A source is the place of an argument, parameter
-        or other existing tensor.
+        """Return the tensor that was at `source` when the block's call began.
 
-        Since then, the block may have put another tensor at this place.
+        A source is the place of an argument, parameter or other existing tensor. The block may have put another tensor
+        at this place during the call.
         """
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
@@ -436,13 +432,12 @@ class Recording:
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
-        """Saved-tensor hook for forward: record the tensor as the call's next saved tensor."""
+        """Saved-tensor hook for forward: record `tensor` as the next saved tensor of the block's call."""
         packed = RecordedSlot(self.recorder.save(tensor), tensor)
         self._packed.append(packed)
         return packed
 
     def _unpack(self, packed: RecordedSlot) -> torch.Tensor:
-        """Saved-tensor hook for backward: return the saved tensor of a packed object."""
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version, _ = packed.content

@@ -59,7 +59,6 @@ class _RepeatableCall:
         self._decoders: dict[Place, Decode] = {}
 
     def encode(self, place: Place, tensor: torch.Tensor, coder: Coder) -> None:
-        """Encode `tensor`, the argument at `place`, with `coder`. Keep the payload instead of the tensor."""
         payload, requires_grad, device_type = coder.encode(tensor.detach()), tensor.requires_grad, tensor.device.type
 
         def decode() -> torch.Tensor:
@@ -76,8 +75,8 @@ class _RepeatableCall:
         return fn, args
 
     def _with(self, arguments: Mapping[Place, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return (fn, args, kwargs) of the call, in which `arguments`, a dict by place, replaces the arguments at its
-        places."""
+        """Return (fn, args, kwargs) of this call. The arguments at the places in `arguments` are replaced by the values
+        in `arguments`."""
         args, kwargs, fn = list(self.args), dict(self._kwargs), self.fn
         for (first,), argument in arguments.items():
             if isinstance(first, int):

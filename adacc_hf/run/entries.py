@@ -94,8 +94,8 @@ class PlanEntries:
         self.known_shapes = known_shapes
         """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
         self._earlier = earlier
-        """Execution plans under the block's previous plan, kept alive until the first call. A new plan with equal
-        actions uses these execution plans again."""
+        """Execution plans under the block's previous plan. They are kept until the first call, because a new plan with
+        equal actions reuses them."""
         known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries whose tape was recorded, by call key."""
@@ -219,10 +219,10 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for one call key. Calls with this key run on the recorded tape in `known_shape`.
+        """Create the entry for the calls with one key (path through the block's code, and sizes).
 
-        If `tape` is given, the calls run on `tape` instead, because their sizes differ from the sizes of the recorded
-        call.
+        `known_shape` is the record of a call that ran the same operators. If `tape` is None, the entry has the tape in
+        this record. Otherwise the entry has `tape`, which was computed for sizes that were not recorded.
         """
         tape = tape or known_shape.tape
         if tape.untrusted is not None:

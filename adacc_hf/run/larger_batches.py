@@ -38,7 +38,6 @@ class LargerBatches:
             self._hook = None
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn if the batch of a training forward is larger than the profiled batch."""
         if not module.training or not torch.is_grad_enabled():
             return
         batch_shapes = {

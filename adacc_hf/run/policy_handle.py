@@ -303,7 +303,7 @@ def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> Non
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
-    """Raise PolicyMismatchError if the call names of the policy do not match `blocks`, the names of the model's blocks.
+    """Raise PolicyMismatchError if the blocks in the policy do not match `blocks`, the names of the model's blocks.
 
     The order may differ, as in CLIP: the policy has the blocks in the order of the forward, and `blocks` has them in
     the order of the modules.

@@ -23,8 +23,8 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of
 _DROPPED = torch.ops.aten.native_dropout_backward.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, _DROPPED)
-"""Operators on a tape that the call itself runs under other names: constants made from Python numbers, and the product
-that gives dropout's result."""
+"""Operators that the recorder puts on a tape in place of others, so that no call runs them: `aten.full`, which makes a
+constant from a Python number, and the product that gives dropout's result."""
 
 
 class TapePosition:
@@ -169,7 +169,6 @@ class TapePosition:
         return product
 
     def _candidates(self) -> Iterator[tuple[int, TapeOperator]]:
-        """Yield (index, operator) of each operator of the tape that the call may run next."""
         for place in range(self._next, len(self._operators)):
             operator = self._operators[place]
             yield place, operator
@@ -177,10 +176,10 @@ class TapePosition:
                 return
 
     def _may_be_missing(self, operator: TapeOperator) -> bool:
-        """Return True if the tape's operator may be missing in the call.
+        """Return True if a call may follow the tape without running `operator`.
 
-        Casts of parameters may be missing, because autocast caches them. Constants and dropout's results run under
-        other names.
+        Casts of parameters may be missing, because autocast caches them. Operators in `_NOT_RUN` are always missing,
+        because only the recorder puts them on the tape.
         """
         if _is_cacheable_cast(operator):
             source = self.values[operator.args[0].value].source

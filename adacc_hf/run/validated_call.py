@@ -53,7 +53,7 @@ class ValidatedCall:
         """Indices of values that replay did not recompute bit for bit."""
         self._begin = partial(Call, plan, name, codecs, externals)
         self._call: Call | None = None
-        """State of the call under the plan (`Call`). None if already the arguments of the call differ from the tape."""
+        """State of the call under the plan (`Call`). None if the arguments of the call differ from the tape."""
         self._validator = Validator(plan, checks_bits, self._on_divergence)
 
     @property
@@ -89,7 +89,6 @@ class ValidatedCall:
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        """Saved-tensor hook for backward: return the saved tensor of a packed object."""
         if not isinstance(packed, KeptTensor):
             assert self._call is not None  # it packed the tensor
             return self._call.unpack(packed)

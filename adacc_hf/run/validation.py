@@ -1,10 +1,10 @@
-"""Validation of a call: the call must run the tape's operators, with the same numbers and wiring (rules R7, R8).
+"""Validation of a block's call: the call must run the operators on the tape, with equal arguments (rules R7, R8).
 
 The saved tensors alone do not show that a call matches its tape. A different stride, a different dimension of a sum, or
-a different argument that only replay reads would change a gradient unnoticed. So calls that no guard or earlier call
-confirms run under a dispatch mode that compares each operator with the tape before the operator runs. Such calls are
-the first call at a size, some later calls, and every call of a block whose Python cannot be traced (`tape/guards.py`).
-The mode keeps only the tensors that the plan would store, and takes about ten microseconds per operator.
+a different argument that only replay reads would change a gradient unnoticed. So some calls run under a
+dispatch mode that compares each operator with the tape before the operator runs: the first call at a size, some later
+calls, and every call of a block whose Python code cannot be traced (`tape/guards.py`). The mode keeps only the tensors
+that the plan would store, and takes about ten microseconds per operator.
 
 At some new sizes, each operator that a replay may run is run once more immediately, and the bits are compared. The
 comparison takes the memory of one operator's results, not of all intermediates of the block.
@@ -72,7 +72,7 @@ class Validator(TorchDispatchMode):
         value."""
         self._is_paused = False
         self._is_in_function = False
-        """True while the call is inside an `autograd.Function` that is one operator of the tape."""
+        """True while the validated call is inside an `autograd.Function` that is one operator of the tape."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -131,7 +131,7 @@ class Validator(TorchDispatchMode):
     def _store_state(self) -> None:
         """Store the random generator's state if a call under the plan would store the state at this moment.
 
-        The second run of a random operator draws from this state, as replay would.
+        If a random operator is run a second time, it draws from the stored state, as replay would.
         """
         if self._position.num_saved in self._states_to_store:
             value, device = self._states_to_store[self._position.num_saved]
@@ -183,7 +183,7 @@ class Validator(TorchDispatchMode):
         """Compare the results of an operator with the tape, and record which value of the tape each result is.
 
         `written` contains the tensors that the operator changed in place. If the tape has different results, mark the
-        call as diverged and return False.
+        validated call as diverged and return False.
         """
         position = self._position
         if len(written) != len(operator.mutations):
@@ -223,11 +223,12 @@ class Validator(TorchDispatchMode):
         run_again: Callable[[], Sequence[Any]],
         copies: Sequence[torch.Tensor],
     ) -> None:
-        """Run an operator once more. If a value that replay recomputes has different bits, mark the call as diverged.
+        """Run an operator of the validated call once more. If a value that replay recomputes has different bits, mark
+        the call as diverged.
 
-        `results` contains the tensors that the first run returned, and `written` the tensors that the first run changed
-        in place. The second run changes `copies` instead of `written`. Values that replay does not recompute are not
-        compared. For example, the seed of cuDNN's attention stays uninitialized without dropout.
+        `results` contains the tensors that the first run returned, and `written` contains the tensors that the first
+        run changed in place. The second run changes `copies` instead of `written`. Values that replay does not
+        recompute are not compared. For example, the seed of cuDNN's attention stays uninitialized without dropout.
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
         device = self._position.values[operator.results()[0]].device
@@ -247,10 +248,10 @@ class Validator(TorchDispatchMode):
             self._position.diverge(f"replay of {operator.name} gives different bits")
 
     def _run_unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that is not next on the tape, and return its result.
+        """Run an operator of the validated call that is not next on the tape, and return the operator's result.
 
         If the operator changes a tensor or makes a new storage, the call diverges from the tape. A cast of a parameter
-        is an exception: its result may be in a new storage.
+        is an exception: the result of a cast may be in a new storage.
         """
         position = self._position
         if schema_of(func).is_mutable and have_memory(args, kwargs):
@@ -271,10 +272,10 @@ class Validator(TorchDispatchMode):
     # Functions that are one operator of the tape.
 
     def _run_function(self, forward_call: ForwardCall) -> Any:
-        """Run an `autograd.Function` of the call and return its result.
+        """Run an `autograd.Function` of the validated call and return the result.
 
-        If the tape's next operator is this Function, compare the two calls. Else compare the operators inside the
-        Function.
+        If the tape's next operator is this Function, compare the two calls of the Function. Else compare the operators
+        inside the Function.
         """
         function, args = forward_call.function, forward_call.args
         if self._is_paused or self.has_diverged or self._is_in_function:
@@ -311,7 +312,7 @@ class Validator(TorchDispatchMode):
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
         """Return the arguments of an `autograd.Function`, decomposed into tensors and other objects.
 
-        If the arguments differ from the arguments on the tape, mark the call as diverged and return None.
+        If the arguments differ from the arguments on the tape, mark the validated call as diverged and return None.
         """
         if is_one_operator(function):
             args = tuple(leaf for leaf in leaves(args) if isinstance(leaf, torch.Tensor))
@@ -345,7 +346,6 @@ def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, tor
 
 
 def _result_leaves(result: Any) -> Any:
-    """Return the tensors and other leaves (in the sense of pytree) of an operator's result."""
     return (result,) if isinstance(result, torch.Tensor) else leaves(result)
 
 

@@ -77,7 +77,6 @@ def _freed_per_ms(nbytes: int, store: StoredForm) -> float:
 
 
 def _freed_bytes_per_ms(nbytes: int, ms: float) -> float:
-    """Return the freed bytes per ms of overhead, or infinity if the overhead is 0."""
     return nbytes / ms if ms else math.inf
 
 

@@ -60,10 +60,11 @@ def _frontier_of_kind(log: SolverLog, model: KindModel) -> list[PricedPlan]:
 
 
 def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
-    """Return the corners of the convex hull between two of its plans, without these plans, in the order of falling
-    bytes.
+    """Return the corners of the convex hull of `program`'s plans that lie between `larger` and `smaller`, in the order
+    of falling bytes.
 
-    `larger` is the plan that stores more bytes, and `smaller` the plan that stores fewer.
+    `larger` is the plan that stores more bytes, and `smaller` the plan that stores fewer. Both are left out of the
+    result.
     """
     if smaller.ms <= larger.ms:
         return []
@@ -87,7 +88,6 @@ class _PricedMemory:
         self.relaxation = Solver(program, log, integer=False)
 
     def cheapest(self, price: float) -> PricedPlan:
-        """Return the plan with the least ms + price * bytes."""
         weight = SCALE / (self.total_ms + price * self.total_bytes)
         return self._solve([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
 
@@ -122,7 +122,6 @@ class _PricedMemory:
 
 
 def _is_integral_solution(solution: Sequence[float]) -> bool:
-    """Return True if all variables of the solver's solution are integers."""
     return not any(INTEGRALITY < value % 1 < 1 - INTEGRALITY for value in solution)
 
 
@@ -149,7 +148,8 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
 def _frontier_steps(
     frontiers: Sequence[Sequence[PricedPlan]],
 ) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
-    """Yield (price in ms per byte, kind, position, smaller plan, larger plan) for each pair of neighbours."""
+    """Yield (price in ms per byte, index of the kind, index of the larger plan, smaller plan, larger plan) for each
+    pair of neighbouring plans on the frontier of a kind."""
     for kind, frontier in enumerate(frontiers):
         for number, (larger, smaller) in enumerate(pairwise(frontier)):
             yield _price_of_memory(larger, smaller), kind, number, smaller, larger
@@ -195,8 +195,11 @@ def _price_of_memory(larger: PricedPlan, smaller: PricedPlan) -> float:
 
 
 def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
-    """Return True if the plan `corner` stores fewer bytes than the plan `larger` and more than the plan `smaller`, and
-    is faster than any mixture of the two that stores as many bytes."""
+    """Return True if the plan `corner` is faster than any mixture of the plans `larger` and `smaller` that stores as
+    many bytes.
+
+    `corner` must store fewer bytes than `larger` and more bytes than `smaller`. Otherwise return False.
+    """
     line_ms = larger.ms + _price_of_memory(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms

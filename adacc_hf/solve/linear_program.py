@@ -43,7 +43,10 @@ class LinearProgram:
         self.rows: list[pulp.LpConstraint] = []
 
     def variable(self, upper: float = 1.0) -> int:
-        """Add a variable between 0 and `upper`, and return its number. An integer program restricts it to integers."""
+        """Add a variable between 0 and `upper`, and return its number.
+
+        If the program is solved as an integer program, the variable only takes integer values.
+        """
         import pulp
 
         name = f"x{len(self.variables):06d}"

@@ -169,7 +169,6 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
 
 
 def _fits_host_memory(kind: KindProfile, host_bytes: int) -> bool:
-    """Return True if a block of `kind` may store `host_bytes` in host memory."""
     limit = _host_limit_bytes(kind)
     return limit is None or host_bytes <= limit
 

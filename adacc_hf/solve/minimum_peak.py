@@ -194,7 +194,6 @@ def _plans_to_expand(
 
 
 def _cached_neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> tuple[PricedPlan, ...]:
-    """Return the neighbours of a plan, which searches with other heads or tiles need too."""
     neighbors = model.neighbor_plans.get(priced_plan)
     if neighbors is None:
         neighbors = model.neighbor_plans[priced_plan] = tuple(_neighbor_plans(model, priced_plan))

@@ -182,16 +182,14 @@ class PolicySearch:
 
     @cached_property
     def _byte_search(self) -> PolicySearch:
-        """Search for the least peak, with times that are computed from bytes and do not depend on measurements."""
+        """Copy of this search whose times are computed from bytes. The least peak that the copy finds does not depend
+        on measured times."""
         search = PolicySearch(self.profile, self.config, self.kinds.by_bytes)
         search.head_ms = search.fixed_ms = 0.0
         return search
 
     def _timed(self, policy: Sequence[PricedPlan]) -> list[PricedPlan]:
-        """Return a copy of `policy` whose plans have measured times.
-
-        `_byte_search` found `policy` with times that were computed from bytes.
-        """
+        """Return a copy of `policy`, a result of `_byte_search`, whose plans have measured times."""
         blocks = zip(self.profile.blocks, policy, strict=True)
         return [replace(plan, ms=self.oracle.outcome(block.kind, plan).overhead_ms) for block, plan in blocks]
 
@@ -249,7 +247,6 @@ class PolicySearch:
             policy = min(others, key=self.oracle.peak_bytes)
 
     def _fits_peak(self, budget: Budget) -> Fits:
-        """Return a function that takes a policy and returns True if the policy's peak fits the budget."""
         limit = self._limit_bytes(budget)
 
         def fits(policy: list[PricedPlan]) -> bool:
@@ -269,7 +266,6 @@ class PolicySearch:
         return self._stored_bytes(self.uniform_program.least_bytes())
 
     def _fits_host(self, policy: list[PricedPlan]) -> bool:
-        """Return True if each block is within its limit of host memory."""
         blocks = zip(self.profile.blocks, policy, strict=True)
         return all(self.models[block.kind].fits_host(plan.host_bytes) for block, plan in blocks)
 
@@ -330,9 +326,9 @@ class PolicySearch:
         return budget.nbytes - max(EarlierBlocks(live_bytes=-cast_bytes).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return a list with the first policy of the greedy rule that fits and is faster than `incumbent_ms`.
+        """Return a list with the first of `greedy_policies` that fits.
 
-        The list is empty if there is no such policy.
+        The list is empty if no policy fits that takes less time than `incumbent_ms`.
         """
         policies = greedy_policies(self.profile, self.models)
         faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
@@ -346,11 +342,12 @@ class PolicySearch:
         incumbent_ms: float,
         with_uniform: bool = False,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest policy of the chain that fits, and further fitting policies that store a little more.
+        """Return policies that fit, from a chain of policies whose stored bytes fall.
 
-        The chain begins with the policy that retains everything. Each further policy of the chain differs from the
-        previous one in one block, and stores fewer bytes. The policy before the fastest fitting one does not fit. The
-        further policies of the result store less than that policy.
+        The chain begins with the policy that retains everything. Each further policy differs from the previous one in
+        the plan of one block. The first element of the result is the fastest policy of the chain that fits. The other
+        elements store more bytes than this policy, and fewer than the policy before it in the chain, which does not
+        fit.
 
         If `with_uniform`, add policies with one plan per kind of block. If no policy of the chain fits, return only
         these.
@@ -434,8 +431,8 @@ class PolicySearch:
     def _promising_caps(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
         """Return the caps (limits on stored bytes) whose fastest policy could fit and be faster than `incumbent_ms`.
 
-        `caps` is in ascending order. Only the first cap above the budget's limit is returned, because a larger cap
-        gives the same policy, or a policy that does not fit.
+        `caps` is in ascending order. Of the caps above the budget's limit, only the first can be returned, because a
+        larger cap gives the same policy, or a policy that does not fit.
         """
         outside = fixed_bytes(self.profile)
         unsaved_shared = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
@@ -488,5 +485,4 @@ class PolicySearch:
         return (overhead_ms(policy) + self.head_ms, self._stored_bytes(policy))
 
     def _least_ms_of(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
-        """Return the time of the fastest of `policies`, or `incumbent_ms` if no policy is faster."""
         return min([incumbent_ms, *(self.rank(policy)[0] for policy in policies)])

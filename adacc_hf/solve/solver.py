@@ -97,12 +97,12 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
 
 
 def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
-    """Return the peak of `least_policy`, or an estimate of it, for a comparison with `budget_bytes`.
+    """Return the peak of `least_policy`, or an estimate of this peak, for a comparison with `budget_bytes`.
 
-    The result is always on the same side of the budget as the least peak. If it is far from the budget, it is an
-    estimate, because the search for the least peak takes seconds. Heads (output layer and loss) and numbers of tiles
-    are searched one after the other, the most promising first. The search ends with the first peak within the budget,
-    and leaves out those whose lower bound is above the budget.
+    The result is always on the same side of the budget as the least peak. A result far from the budget is an estimate,
+    because the search for the least peak takes seconds. Heads (output layer and loss) and numbers of tiles are searched
+    one after the other, the most promising first. The search ends with the first peak within the budget. Heads and
+    numbers of tiles with a lower bound above the budget are skipped.
     """
     config = config or AdaccConfig()
     if config.host_memory is not None:
@@ -249,9 +249,9 @@ def _fastest(
 
 
 def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None) -> InfeasibleBudgetError:
-    """Return the error with the lowest feasible budget, extended by a lower bound over all searches.
+    """Return the error with the lowest feasible budget, with a lower bound on the budget that any policy needs.
 
-    `bound_bytes` replaces the bounds in `errors`, unless None.
+    The lower bound is `bound_bytes` or, if this is None, the lowest bound in `errors`.
     """
     least = min(errors, key=lambda error: error.smallest_budget_bytes)
     bounds = [error.bound_bytes for error in errors]
@@ -268,10 +268,10 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
-    """Return the optimality gap of a policy with the overhead `ms`: the fraction that a better policy might avoid.
+    """Return the optimality gap of a policy with the overhead `ms`: the largest fraction of this overhead that another
+    policy might avoid.
 
-    Overheads are relative to the fastest head, which may be faster than the plain head. The better policy may have any
-    head.
+    The overhead is counted from the time of the fastest head (output layer and loss).
     """
     fastest_ms = min(0.0, *(search.head_ms for search in searches))
     if ms <= fastest_ms:

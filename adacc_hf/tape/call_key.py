@@ -96,12 +96,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Hash of the latest layout of the block's own tensors."""
         self._num_layouts = self._num_calls = 0
         self._num_divergences: OrderedDict[CallKey, int] = OrderedDict()
-        """Number of calls, by key, that ran other operators than those on the key's tape."""
+        """For each call key, the number of calls that ran other operators than those on the key's tape."""
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths, within a call's arguments, of the tensors whose elements the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls with new data, whose shapes were recorded with other data. Each of these keys has occurred
-        once."""
+        """Keys of calls whose shapes were recorded with other data. Each of these keys has occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that drop the entry of a key when this table drops the key."""
         self.was_compared = False

@@ -251,8 +251,7 @@ class ExecutionPlan:
     def _slot(self, value: int, read: set[int]) -> Slot:
         """Return the plan's instructions for a saved tensor that views `value`.
 
-        `read` contains the values that must not change, because replay or saved tensors of other values with the same
-        bits read them.
+        The values in `read` must not change, because replay reads them, or saved tensors with the same bits do.
         """
         return Slot(
             value=value,

@@ -272,7 +272,6 @@ _DEVICE_TYPES = ("cpu", "cuda")
 _numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
 """For each `autograd.Function` class, a number that distinguishes it from other classes of the same name."""
 _num_classes: Counter[str] = Counter()
-"""Number of `autograd.Function` classes by name."""
 
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:

@@ -129,7 +129,7 @@ class FunctionRecorder:
         """Tensors that operators inside the running `autograd.Function` have saved. Operators save tensors if the
         Function enables gradients."""
         self._num_next_saved = 0
-        """Number of tensors, saved by the `autograd.Function` that ran last, that autograd has yet to pack."""
+        """Number of saved tensors of the latest `autograd.Function` that autograd has not packed yet."""
         self._read_inside: set[int] | None = None
         """Keys of the storages that operators read while the recorder is paused. None if these keys are not
         collected."""
@@ -170,7 +170,7 @@ class FunctionRecorder:
     def _run_function(self, forward_call: ForwardCall) -> Any:
         """Run an `autograd.Function`, record it on the tape, and return its result.
 
-        Also mark the tensors that operators inside the Function have saved as the Function's.
+        Tensors that operators inside the Function have saved count as saved by the Function.
         """
         if is_one_operator(forward_call.function) and not self._is_paused and not self._is_in_function:
             return self._record_whole(forward_call)
@@ -201,7 +201,8 @@ class FunctionRecorder:
     def _record_function(self, forward_call: ForwardCall) -> Any:
         """Run an `autograd.Function`, record its operators, and return its result.
 
-        If replay of the operators does not recompute all results, replace them by one operator for the whole Function.
+        If replay of the operators does not recompute all results, replace the operators by one operator for the whole
+        Function.
         """
         function, args = forward_call.function, forward_call.args
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
@@ -249,11 +250,11 @@ class FunctionRecorder:
     def _recomputed_inside(
         self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """Return None if replay of the operators recorded inside an `autograd.Function` is enough, else the values that
-        it recomputes exactly.
+        """Return None if replay of the operators recorded inside an `autograd.Function` is enough. Otherwise return the
+        values that the replay recomputes exactly.
 
-        Replay is enough under three conditions. It recomputes all results that the Function `returned`. The Function
-        wrote to no tensor except by recorded operators. The Function took no numpy view.
+        The replay is enough under three conditions. All results that the Function `returned` are recomputed. The
+        Function wrote to no tensor except by recorded operators. The Function took no numpy view.
         """
         new_tensors = [tensor for tensor in _argument_tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
@@ -304,7 +305,6 @@ class FunctionRecorder:
         written: list[torch.Tensor],
         is_random: bool,
     ) -> None:
-        """Add one operator to the tape for an `autograd.Function` that has run."""
         index = len(self.operators)
         module = self._modules[-1] if self._modules else ""
         name = f"{module or 'block'}:{target.__name__}"
@@ -356,9 +356,9 @@ class FunctionRecorder:
     def _check_writes(self, run_record: _FunctionRun) -> None:
         """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.
 
-        A write is allowed only under three conditions. An operator of the block has computed the tensor. Autograd has
-        not saved the tensor. The write was not done by a recorded operator, but by a kernel that the recorder does not
-        see. The storage then gets a new version, as after an in-place operator (rule R6).
+        A write is allowed only if three conditions hold: an operator of the block has computed the tensor, autograd has
+        not saved the tensor, and the write was done by a kernel that the recorder does not see. After an allowed write,
+        the storage gets a new version on the tape, as after an in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]
@@ -372,11 +372,12 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
-        """Return the keys of the storages of unknown origin that operators inside an `autograd.Function` read.
+        """Return the keys of the storages that operators inside an `autograd.Function` read and whose origin is
+        unknown.
 
-        The Function's arguments, and results of operators inside the Function, are left out. Raise NotReplayableError
-        if an operator reads any other tensor whose origin is known, such as a parameter or an earlier result of the
-        block. Also raise the error if an operator is a collective.
+        The Function may also read its arguments, and results of operators inside it. If an operator reads any other
+        tensor of known origin, such as a parameter or an earlier result of the block, raise NotReplayableError. Also
+        raise the error if an operator is a collective.
         """
         mark, argument_keys = (
             run_record.before,
@@ -475,7 +476,6 @@ class FunctionRecorder:
     # State of the recorder.
 
     def _is_made_after(self, before: _RecorderMark, tensor: torch.Tensor) -> bool:
-        """Return True if the storage of `tensor` was created after the snapshot `before`."""
         if not is_plain(tensor) or not has_storage(tensor):
             return False
         key = storage_key(tensor.untyped_storage())
@@ -486,7 +486,6 @@ class FunctionRecorder:
         return value < before.num_values or self.values[value].source is not None
 
     def _mark(self) -> _RecorderMark:
-        """Return a snapshot of the recorder, to which `_roll_back` can return."""
         return _RecorderMark(
             len(self.values),
             len(self.operators),
@@ -509,7 +508,6 @@ class FunctionRecorder:
         self.untrusted, self._generator_state = mark.untrusted, mark.generator_state
 
     def _generator_states(self) -> list[torch.Tensor | None]:
-        """Return the states of the default generators of the block's device and of the CPU."""
         return [generator_state(self._device), generator_state(torch.device("cpu"))]
 
     def _have_advanced(self, before: list[torch.Tensor | None]) -> bool:
@@ -545,12 +543,10 @@ def _parts_of_function(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, s
 
 
 def _argument_tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in the arguments of a recorded `autograd.Function`."""
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two results of an `autograd.Function` have the same geometry, dtype and storage size."""
     return (geometry_of(first), first.dtype, first.untyped_storage().nbytes()) == (
         geometry_of(second),
         second.dtype,

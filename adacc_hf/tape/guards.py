@@ -73,8 +73,8 @@ class TracedPath:
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliased_arguments(guards.tensors(scope), scope)
-        """(index among the guards' tensors, name) of each parameter or buffer that the code reaches in another way than
-        by its name in the block."""
+        """(index among the guards' tensors, name) of each parameter or buffer that the block's code does not reach by
+        its name."""
         self.number = next(_UNUSED)
         """Number of the path, unique in this process."""
 
@@ -100,7 +100,6 @@ class _ClassPaths:
 
     def __init__(self) -> None:
         self.paths: OrderedDict[int, TracedPath] = OrderedDict()
-        """Traced paths by number, the latest last."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
@@ -131,9 +130,8 @@ class BlockPaths:
         self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPaths())
         self._latest: TracedPath | None = None
         self._num_calls = 0
-        """Number of calls since the block was last traced."""
         self._num_short_lives = 0
-        """Number of consecutive traces that served few calls (`SHORT_LIFE`)."""
+        """Number of consecutive traces that were used for few calls (`SHORT_LIFE`)."""
         self._stop_reason: str | None = None
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
@@ -166,7 +164,8 @@ class BlockPaths:
         return path.number, path.numbers(scope)
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
-        """Return a path, traced for an earlier call, whose guards accept this call. Return None if there is none.
+        """Return a path, traced for an earlier call, whose guards accept the call in `scope`. Return None if no path
+        does.
 
         The path of the latest call is tried first.
         """

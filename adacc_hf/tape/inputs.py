@@ -36,7 +36,6 @@ def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ..
 
 
 def _argument_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield (path, tensor) of each tensor in a recorded call's nested tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, (tuple, list)):
@@ -132,7 +131,6 @@ def _split_state_name(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def _owner_module(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    """Return the submodule of the block that owns the parameter or buffer at `path`."""
     for step in path:
         block = modules_of(block)[step]
     return block

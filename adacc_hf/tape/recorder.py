@@ -123,7 +123,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """Sources and geometries of further existing tensors that share a storage with a tensor in `_externals`, by
         storage key."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
-        """(path, tensor) of each tensor among the call's arguments, by storage key."""
+        """(path, tensor) of each tensor among the recorded call's arguments, by storage key."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
@@ -222,7 +222,6 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._arguments.get(self._storages[value], [])
 
     def _unsealed(self) -> Tape:
-        """Return a tape of everything recorded so far, without digests."""
         return Tape(
             block_class=class_name(self.block),
             values=self.values,
@@ -234,12 +233,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
-        """Yield (value, source, geometry) for each tensor that shares its storage with another tensor that existed
-        before the call.
+        """Yield (value, source, geometry) for each existing tensor that shares a storage with an existing tensor on the
+        tape.
 
-        `value` is the index of that other tensor's value on the tape. `source` and `geometry` say where a call finds
-        the tensor itself, and which part of the storage it covers. Arguments are left out, because the call's key
-        already contains which arguments share a storage.
+        Existing tensors are parameters, buffers and other tensors that existed before the call. `value` is the index of
+        the storage on the tape. `source` says where a call finds the tensor, and `geometry` says which part of the
+        storage the tensor covers. Arguments are left out, because the call's key already contains which arguments share
+        a storage.
         """
         for value in self.values if self._sharing else ():
             if value.source is not None:
@@ -317,15 +317,14 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._derive_dropout(operator, original_args[0])
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
-        """Add a value to the tape for the state that the random generator had before the random operator `drawn` ran.
-        Return the value's index.
+        """Add the state that the random generator had before the random operator `drawn` to the tape. Return the index
+        of the new value.
 
-        Return None if a call that follows a plan cannot capture this state. Also return None if the random numbers may
-        depend on data, because a plan may store this data with loss.
-
-        The random numbers do not depend on data if the operator is fused attention, or reads only the tensor that it
-        fills. For an `autograd.Function` they may, but the inputs of such a Function are stored exactly. If the
-        operator drew from another generator, the comparison of replayed with recorded bits (rule R7) detects this.
+        Return None if a call that follows a plan cannot capture the state. Also return None if the random numbers may
+        depend on data that a plan may store with loss. This is impossible for fused attention, for an operator that
+        reads only the tensor that it fills, and for an `autograd.Function`, whose inputs are stored exactly. If the
+        operator drew from another generator, the comparison of replayed with recorded bits (rule R7) detects the
+        difference.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -353,7 +352,6 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
-        """Record `constant`, a tensor made from a Python number, as the result of `aten.full`, and return it."""
         kwargs = {"dtype": constant.dtype, "device": constant.device}
         self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant)
         return constant
@@ -367,11 +365,11 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
 
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is autocast's cached cast of a parameter, record the cast operator on the tape.
+        """Record the cast operator on the tape if `tensor` is autocast's cached cast of a parameter.
 
-        The cast is recorded when the block first reads it, whether this call or an earlier call made it. Otherwise the
-        order of operators would vary between calls: for a matrix product, autocast casts the weight before the
-        product's input, but only if the weight's cast is not cached yet.
+        A cast is recorded when the block first reads it, even if an earlier call has made it. Otherwise the order of
+        operators would vary between calls: for a matrix product, autocast casts the weight before the product's input,
+        but only if the weight's cast is not cached yet.
         """
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
@@ -440,9 +438,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Set the source of each attached tensor to "unknown" if the call has replaced the tensor by another.
+        """Set the source of each attached tensor to "unknown" if the recorded call has replaced the tensor by another.
 
-        An attached tensor is stored on a module or parameter without being registered as a parameter or buffer.
+        An attached tensor is stored on a module or parameter without being registered as a parameter or buffer. The
+        source says where a call finds the tensor.
         """
         externals = [(value, value.source) for value in self.values if value.source is not None]
         attached = [(value, source) for value, source in externals if source.place in PLACES]
@@ -481,7 +480,6 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return old, new
 
     def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
-        """Add a value to the tape for the storage of `tensor`, and return the value's index."""
         index = len(self.values)
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
@@ -547,7 +545,6 @@ def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
 
 
 def _local_leaves(result: Any) -> list[Any]:
-    """Return the leaves of a recorded operator's result, with local tensors in place of DTensors."""
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
 

@@ -113,7 +113,6 @@ class PreparedOperator:
         return results
 
     def _call(self, bases: list[torch.Tensor]) -> Any:
-        """Run the operator on views of `bases`, the available tensors by value index."""
         if self._has_nested_tensors:
             args, kwargs = map_tensors(
                 (self.operator.args, self._kwargs), TensorRef, lambda ref: view(bases[ref.value], ref)
@@ -180,7 +179,6 @@ class ReplayStep:
 
 
 def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
-    """Return True if a replayed operator's result at `position` has the recorded layout and dtype, `ref`."""
     tensor = results[position] if position < len(results) else None
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -190,7 +188,6 @@ def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> 
 
 
 def _holds_tensor(tree: Any) -> bool:
-    """Return True if `tree`, an argument of a recorded operator, contains a reference to a tensor."""
     return next(tensor_refs(tree), None) is not None
 
 
@@ -272,7 +269,8 @@ def schedule(
 
 
 def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequence[ReplayProgram]) -> ReplayProgram:
-    """Return a copy of `program` that also frees its decoded values, unless one of `next_programs` fetches them too."""
+    """Return a copy of `program` that also frees its decoded values. Values that one of `next_programs` reads too are
+    not freed."""
     soon = {value for later in next_programs for value in later.fetched()}
     dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
@@ -296,10 +294,11 @@ def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[
 
 
 def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
-    """Return the last use of each value, as (position of the unpack, index of the operator in the unpack).
+    """Return, for each value, the place in backward at which replay uses the value last.
 
-    Each unpack of a saved tensor runs the operators in its entry of `runs`. The position is the unpack's index in
-    `order`. An operator index equal to the number of operators stands for the saved tensor itself.
+    Backward unpacks the saved tensors in `order`. To unpack the tensor at position k of `order`, replay runs the
+    operators in `runs[k]`. A place (k, i) is operator i of `runs[k]` or, if i equals the number of these operators, the
+    end of the unpacking.
     """
     last: dict[int, tuple[int, int]] = {}
     for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
@@ -315,8 +314,8 @@ def _replay_program(
 ) -> ReplayProgram:
     """Return the replay program that unpacks a saved tensor, which is a view of `value`.
 
-    This unpack is number `rank` among the unpacks of backward. `run` has the indices of the operators to run for it.
-    `uses` has the last use of each value, as (number of the unpack, index of the operator in the unpack).
+    In backward, `rank` other saved tensors are unpacked earlier. `run` has the indices of the operators to run. `uses`
+    has the place in backward of each value's last use, as `_last_uses` returns it.
     """
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
@@ -333,10 +332,9 @@ def _replay_program(
 def _replay_step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
-    """Return the step that replays operator `number` of the tape at `moment`.
+    """Return the step that replays operator `number` of the tape at the place `moment` in backward.
 
-    A moment is (number of the unpack in backward, index of the operator among the operators that this unpack runs).
-    `uses` has the moment at which each value is used last.
+    `uses` has the place of each value's last use. Places have the form that `_last_uses` describes.
     """
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)

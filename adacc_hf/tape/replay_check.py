@@ -166,7 +166,6 @@ def _can_replay(operator: TapeOperator, tape: Tape, environment: Environment) ->
 
 
 def _is_buffer_value(tape: Tape, value: int) -> bool:
-    """Return True if a value on the tape is a buffer of the block."""
     source = tape.values[value].source
     return source is not None and source.place == "buffer"
 
@@ -269,7 +268,7 @@ def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeO
 
 
 def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
-    """Return True if it is verified by replay that equal arguments give equal results of `operator`."""
+    """Return True if a replay has verified that equal arguments give equal results of `operator`."""
     results = operator.results()
     return (
         operator.may_run_again
@@ -282,8 +281,8 @@ def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Coll
 def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
     """Return a key of the operator and its arguments. Operators with equal keys have equal results.
 
-    `first` maps each value that duplicates another to the first value with the same bits. Such duplicates have equal
-    keys.
+    `first` maps each value that duplicates another to the first value with the same bits. Values with the same bits are
+    therefore equal in keys.
     """
     return operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
 
@@ -299,7 +298,6 @@ def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -
 
 
 def _value_layout(tape: Tape, value: int) -> Any:
-    """Return bytes, layout, dtype and device of a tape's value."""
     tape_value = tape.values[value]
     return tape_value.nbytes, tape_value.ref.geometry, tape_value.ref.dtype, tape_value.device
 

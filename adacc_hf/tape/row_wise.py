@@ -75,7 +75,6 @@ def _module_paths(tape: Tape) -> list[str]:
 
 
 def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
-    """Return the row-wise module at `path`, or None if the module is not row-wise."""
     own = [op for op in tape.operators if op.module == path or op.module.startswith(f"{path}.")]
     indices = tuple(operator.index for operator in own)
     if indices != tuple(range(indices[0], indices[-1] + 1)):  # called several times, or with other code in between
@@ -123,21 +122,19 @@ class _Rows:
     """Values of a tape whose storage consists of rows of equal width, one for each row of the module's input."""
 
     def __init__(self, tape: Tape, value: int, own: Sequence[TapeOperator]) -> None:
-        """Initialize for the module with the operators `own`, whose input is `value`."""
         self._tape = tape
         refs = [ref for op in own for ref in tensor_refs((op.args, op.kwargs)) if ref.value == value]
         shapes = {ref.geometry[0] for ref in refs}
         counts = {prod(shape[:-1]) if len(shape) > 1 else 0 for shape in shapes}
         self.input = refs[0]
         self.number = counts.pop() if len(counts) == 1 else 0
-        """Number of rows."""
         self.widths: dict[int, int] = {}
         """Elements per row, by value."""
         if self.number:
             self._add(value)
 
     def _add(self, value: int) -> bool:
-        """Add a value if its storage consists of rows, in their order. Return False otherwise."""
+        """Add `value` if its storage consists of rows in the order of the module's rows. Return False otherwise."""
         record = self._tape.values[value]
         width, rest = divmod(record.nbytes, self.number * record.ref.dtype.itemsize)
         if rest or not width:
@@ -146,8 +143,8 @@ class _Rows:
         return self.split(record.ref) is not None
 
     def split(self, ref: TensorRef) -> int | None:
-        """Return the number of leading dimensions that count the rows of a tensor, or None if the tensor does not read
-        row by row."""
+        """Return how many leading dimensions of the tensor `ref` count rows. Return None if the tensor is not a
+        sequence of whole or partial rows."""
         size, stride, offset = ref.geometry
         split = next((end for end in range(1, len(size) + 1) if prod(size[:end]) == self.number), None)
         width = self.widths[ref.value]
@@ -199,10 +196,9 @@ def _is_row_wise(
 def _is_pointwise(
     operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
 ) -> bool:
-    """Return True if a pointwise operator computes each row of its result from the same row of its operands with rows.
+    """Return True if each row of a pointwise operator's result depends only on the same row of each operand.
 
-    For this, the rows of these operands must match the rows of the result. Any other operand, such as a bias, must be
-    the same for all rows.
+    An operand that does not consist of rows, such as a bias, must be the same for all rows.
     """
     size = results[0].geometry[0] if results else ()
     ends = {len(size) - (len(ref.geometry[0]) - split) for ref, split in zip(refs, splits, strict=True)}
@@ -226,7 +222,6 @@ def _operands(operator: TapeOperator) -> Iterator[TensorRef | Blank]:
 def _is_product(
     operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
 ) -> bool:
-    """Return True for `mm(rows, weight)` and `addmm(bias, rows, weight)`."""
     place = 1 if len(operator.args) > 2 else 0
     return len(refs) == 1 and operator.args[place] is refs[0] and splits[0] == 1 and len(refs[0].geometry[0]) == 2
 
@@ -266,4 +261,5 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("to_copy", "copy", "native_dropout", "empty_like", "bernoulli"), _is_pointwise),
     "cat": _is_cat,
 }
-"""Check of each operator that is not pointwise by torch's tags, by its name without underscores at the ends."""
+"""Function that checks an operator, by the operator's name without underscores at the ends. Operators that torch tags
+as pointwise are not listed."""

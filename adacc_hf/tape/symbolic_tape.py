@@ -92,8 +92,8 @@ def _alignment_class(size: int, alignment: int) -> int | str:
 
 
 def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
-    """Replace the numbers in a part of a call's key by their alignment (aligned or not), and append them to
-    `numbers`."""
+    """Replace the numbers in `tree`, a part of a call's key, by their alignment (aligned or not). Append the replaced
+    numbers to `numbers`."""
     if isinstance(tree, tuple):
         return tuple([_without_numbers(item, numbers, alignment) for item in tree])
     if type(tree) is int and tree > 1:
@@ -130,12 +130,12 @@ class SymbolicTape:
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Digest of the recorded calls that the polynomials were fitted to. It is a part of the digest of each
-        evaluated tape."""
+        """Digest of the recorded calls that the polynomials were fitted to. The digest of each evaluated tape contains
+        it."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """Smallest size, for each dimension, at which a call ran the operators of this symbolic tape. `_most` is the
-        largest."""
+        """For each dimension, the smallest size at which a call ran the operators of this symbolic tape. `_most` has
+        the largest size."""
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0
@@ -214,8 +214,8 @@ class SymbolicTape:
         return own.numbers == recorded.numbers and own.digest_without_numbers == recorded.digest_without_numbers
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Return True if a tape can be evaluated at `sizes`, because the polynomials give exactly the dimensions and
-        strides of `sizes`."""
+        """Return True if a tape can be evaluated for a call of `sizes`. The polynomials then give exactly the
+        dimensions and strides of this call."""
         return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
@@ -289,8 +289,8 @@ class _TapePolynomials:
         return numbers if len(numbers) == len(self._distinct) else None
 
     def cover(self, sizes: CallSizes) -> bool:
-        """Return True if the polynomials are valid at `sizes`: evaluated there, they give exactly the dimensions and
-        strides of `sizes`."""
+        """Return True if the polynomials are valid for a call of `sizes`: they give exactly the dimensions and strides
+        of this call."""
         return self._are_valid(sizes, self._products(sizes))
 
     def _products(self, sizes: CallSizes) -> list[int]:
@@ -376,10 +376,10 @@ class SizeClassRecords:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record`, a recorded call, were recorded before, or if its tape is already
-        predicted.
+        """Return True if `record`, a recorded call, adds nothing new.
 
-        The prediction comes from the symbolic tape, which is one tape for all sizes.
+        Its sizes were recorded before, or the symbolic tape (one tape for all sizes) already predicts the tape of this
+        call.
         """
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
@@ -403,8 +403,6 @@ def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[
 
 
 def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
-    """Return the entries of `equal` whose two values (a duplicate, and the value that it equals) are both
-    recomputable."""
     return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 

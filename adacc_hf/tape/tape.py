@@ -372,7 +372,6 @@ def leaves(*trees: Any) -> list[Any]:
 
 
 def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
-    """Append the items of `trees` (nested tuples, lists and dicts) that are not containers themselves to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
             _collect_leaves(tree, items)
@@ -410,5 +409,4 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 def _tape_digest(parts: list[Any]) -> str:
-    """Return a hash of `parts`, the parts of a tape."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()

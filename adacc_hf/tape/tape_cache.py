@@ -51,8 +51,10 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""(likely cause, remedy) for the warning that a block runs operators for which its plan was not made. `_OTHER_SIZE` is
-for batches of new sizes, `_OTHER_MODE` for batches of known sizes."""
+"""(likely cause, remedy) in the warning that a block runs operators for which its plan was not made.
+
+This text is for batches of known sizes. `_OTHER_SIZE` is for batches of new sizes.
+"""
 
 
 class TapeCache:
@@ -82,8 +84,8 @@ class TapeCache:
         """Values that replay did not recompute bit for bit at some size, by `Tape.structure`, a digest of the
         operators."""
         self._alignment = 1
-        """Alignment of sizes. Calls with multiples of this number share no symbolic tape (`CallSizes.of`) with calls of
-        other sizes, because a GPU runs different operators for them."""
+        """Alignment of sizes. Multiples of this number and other sizes have separate symbolic tapes (`CallSizes.of`),
+        because a GPU runs different operators for them."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
@@ -337,7 +339,6 @@ class TapeCache:
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        """Return the cached execution plan for `key`. If there is none, call `build` and cache the result."""
         execution_plan = self.execution_plans.get(key)
         if execution_plan is None:
             execution_plan = self.execution_plans[key] = build()
@@ -437,14 +438,15 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Record the order in which saved tensors are unpacked, for new tapes of `kind`, unless one at least as long is
-        recorded."""
+        """Record the order in which saved tensors are unpacked, for new tapes of `kind`.
+
+        If an order of the same or a greater length is recorded already, it is kept.
+        """
         structure = _tape_structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
 
 def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
-    """Return the sizes of the arguments on a tape that the block reads."""
     return [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
 
 

@@ -41,7 +41,7 @@ class TapeNumbers:
         return len(size), ref.dtype
 
     def _without_numbers(self, tree: Any) -> Any:
-        """Append the integers in `tree`, a part of the tape, to `numbers`, and return `tree` without the integers."""
+        """Return `tree`, a part of the tape, without its integers. The integers are appended to `numbers`."""
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -57,7 +57,7 @@ class TapeNumbers:
 
 
 def _sorted_reads(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of `reads`, the data that a tape's call has read into Python, in a fixed order."""
+    """Return the items of `reads`, the data that the recorded call has read into Python, in a fixed order."""
     return sorted(reads.items(), key=repr)
 
 
@@ -97,8 +97,8 @@ class TapeTemplate:
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
-        """Index of each distinct tensor reference, by (value, dtype, places of the size, of the stride, of the
-        offset)."""
+        """Index of each distinct tensor reference. The keys are (value, dtype, places of the sizes, of the strides and
+        of the offset)."""
         self._reads = [(path, self._tree(data)) for path, data in _sorted_reads(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]

@@ -98,7 +98,8 @@ def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args
 
 @contextmanager
 def _module_in_tiles(module: nn.Module, function: type[TiledBackward], num_tiles: int, index: int) -> Iterator[None]:
-    """Run `module`, the module with `index` in `Tiling.modules`, by `function` inside the `with` block."""
+    """Run the forward of `module` by `function` inside the `with` block. `index` is the module's index in
+    `Tiling.modules`."""
     before = module.__dict__.get("forward", _ABSENT)
     module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, function, num_tiles, index)
     try:
@@ -125,7 +126,8 @@ def refusal_of(module: nn.Module) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return True unless the hook belongs to this package, whose recorder names the modules with hooks."""
+    """Return True if the hook does not belong to this package. This package's recorder adds hooks to modules, to know
+    their names."""
     code = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(code, "__module__", "")).startswith("adacc_hf.")
 
@@ -190,7 +192,8 @@ class _Runner(nn.Module):
 
 
 def _prepare(ctx: Any, rows: Tensor, parameters_and_call: tuple[Any, ...]) -> TiledCall:
-    """Store in `ctx` what backward needs to know about the forward on `rows`, and return the call."""
+    """Store `rows` and the parameters in `ctx` for backward, and return the TiledCall, the last item of
+    `parameters_and_call`."""
     # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
     *parameters, call = parameters_and_call
     ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
@@ -203,7 +206,7 @@ def _prepare(ctx: Any, rows: Tensor, parameters_and_call: tuple[Any, ...]) -> Ti
 
 @contextmanager
 def _drawing(device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield a list. If the `with` block draws random numbers, the list then has the generator's earlier state."""
+    """Yield a list that gets the generator's earlier state if the `with` block draws random numbers."""
     states: list[Tensor] = []
     before = generator_state(device)
     yield states
@@ -390,7 +393,6 @@ def _watched(watcher: Watcher | None, index: int) -> Iterator[None]:
 
 
 _PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
-"""Traced paths of the modules that ran in tiles."""
 
 
 @contextmanager
@@ -409,7 +411,8 @@ def _without_own_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def _path_of(call: TiledCall, rows: Tensor) -> Any:
-    """Return the key of the Python code that the module runs (`tape/guards.py`), the same in forward and backward."""
+    """Return a key of the path that `call` takes through the module's Python code (`tape/guards.py`). The key is the
+    same in forward and backward."""
     paths = _PATHS.get(call.module)
     if paths is None:
         paths = _PATHS[call.module] = BlockPaths(call.module)

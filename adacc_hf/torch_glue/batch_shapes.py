@@ -50,7 +50,6 @@ def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:
-    """Return True if a batch's tensor has an integer dtype."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
@@ -81,10 +80,10 @@ def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
 
 
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
-    """Return the dimension of a tensor whose size is never rounded and must be equal for batches to be grouped, or
-    None.
+    """Return the index of the dimension whose size is never rounded, or None. Batches are grouped only if they have the
+    same size in this dimension.
 
-    The dimension is the number of images per sample in [B, N, C, H, W], and the number of channels in [B, C, H, W].
+    The dimension is N, the images per sample, in [B, N, C, H, W], and C, the channels, in [B, C, H, W].
     """
     return 1 if len(size) > 3 else None
 
@@ -190,5 +189,4 @@ def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
 
 
 def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least `n`, or 0 for `n` = 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

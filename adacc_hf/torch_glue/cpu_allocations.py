@@ -60,7 +60,6 @@ def count_all_threads() -> Iterator[None]:
 
 @contextmanager
 def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
-    """Set a variable of torch's profiler to `value` inside the `with` block."""
     before, variable.value = variable.value, value
     try:
         yield
@@ -71,7 +70,7 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
 def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
     """Return the live bytes after each CPU allocator event that `profiler` recorded, in order of time.
 
-    Each `record_function` named `mark` has the entry None at its place in the list. The bytes are relative to the first
+    The list has None at the place of each `record_function` with the name `mark`. The bytes are relative to the first
     event. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next listed
     event.
     """

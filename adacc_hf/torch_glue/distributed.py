@@ -182,7 +182,6 @@ def _picklable_parts(error: Exception) -> SentError:
 
 
 def _rebuild_error(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
-    """Rebuild an exception that another rank has sent."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error

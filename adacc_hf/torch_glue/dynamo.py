@@ -133,10 +133,10 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
 
 
 def _without_views(scope: Scope) -> Scope:
-    """Return `scope` with tensors that are no views in place of arguments that are views.
+    """Return `scope` with each argument that is a view replaced by a tensor that is not a view.
 
     Dynamo would guard the layout of a view's base, on which no operator of the block depends. A later call with an
-    equal tensor that is no view, such as a detached copy, would then be traced again.
+    equal tensor that is not a view, such as a detached copy, would then be traced again.
     """
     replacements: dict[int, torch.Tensor] = {}
 
@@ -156,7 +156,6 @@ class _SameMemory(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the traced argument's memory as a new tensor."""
         return tensor.detach()
 
     @staticmethod
@@ -178,9 +177,12 @@ _IGNORED = "ignore_logging_functions"
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
 """Names of the methods with which loggers log. Transformers adds the last three methods."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
-"""Suffixes of the names of guards that need no check. They are on module attributes that do not affect the operators of
-forward: backward hooks, and the calling conventions of forward hooks. Calling conventions matter only for existing
-hooks, which have their own guards."""
+"""Suffixes of the names of guards that need no check, because their module attributes do not affect the operators of
+forward.
+
+The attributes are backward hooks and the calling conventions of forward hooks. Calling conventions matter only for
+existing hooks, which have their own guards.
+"""
 
 
 def _message_functions() -> Iterator[Callable[..., Any]]:
@@ -257,7 +259,6 @@ class _UnguardedInputs:
         self.tensors: list[str] = []
         """Expressions of tensors that are neither arguments nor parameters or buffers."""
         self.reads_environment = False
-        """True if the traced code reads `os.environ`."""
         self.class_reads: dict[tuple[type, str], None] = {}
         """(class, name) of each attribute that the traced code looked up on a class."""
 
@@ -357,10 +358,10 @@ def _dynamo_namespace() -> Any:
 
     @contextmanager
     def tracing(ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs) -> Iterator[list[Any]]:
-        """Change Dynamo's settings for a trace inside the `with` block.
+        """Change Dynamo's settings for a trace inside the `with` block, and yield a list of objects that have died.
 
-        Yield a list. Some guards compare the address of an object. When one of these objects dies, a weak reference to
-        the object is appended to the list.
+        Some guards compare the address of an object. When one of these objects dies, a weak reference to the object is
+        appended to the list.
         """
         dead_objects = _DeadObjects()
         original = CheckFunctionManager.id_ref

@@ -91,9 +91,10 @@ class _ThreadState(threading.local):
     """
 
     begun: ForwardCall | None = None
-    """Call whose context was created, and whose `forward` was not looked up yet."""
+    """Call whose context was created, and whose `forward` has not been looked up yet."""
     set_up: type[Function] | None = None
-    """Function class whose `setup_context` has already run as part of `ForwardCall.run`, and will be looked up next."""
+    """Function class whose `setup_context` was already run by `ForwardCall.run`. `apply` looks up `setup_context`
+    next."""
 
 
 _thread = _ThreadState()

@@ -79,12 +79,15 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "hypothesis", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "pytest", "safetensors", "scipy", "sklearn",
     "tensorboard", "tokenizers", "torch", "torchao", "tqdm", "transformers", "triton", "trl", "wandb",
 }  # fmt: skip
-"""Packages whose objects, classes and globals are not searched for state, on the assumption that running a model
-changes none there."""
+"""Packages that are not searched for state, because running a model is assumed to change none of their objects, classes
+and globals."""
 _INSTALLED = ("site-packages", "dist-packages")
-"""Names of the folders of installed packages. If an installed package is not in `_LIBRARIES`, its objects are searched
-for state. Its code is searched only if one of the searched modules or roots belongs to the package. Code of other
-packages changes its globals independently of the model: `filelock`, for example, counts the locks of the process."""
+"""Names of the folders of installed packages.
+
+Objects of an installed package are searched for state, unless the package is in `_LIBRARIES`. The package's code is
+searched only if one of the searched modules or roots belongs to the package. Code of other packages changes global
+variables independently of the model: `filelock`, for example, counts the locks of the process.
+"""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,
@@ -153,7 +156,6 @@ class _StateSearch:
         return True
 
     def _module(self, module: nn.Module) -> None:
-        """Add the state of a module to the found state: its attributes, buffers, hooks and class attributes."""
         self._search_code_of(type(module))
         entries = vars(module)
         self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, entries)
@@ -285,14 +287,12 @@ def _has_overlapping_elements(tensor: torch.Tensor) -> bool:
 
 @cache
 def _names_in_code(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes that occur in a function's code, including its inner functions."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*map(_names_in_code, inner))
 
 
 @cache
 def _is_library_module(module: Any) -> bool:
-    """Return True if `module`, a module's name, belongs to a library whose state is not searched."""
     # `__module__` of a Cython function is a descriptor instead of a name.
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
@@ -307,8 +307,7 @@ def _installed_package(module: Any) -> str | None:
 
 
 def _state_visitor(kind: Kind) -> Callable[[_StateSearch, Any], None]:
-    """Return a function of (search, object) that adds the object to the state that the search has found, as state of
-    `kind`."""
+    """Return a function that adds an object to the state that a search has found, as state of `kind`."""
     return lambda search, obj: search._add(kind, obj)
 
 
@@ -339,7 +338,6 @@ _visitor_cache: WeakKeyDictionary[type, Callable[[_StateSearch, Any], None] | No
 
 
 def _visitor_of(cls: type) -> Callable[[_StateSearch, Any], None] | None:
-    """Return the method of `_StateSearch` for objects of type `cls`, or None if these objects hold no state."""
     if cls not in _visitor_cache:
         default = None if _is_library_module(cls.__module__) else _StateSearch._object
         _visitor_cache[cls] = next((visit for types, visit in _VISITORS if issubclass(cls, types)), default)

@@ -34,8 +34,8 @@ class Tables:
 
     def __init__(self) -> None:
         self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """(value of the entry when first filled, versions of its tensors at that time) by table. A table is identified
-        by (id of the dict, name of the entry)."""
+        """For each table: (value of the dict entry when first filled, versions of the value's tensors at that time).
+        The keys are (id of the dict, name of the entry)."""
         self._changed_keys: set[tuple[int, Any]] = set()
         """Tables that a later run has changed, as (id of the dict, name of the entry)."""
         self.has_copies = False
@@ -84,10 +84,10 @@ def _is_tensor_replaced(now: Any, before: Any) -> bool:
 
 
 def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """Return the tensors in a dict entry that a run of the model has filled, if the entry may be a table (`Tables`),
+    """Return the tensors of a dict entry if the entry may be a table (`Tables`) that a run of the model has filled,
     else [].
 
-    `now` is the value of the entry after the run, and `before` its value before the run.
+    `now` is the value of the entry after the run, and `before` is the value before the run.
     """
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]
@@ -103,8 +103,8 @@ UNCHANGED_CALLS = 2
 larger tensors, but only detect their changes."""
 
 _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""By block: (number of consecutive calls that changed no state, training flags of the block's modules at these
-calls)."""
+"""By block: number of consecutive calls that changed no state, and training flags of the block's modules at these
+calls."""
 
 
 @contextmanager

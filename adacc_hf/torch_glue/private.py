@@ -214,7 +214,7 @@ the callback is None or False."""
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
-"""Names of the functions with which each of torch's profilers prepares and starts the process's profiler session."""
+"""Names of the functions that start a session of one of torch's profilers."""
 
 
 transform_level = torch._C._functorch.maybe_current_level
@@ -232,7 +232,6 @@ def is_profiling() -> bool:
 
 
 def _is_profiler_prepared(profiler: torch.profiler.profile) -> bool:
-    """Return True if torch's profiler `profiler` has a session that is still recording or in its warm-up."""
     session = profiler.profiler
     if session is None or not session.entered:
         return False

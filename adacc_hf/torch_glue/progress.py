@@ -113,7 +113,6 @@ class SlowReport:
     def __init__(self, phase: str, normal_seconds: float = 0.0) -> None:
         self._phase, self._started, self._ended = phase, time.monotonic(), threading.Event()
         self._reports: list[float] = []
-        """Times of the reports so far, in seconds since the start."""
         first = max(SLOW_SECONDS, normal_seconds)
         arguments = (phase, self._started, first, self._ended, self._reports)
         self._thread = (

@@ -171,5 +171,4 @@ def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _device_index(device: torch.device) -> int:
-    """Return the index of the CUDA device `device`, to read the device's random generator."""
     return torch.cuda.current_device() if device.index is None else device.index

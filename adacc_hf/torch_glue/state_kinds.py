@@ -33,17 +33,14 @@ class Kind(NamedTuple):
 
 
 def _has_same_items(now: Any, before: Any) -> bool:
-    """Return True if a container of the model still holds the identical objects, in the same order."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _has_same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Return True if a model's dict still contains the identical values under the same keys in the same order."""
     return _has_same_items(now.values(), before.values()) and list(now) == list(before)
 
 
 def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Restore the entries of a model's dict."""
     if list(now) != list(before):
         now.clear()
     for name, value in before.items():  # the `update` of a Counter adds
@@ -51,7 +48,6 @@ def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _put_items(now: Any, before: Any) -> None:
-    """Restore the items of a model's list, deque or set."""
     now.clear()
     (now.update if isinstance(now, set) else now.extend)(before)
 
@@ -65,7 +61,6 @@ def cell_content(cell: CellType) -> Any:
 
 
 def _put_cell(cell: CellType, before: Any) -> None:
-    """Restore the content of a closure's cell."""
     if before is not _ABSENT:
         cell.cell_contents = before
     elif cell_content(cell) is not _ABSENT:
@@ -83,14 +78,12 @@ def own_attributes(owner: Any) -> dict[str, Any]:
 
 
 def _slots_of(cls: type) -> list[str]:
-    """Return the names of the attributes that a class stores in `__slots__`."""
     slots = vars(cls).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
-    """Restore the attributes of an object to the values in `before`, which they had before a run of the model."""
     now = own_attributes(owner)
     for name in now.keys() - before.keys():
         delattr(owner, name)
@@ -117,7 +110,6 @@ class Globals:
 
 
 def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    """Restore the elements of a tensor that the model has changed."""
     # `.data` hides the change from autograd, which is safe: no backward of an earlier forward follows.
     if tensor.shape == before.shape:
         tensor.data.copy_(before)
@@ -159,13 +151,11 @@ def _refuse_iterator_advance(iterator: Any, before: Any) -> None:
 
 
 def _numpy_state(generator: Any) -> bytes:
-    """Return the state of a numpy generator that the model owns."""
     is_new = isinstance(generator, numpy.random.Generator)
     return pickle.dumps(generator.bit_generator.state if is_new else generator.get_state(legacy=False))
 
 
 def _put_numpy_state(generator: Any, before: bytes) -> None:
-    """Restore the state of a numpy generator that the model owns."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = pickle.loads(before)
     else:

@@ -134,7 +134,6 @@ def clone_with_storage(tensor: Tensor) -> Tensor:
 
 
 def _stored_elements(tensor: Tensor) -> Tensor:
-    """Return the elements that a sparse tensor stores."""
     return coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
 
 
@@ -268,13 +267,15 @@ def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
 
 
 def _double_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the double-precision dtype, real or complex, in which the norm of `tensor` is computed."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into parts that hold matching elements. Return whole tensors if their layouts differ
-    or have gaps."""
+    """Split tensors of one shape into parts: each item has one part of every tensor, with the elements at the same
+    indices.
+
+    If the layouts of the tensors differ or have gaps, the only item has the whole tensors.
+    """
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):
@@ -294,7 +295,6 @@ def double_precision_bytes(tensor: Tensor) -> int:
 
 
 def _combined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of a vector from `norms`, the norms of its parts."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
