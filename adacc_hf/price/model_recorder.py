@@ -217,7 +217,7 @@ class ModelRecorder:
         profiled.installation.expect(profiled.installation.blocks)
         for name, function in profiled.installation.blocks.items():
             function.strategy = RecordingStrategy(name, self)
-        state_keys = {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        state_keys = state_storages(model)
         batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
         torch.clear_autocast_cache()
         with torch.autograd.graph.saved_tensors_hooks(self._save_outside, refuse_backward):
@@ -328,6 +328,15 @@ class ModelRecorder:
         storage = storage_of(tensor)
         if storage_key(storage) not in self._outside_storages:
             self._outside_storages[storage_key(storage)] = StorageWeakRef(storage)
+
+
+def state_storages(model: nn.Module) -> set[int]:
+    """Return the storages of the model's parameters and buffers, as storage keys.
+
+    Empty tensors are left out: when ZeRO 3 gathers a parameter, it frees the parameter's empty storage, and another
+    tensor may get the storage's address, which is its key.
+    """
+    return {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
 
 
 def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, torch.Tensor]:

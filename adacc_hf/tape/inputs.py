@@ -109,7 +109,8 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
         owner = _owner_module(block, path)
         if source.place == "buffer":
             return buffers_of(owner)[name].detach()  # a later `buffer.data = ...` does not change the detached tensor
-        parameter = parameters_of(owner)[name]
+        # `[]` of ZeRO 3's tables gathers a partitioned parameter, for which DeepSpeed waits for all ranks.
+        parameter = dict.__getitem__(parameters_of(owner), name)
         return find_attached(parameter, source.path[1:]) if source.place == "attached" else parameter
     return argument_at(source.path, args, kwargs).detach()
 

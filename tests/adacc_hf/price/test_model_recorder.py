@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.price.model_recorder import state_storages
 from adacc_hf.price.model_recording import recompute_outcome
+from adacc_hf.price.shared_storage import storage_key_of
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -35,3 +37,10 @@ def test_the_mask_is_shared_by_all_blocks(tiny_gpt2, token_batch):
     assert len(masks) == 1
     used_shared_tensors = {value.shared for kind in profile.kinds for value in kind.values if value.shared is not None}
     assert profile.shared.index(masks[0]) in used_shared_tensors
+
+
+def test_an_empty_parameter_is_no_state():
+    """Under ZeRO 3, a parameter that is not gathered has an empty storage, which is freed when it is gathered."""
+    model = torch.nn.Linear(2, 2)
+    model.bias.data = torch.empty(0)
+    assert state_storages(model) == {storage_key_of(model.weight)}
