@@ -66,10 +66,14 @@ def with_tiled_kinds(
     kinds = list(profile.kinds)
     for index, (block, tiled) in pairs.items():
         kind = measured[tiled.kind]
-        if kind.tiles is not None and kind.untrusted is None:
-            source = _PriceSource(profile.kinds[index], block.tape, modules[index], profiled.config)
+        if kind.tiles is None or kind.untrusted is not None:
+            continue
+        source = _PriceSource(profile.kinds[index], block.tape, modules[index], profiled.config)
+        if source.has_operators_of(kind, tiled.tape):
             kinds.append(source.priced(kind, tiled.tape))
             kinds[index] = replace(kinds[index], tiled=len(kinds) - 1)
+        else:
+            log.info("Adacc: block %s ran other operators in tiles, so it does not run in tiles", block.name)
     return replace(profile, kinds=tuple(kinds))
 
 
@@ -130,7 +134,19 @@ class _PriceSource:
         self._tape = tape
         self._modules = {module.path: module for module in modules if module.has_products}
         """Modules with a matrix product, by path. Each of these modules is one operator in the kind with tiles."""
+        inside = {index for module in self._modules.values() for index in module.operators}
+        self._outside = [operator for operator in kind.operators if operator.index not in inside]
+        """Operators that are not in one of these modules."""
         self._config = config
+
+    def has_operators_of(self, tiled: KindProfile, tiled_tape: Tape) -> bool:
+        """Return True if the kind `tiled` has the same operators around its modules in tiles.
+
+        A block whose operators depend on data, such as a mixture of experts, may run others in the second recording.
+        """
+        stand_ins = {operator.index for operator in tiled_operators(tiled_tape).values()}
+        names = [operator.name for operator in tiled.operators if operator.index not in stand_ins]
+        return len(stand_ins) == len(self._modules) and names == [operator.name for operator in self._outside]
 
     def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
         """Return the kind `tiled` with the times and codecs of the kind without tiles.
@@ -140,8 +156,7 @@ class _PriceSource:
         """
         matching, _ = self._tape.values_in(tiled_tape)
         sources = {own: value for value, own in matching.items()}
-        inside = {index for module in self._modules.values() for index in module.operators}
-        outside = iter([operator for operator in self._kind.operators if operator.index not in inside])
+        outside = iter(self._outside)
         module_operators = tiled_operators(tiled_tape)
         operators = []
         for operator in tiled.operators:

@@ -92,3 +92,19 @@ def test_norms_in_float32_run_in_tiles_and_their_inputs_have_the_codecs_of_the_c
     norm = values[1]["input_layernorm:mul#2"]
     assert norm.codecs == values[0]["input_layernorm:mul#2"].codecs != ()
     assert norm.recomputable
+
+
+def test_a_block_that_runs_other_operators_in_the_second_recording_has_no_tiles(one_thread, few_rows, tiny_llama):
+    """As a mixture of experts may, whose operators depend on the data."""
+    model, ids = tiny_llama(intermediate_size=128, layers=1), torch.randint(3, 60, (1, 24))
+    attention = model.model.layers[0].self_attn
+    attend = attention.forward
+
+    def forward(*args, **kwargs):
+        result, weights = attend(*args, **kwargs)
+        is_in_tiles = "forward" in model.model.layers[0].mlp.__dict__
+        return (result * 2 if is_in_tiles else result), weights
+
+    attention.forward = forward
+    (kind,) = profile_model(model, {"input_ids": ids, "labels": ids}, AdaccConfig()).kinds
+    assert kind.tiled is None
