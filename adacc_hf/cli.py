@@ -1,4 +1,4 @@
-"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, check, and evaluate."""
+"""The `adacc` command: run and plan training, explain policies, write reports, list codecs, check, and evaluate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USER_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `adacc` command with the arguments `argv`, by default the command line's. Return the exit status.
 
-    After an error that the user can fix, the status is 2, and stderr has a message of one line.
+    After an error that the user can fix, the status is 2, and a one-line message is written to stderr.
     """
     arguments = _command_parser().parse_args(argv)
     try:

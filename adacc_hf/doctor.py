@@ -80,8 +80,8 @@ def examine() -> Iterator[Finding]:
 def examine_blocks(run: Path) -> Iterator[Finding]:
     """Yield a finding for each kind of blocks (blocks that run the same operators) in the profile of a run.
 
-    The result has advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run` has
-    no profile.
+    The result contains advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run`
+    has no profile.
     """
     from adacc_hf.artifacts.files import PROFILE_FILE
     from adacc_hf.artifacts.profile import Profile

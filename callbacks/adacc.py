@@ -55,8 +55,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     or fails, the model is restored.
 
     `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy from a Profile.
-    A policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint has
-    another policy. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
+    A policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint
+    contains another policy. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
 
     | logged key | unit |
     |---|---|

@@ -61,7 +61,7 @@ class AdaccTrainerMixin(_Base):
                 policy is used instead of the solver, and never changes during the run.
             kwargs: keyword arguments of the Trainer's class.
 
-        Raises TypeError for another type of `adacc_config` or `adacc_policy`, and ValueError if `callbacks` has an
+        Raises TypeError for another type of `adacc_config` or `adacc_policy`, and ValueError if `callbacks` contains an
         AdaccCallback.
         """
         callback = AdaccCallback(adacc_config, policy=adacc_policy)

@@ -12,7 +12,7 @@ from pathlib import Path
 def build(source: Path, flags: Sequence[str], facts: Sequence[str] = ()) -> Path:
     """Return the path of the shared library for the C++ file `source`.
 
-    If the cache folder does not have the library yet, compile the file.
+    If the library is not in the cache folder yet, compile the file.
 
     `facts` are further strings on which the library depends, such as the processor's name. Raise FileNotFoundError if
     no compiler is found, CalledProcessError if the compiler fails, and RuntimeError or OSError if the cache folder

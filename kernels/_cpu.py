@@ -124,9 +124,9 @@ def encode_groups(
     Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. The peak of a group is the element with the largest
     absolute value. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit.
 
-    `keep` has an integer for each channel, with as many bits as an element: -1 to keep the channel's elements, and 0 to
-    replace them by zeros. After the first `channels` integers, the same integers follow once more, up to a total of
-    `channels` + G. A group that begins at any channel therefore reads a contiguous range.
+    `keep` contains an integer for each channel, with as many bits as an element: -1 to keep the channel's elements, and
+    0 to replace them by zeros. After the first `channels` integers, the same integers follow once more, up to a total
+    of `channels` + G. A group that begins at any channel therefore reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)

@@ -9,7 +9,7 @@ non-negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255 with 128
 of group a (low) and group a + A/2 (high), with A padded to an even number. Packing therefore joins two contiguous
 halves and never shuffles neighbours.
 
-Peaks have 16 bits. The peak of float16 or bfloat16 elements is stored exactly. The peak of float32 elements is
+Peaks are stored in 16 bits. The peak of float16 or bfloat16 elements is stored exactly. The peak of float32 elements is
 truncated towards zero to bfloat16, which has the same range (up to 3e38). No decoded element exceeds the original peak,
 so nothing overflows. Codes are computed from the stored peak. The truncation clips the top 2^-7 of the range.
 """

@@ -55,7 +55,7 @@ def launch(
 
     `tile` is the number of elements per program, and `thread_elements` the number per thread. A repeated launch uses a
     cached kernel. This skips Triton's inspection of every argument, which takes longer than a GPU needs to encode 16
-    MiB. The cache key has the dtypes, numbers and constants that a kernel was compiled for. Cached kernels assume
+    MiB. The cache key contains the dtypes, numbers and constants that a kernel was compiled for. Cached kernels assume
     addresses that are multiples of 16. For tensors at other addresses, the kernel is launched by Triton's own launcher.
     """
     if 0 in grid:

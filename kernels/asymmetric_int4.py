@@ -2,8 +2,8 @@
 dropout.
 
 `scale="paper"` is eq. 3: offset (max + min) / 2 and scale (max - min) / 16, which clips the maximum by one step.
-`scale="range15"`, the default, has offset min and scale (max - min) / 15. Nothing is clipped, and the zeros of causally
-masked softmax decode to exact zeros. Codes are 0..15, the paper's -8..7 shifted by 8.
+`scale="range15"`, the default, uses offset min and scale (max - min) / 15. Nothing is clipped, and the zeros of
+causally masked softmax decode to exact zeros. Codes are 0..15, the paper's -8..7 shifted by 8.
 
 Offsets are stored in the tensor's dtype, in which the minimum is exact. (max - min) / 2 is stored in bfloat16,
 truncated towards zero so that decoding never exceeds the maximum. All arithmetic is on elements divided by 2, because

@@ -1,14 +1,14 @@
 """FP8 (E4M3) with one scale for `group_size` elements of a row, for tensors with a few very large elements.
 
-An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa. The largest number is 448, the smallest normal number is
-2^-6, and numbers below 2^-6 have a step of 2^-9. A row is the last dimension. The last group of a row may be shorter.
-No group reaches into another row. The group's absmax (largest absolute value), stored in 16 bits as in the other
-codecs, maps to 448. A float32 absmax is truncated by up to 2^-7, so the largest element scales to at most 451.5, which
-also rounds to 448.
+An E4M3 code consists of a sign, 4 bits of exponent and 3 of mantissa. The largest number is 448, the smallest normal
+number is 2^-6, and numbers below 2^-6 are spaced by 2^-9. A row is the last dimension. The last group of a row may be
+shorter. No group reaches into another row. The group's absmax (largest absolute value), stored in 16 bits as in the
+other codecs, maps to 448. A float32 absmax is truncated by up to 2^-7, so the largest element scales to at most 451.5,
+which also rounds to 448.
 
-The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: the rounding error is at
-most 2^-4 of the element. INT8 is better for elements of similar size, FP8 for small elements next to a large element.
-The setting `group_size` does not apply: each code has its own exponent, so the group size matters less.
+In `int8`, all elements of a group are rounded to multiples of one step. The step of FP8 is relative: the rounding error
+is at most 2^-4 of the element. INT8 is better for elements of similar size, FP8 for small elements next to a large
+element. The setting `group_size` does not apply: each code has its own exponent, so the group size matters less.
 
 Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
 Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the
@@ -84,7 +84,8 @@ def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor
 
 
 def _missing_elements(columns: int, group_size: int) -> int:
-    """Return the number of elements that the last group of a row lacks to have `group_size` elements."""
+    """Return the number of elements that are missing in the last group of a row, which must consist of `group_size`
+    elements."""
     return -columns % group_size
 
 
@@ -97,7 +98,8 @@ def _groups_of_rows(x_RC: Tensor, group_size: int) -> Tensor:
 
 
 def _rows_of_groups(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the rows [R, C] from which `_groups_of_rows` has cut the groups, without the padding, in new memory."""
+    """Join the groups made by `_groups_of_rows`, and return the original rows [R, C]. If the groups contain padding,
+    the result is a copy without the padding."""
     missing = _missing_elements(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_certainly_zero(missing) else x_RW[:, :columns].clone()

@@ -59,7 +59,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 
 @triton.jit
 def _int4_codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
-    """Return int32 codes of the elements x [T, BLOCK]. `inverse` has the reciprocal of each row's scale."""
+    """Return int32 codes of the elements x [T, BLOCK]. `inverse` contains the reciprocal of each row's scale."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
     return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
 

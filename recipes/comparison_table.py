@@ -67,7 +67,7 @@ def table_text(rows: list[ComparisonRow]) -> str:
 
 
 def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArguments) -> None:
-    """Write comparison.md and comparison.json into `folder`. The JSON file has the format of records of `adacc
+    """Write comparison.md and comparison.json into `folder`. The JSON file is in the format of records of `adacc
     eval`."""
     settings = Settings(
         runner="demo_comparison",

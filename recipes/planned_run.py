@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-"""Names that `adacc plan` has for optimizers, by the names that the Trainer has for the same optimizers."""
+"""Names of optimizers in `adacc plan`, by the Trainer's names of the same optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ def parser_settings(docstring: str | None) -> dict[str, Any]:
     """Return the keyword arguments of a recipe's argument parser, with the recipe's `docstring` as description.
 
     A recipe accepts about 150 settings. The usage line does not repeat these settings, because the list below the usage
-    line has all of them.
+    line contains all of them.
     """
     return {
         "description": docstring,

@@ -54,7 +54,7 @@ class FinishedRun:
     model: PreTrainedModel
     metrics: dict[str, float]
     callback: AdaccCallback | None
-    """AdaccCallback of the run, which has the policy. None for training methods without a policy, and for a run that
+    """AdaccCallback of the run, which holds the policy. None for training methods without a policy, and for a run that
     ended before a policy was set."""
     checkpointed: bool
     """True if Transformers' own gradient checkpointing was enabled."""
@@ -164,7 +164,7 @@ def final_train_loss(trainer: Trainer) -> float:
 def _with_overrides(training: TrainingArguments, **overrides: Any) -> TrainingArguments:
     """Return a copy of `training` with some settings changed.
 
-    `dataclasses.replace` is not used, because it would parse values again that are parsed already.
+    `dataclasses.replace` is not used, because it would re-parse values that are already parsed.
     """
     overridden = copy.copy(training)
     for name, value in overrides.items():

@@ -162,7 +162,7 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Log an OSError inside the `with` block, which writes into `folder`, as a warning instead of raising the error.
+    """Log a warning instead of raising an OSError if the `with` block fails to write into `folder`.
 
     The warning ends with `consequence`, such as "training continues, and reports may be incomplete".
     """
@@ -269,7 +269,7 @@ def _record_fields(record: Any, *excluded: str) -> list[str]:
 
 
 def _load_run_state(folder: Path) -> Saved:
-    """Load the state of a run from a checkpoint. If the folder has only a policy file, the state has only this
+    """Load the state of a run from a checkpoint. If the folder has only a policy file, the state consists of this
     policy."""
     if not (folder / STATE_FILE).is_file():
         return Saved(size_policies=[SavedSizePolicy.load(folder, 1, {})])

@@ -128,7 +128,7 @@ class LossGuard:
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
         """Log which codecs are switched off because of the degraded gradients, and return the logged message.
 
-        `degraded` has the relative errors of the degraded gradients, keyed by kind of block.
+        `degraded` contains the relative errors of the degraded gradients, keyed by kind of block.
         """
         self.is_unproven = True
         culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)

@@ -102,8 +102,8 @@ class LiveMemory:
 
 
 def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | None) -> str:
-    """Return the table as text. `policy` and `profile` belong to the failed step, or are None if the step had no
-    policy."""
+    """Return a text table of a device's memory, for the log. `policy` and `profile` belong to the failed step, or are
+    None if the step had no policy."""
     rows = [
         ("parameters and buffers", live.parameter_bytes),
         ("gradients", live.gradient_bytes),

@@ -103,10 +103,10 @@ class MicroBatches:
 class LastBatch:
     """A forward hook that keeps the most recent batch on which `model` was trained, until `remove()`.
 
-    If training uses the `loss` of the model's output, `batch` has the arguments of the model's call, and `compute_loss`
-    is None. If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`) or calls the model
-    several times, `compute_loss` is the loop's function, and `batch` is its argument. If the loop computes the loss
-    without such a function, `batch` and `compute_loss` are None.
+    If training uses the `loss` of the model's output, `batch` contains the arguments of the model's call, and
+    `compute_loss` is None. If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`) or calls
+    the model several times, `compute_loss` is the loop's function, and `batch` is its argument. If the loop computes
+    the loss without such a function, `batch` and `compute_loss` are None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,8 +136,8 @@ class LastBatch:
         """Record that `compute_loss` is about to be called with `inputs`.
 
         If `compute_loss` is None, the model computes the loss. If `is_certain` is True, a profile must use
-        `compute_loss`. Otherwise the decision is left to `note_loss`, because the result of `compute_loss` may only be
-        the model's own loss, scaled.
+        `compute_loss`. Otherwise the decision is left to `note_loss`, because `compute_loss` may do no more than scale
+        the model's own loss.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return

@@ -40,7 +40,7 @@ F = TypeVar("F", bound=float)
 class Observation:
     """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks.
 
-    The keys of the dicts have either the indices of one profile, or names: (block call, activation, codec), such as
+    The keys of the dicts contain either the indices of one profile, or names: (block call, activation, codec), such as
     ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices may
     differ between profiles, because a profile may have more kinds, for example if a step calls a block twice.
     """

@@ -121,8 +121,8 @@ class PeakCheck:
         """Replace the provisional policies (`is_provisional`) after the first measurement of a step. Return True if a
         policy changed.
 
-        `peak` is the measured peak under `size_policy`, and `moments` has the measured peak at each moment of the step.
-        `largest` are the sizes of the largest micro-batch of all ranks.
+        `peak` is the measured peak under `size_policy`, and `moments` contains the measured peak at each moment of the
+        step. `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         predicted = size_policy.predicted_peak_bytes()

@@ -243,10 +243,10 @@ class FullRecompute(Installation):
         self._executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks that the model did not train on the most recent batch.
+        """Return the names of the blocks that were expected to train on the most recent batch, but did not.
 
-        If other blocks were trained, blocks that ran without gradients are left out of the result, because they have
-        nothing to store.
+        If the batch trained no block at all, return the names of all blocks. Otherwise, leave out blocks that ran
+        without gradients (frozen blocks), because these blocks store no activations.
         """
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):

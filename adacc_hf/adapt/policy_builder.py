@@ -63,7 +63,7 @@ class PolicyBuilder:
 
         If the budget is a limit on peak memory, the policy is plain training if plain training fits. Otherwise it is a
         policy that needs little memory (`provisional_policy`), and is replaced after the first measured step. This
-        policy has room for the comparison of bits, which runs operators twice in the first step.
+        policy leaves room for the comparison of bits, which runs operators twice in the first step.
 
         Return None if, on some rank, the model skips blocks on this batch or returns no loss. Also return None if the
         forward has collectives, because the batch is profiled in parts, and ranks may run different numbers of parts.

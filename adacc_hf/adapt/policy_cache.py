@@ -175,8 +175,8 @@ def _replaces_size_policy(new: SizePolicy, old: SizePolicy) -> bool:
 def most_wanted(counts: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
     """Return the sizes to profile next: the sizes of the bucket with the most batches, summed over all ranks.
 
-    A bucket is a group of similar batch sizes. Return None if no bucket has ENOUGH_SEEN batches. `counts` has the dict
-    `PolicyCache.unplanned` of each rank.
+    A bucket is a group of similar batch sizes. Return None if no bucket has ENOUGH_SEEN batches. `counts` contains the
+    dict `PolicyCache.unplanned` of each rank.
     """
     total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
     for rank in counts:

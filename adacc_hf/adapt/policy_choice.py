@@ -265,8 +265,8 @@ class PolicyChoice:
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
-        """Return the policies of the step's micro-batches, each with its state. None in the result stands for plans
-        that are not adapted to the data."""
+        """Return the size policies under which the step's micro-batches ran. None stands for micro-batches that ran
+        under torch's checkpoint, or under plans that never change."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:
@@ -276,7 +276,7 @@ class PolicyChoice:
     def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """Return the predicted overhead in ms of the finished micro-batch, and its number of fallbacks by reason.
 
-        `fallbacks` has the number of calls of blocks that did not follow their plans, by reason.
+        `fallbacks` contains the number of calls of blocks that did not follow their plans, by reason.
         """
         if self.plans is None:
             self.diverged.add(0.0)

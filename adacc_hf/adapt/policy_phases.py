@@ -1,6 +1,6 @@
 """FixedPolicyPhase and AdaptivePhase: training under one policy, or under policies that are adapted during the run.
 
-NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step has only part 2.
+NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step consists only of part 2.
 1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
 2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
    runs again under a tighter policy.

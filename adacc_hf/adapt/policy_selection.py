@@ -69,7 +69,7 @@ def replan(
 ) -> ReplanResult:
     """Choose between `policy` and a newly solved policy, with the current predictions of `profile`.
 
-    The result has the new policy, or a policy with the actions of `policy` and the current outlier channels.
+    The result contains the new policy, or a policy with the actions of `policy` and the current outlier channels.
     `last_solved` is the profile for which the solver ran last. If little has changed since then, the solver does not
     run.
     """
@@ -227,11 +227,10 @@ def find_culprits(
     the error cannot be measured. The function is called at most 2 * len(lossy) + 1 times. Return None if a call returns
     None, or if the error exceeds the bound even with all of `lossy` bypassed.
 
-    First, each activation is compressed alone. After that, the activations that are harmless alone are compressed
-    together: they are added one after the other, in the order of the errors that each activation causes alone. If the
-    error exceeds the bound, the latest activation is left uncompressed. The result therefore contains every activation
-    that degrades the gradient alone. If activations degrade the gradient only in combination, the result contains as
-    few of them as possible.
+    First, each activation is compressed on its own. If this alone makes the error exceed the bound, the activation is
+    in the result. The other activations are then compressed together: they are added one after the other, in the order
+    of the errors that they cause on their own. If the error exceeds the bound, the activation added last is left
+    uncompressed, and is in the result.
     """
     everything = bypassed = frozenset(lossy)
     errors_alone: dict[int, float] = {}

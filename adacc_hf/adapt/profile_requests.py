@@ -88,5 +88,6 @@ class ProfileRequests:
         return all(gather_from_all_ranks(is_whole and has_operators))
 
     def restarted(self) -> None:
-        """Record that all policies were replaced. If even more blocks are trained later, they may be replaced again."""
+        """Record that all policies were replaced. If blocks that were not trained so far are trained later, the
+        policies may be replaced again."""
         self._tried.discard(MORE_BLOCKS)

@@ -23,7 +23,7 @@ FINER_STEPS = 16
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
     """Return `profile` with new payload sizes for the codecs that store outliers.
 
-    `counts` has, for each activation, the number of outlier channels counted during the run.
+    `counts` contains, for each activation, the number of outlier channels counted during the run.
     """
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:

@@ -229,7 +229,7 @@ class Replanner:
     def take_over(self) -> ReplanResult:
         """Wait for the solver that `start_solving` started, and return its result. Errors of the solver are raised.
 
-        If the result has a policy, this policy becomes the current policy.
+        If the result contains a policy, this policy becomes the current policy.
         """
         assert self._solver is not None, "call start_solving first"
         result = self._solver.result()
@@ -295,7 +295,7 @@ class Replanner:
         the first block, which needs the least memory. These blocks are returned even if the budget has no room for the
         comparison.
 
-        If `every_kind` is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive
+        If `every_kind` is False, return `guard_blocks` lossy blocks, or as many as the budget has room for. Successive
         tracking steps choose the blocks in turn.
         """
         names = self.lossy_blocks()

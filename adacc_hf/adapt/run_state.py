@@ -157,8 +157,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. If the table cannot be built, the result is a text
-        that names the error. The error is not raised, because it would hide the out-of-memory error.
+        Call this while the tensors of the failed step are alive. If the table cannot be built, return a line that
+        describes the error. The error is not raised, because it would hide the out-of-memory error.
         """
         self.phase.show()
         try:

@@ -138,7 +138,7 @@ class AdaccSession:
         self._untrained_step: str | None = None
         """Probable cause if the last step had no forward for training, else None."""
         self._is_one = False
-        """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
+        """True inside `step(batch)` or `run`, where the step consists of exactly one micro-batch."""
 
     @property
     def policy(self) -> Policy | None:
@@ -190,9 +190,9 @@ class AdaccSession:
     def step(self, batch: Any = None) -> Iterator[None]:
         """Run one optimizer step in the `with` block: forward, backward and the optimizer's step.
 
-        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has one micro-batch for each
-        `with micro_batch(...)` in the block. A step without a forward in train mode and with gradients on is not
-        counted.
+        With a `batch`, the step consists of this one micro-batch. Without a `batch`, the step consists of one
+        micro-batch for each `with micro_batch(...)` in the block. A step without a forward in train mode and with
+        gradients on is not counted.
         """
         if self._is_explicit or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
@@ -433,7 +433,8 @@ class AdaccSession:
     def _end_last_step(self) -> None:
         """End the previous step if it is still open.
 
-        The step stays open, for example, if the optimizer stepped after the last micro-batch.
+        A micro-batch ends its step only if the optimizer stepped inside the micro-batch. If the optimizer stepped
+        afterwards, the step stays open until the next one begins.
         """
         if self._is_in_step:
             self.end_step()

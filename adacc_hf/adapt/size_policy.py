@@ -72,7 +72,7 @@ class SizePolicy:
         return self.is_extrapolated and self.num_steps <= RECORDED_STEPS + 1
 
     def step_profile(self, profile: Profile) -> Profile:
-        """Return `profile` with the memory of the comparison of bits if the current step has this comparison."""
+        """Return `profile` with the memory of the comparison of bits if the current step makes this comparison."""
         return profile.with_comparison() if self.compares_bits else profile
 
     def predicted_peak_bytes(self) -> int:

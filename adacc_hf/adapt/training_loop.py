@@ -70,8 +70,8 @@ class TrainingLoop:
         self.autocast = (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()) if is_on else None
 
     def profiling(self) -> AbstractContextManager[Any]:
-        """Return the context in which the profiler runs the model. The context has the autocast setting of the training
-        loop."""
+        """Return the context in which the profiler runs the model. The context uses the autocast setting of the
+        training loop."""
         if self.autocast is None:
             return nullcontext()
         dtype, caches = self.autocast
@@ -99,7 +99,7 @@ class TrainingLoop:
 class SessionAdapter:
     """Base class of the callbacks that connect a trainer to an AdaccSession, such as AdaccCallback.
 
-    The class has the callback's settings, and gives access to the policy and the history of the current run.
+    The class holds the callback's settings, and gives access to the policy and the history of the current run.
     """
 
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
@@ -138,7 +138,8 @@ class SessionAdapter:
 
     @property
     def _is_policy_given(self) -> bool:
-        """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another policy."""
+        """True if the user passed a Policy or a file. This policy is used even if a checkpoint contains another
+        policy."""
         return isinstance(self._source, (str, Path, Policy))
 
     def __repr__(self) -> str:

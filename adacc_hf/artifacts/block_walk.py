@@ -244,9 +244,9 @@ class BlockWalk:
     def _generator_state_bytes(self) -> dict[int, int]:
         """Return the bytes of random generator states that the forward stores at each moment of the forward, by moment.
 
-        A state is stored directly after autograd has saved a certain tensor. The profile has the moment at which each
-        value is saved first. If autograd saves the same value again, the moment is not recorded, and is assumed to be
-        the moment of the saved tensor before.
+        A state is stored directly after autograd has saved a certain tensor. The profile contains the moment at which
+        each value is saved first. If autograd saves the same value again, the moment is not recorded, and is assumed to
+        be the moment of the saved tensor before.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
@@ -332,8 +332,8 @@ class BlockWalk:
         """Return (first event, last event, bytes) of each period of backward in which `value` is live in decoded form.
 
         `uses` are the indices of the events that read the decoded copy, and `unpacks` are the indices of all events in
-        which a saved tensor is unpacked. `releases` has the index of the event after which autograd frees each slot
-        (saved tensor). The decoded copy is freed after its last use, and after an unpack if none of the next
+        which a saved tensor is unpacked. `releases` contains the index of the event after which autograd frees each
+        slot (saved tensor). The decoded copy is freed after its last use, and after an unpack if none of the next
         DECODED_CACHE_UNPACKS unpacks reads it. If the copy is the unpacked tensor itself, it lives until autograd frees
         the slot.
         """

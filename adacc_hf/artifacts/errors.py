@@ -103,7 +103,7 @@ class ChunkedHeadError(AdaccError, RuntimeError):
 
 
 class TilesError(AdaccError, RuntimeError):
-    """Error raised if a module that runs in tiles (groups of rows) would give wrong gradients: it returns another
+    """Error raised if a module that runs in tiles (groups of rows) would give wrong gradients: it returns a different
     number of rows than it gets, draws random numbers, or runs other code in backward than in forward."""
 
 

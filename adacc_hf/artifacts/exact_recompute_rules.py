@@ -40,10 +40,10 @@ def index_values(
     """Return the values of a block that contain indices and must not be recomputed if the values in `lossy` are stored
     lossily.
 
-    Such indices are, for example, the numbers of the experts that a layer chose for each token. `operators` has the
-    (inputs, outputs) of each operator in order. `is_index` returns True for a value that contains indices. Replay can
-    read one of the returned values only if it is in `stored` (rule R14). If it is not in `stored`, all values computed
-    from it are returned too.
+    Such indices are, for example, the numbers of the experts that a layer chose for each token. `operators` contains
+    the (inputs, outputs) of each operator in order. `is_index` returns True for a value that contains indices. Replay
+    can read one of the returned values only if it is in `stored` (rule R14). If it is not in `stored`, all values
+    computed from it are returned too.
     """
     inexact, forbidden = set(lossy), set[int]()
     for inputs, outputs in operators:
@@ -73,8 +73,8 @@ def is_index(dtype: str) -> bool:
 
 
 def is_statistic(size: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has one number per row of another tensor, such as the standard deviations
-    of a norm."""
+    """Return True if a value of shape `size` contains one number per row of another tensor, such as the standard
+    deviations of a norm."""
     return tuple(size[-1:]) == (1,)
 
 

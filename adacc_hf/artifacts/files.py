@@ -19,8 +19,8 @@ __version__ = "0.2.0"
 def write_json(path: str | Path, record: Any, indent: int | None = 1) -> None:
     """Write `record` to `path` atomically: a reader sees the complete old file or the complete new file.
 
-    Dataclasses are written as dictionaries of their fields. With `indent=None`, the file has one line, and writing is
-    ten times as fast.
+    Dataclasses are written as dictionaries of their fields. With `indent=None`, the file is a single line, and writing
+    is ten times as fast.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

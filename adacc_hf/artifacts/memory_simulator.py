@@ -93,10 +93,10 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return (bytes live in the forward, bytes live in the backward) of block `index`, without the block's own
-        bytes.
+        """Return the bytes that tensors of the rest of the step take while block `index` runs, as (in its forward, in
+        its backward).
 
-        This object has the sums over the blocks before block `index`. `outcome` is the memory and time of block
+        This object contains the sums over the blocks before block `index`. `outcome` is the memory and time of block
         `index`.
         """
         block = profile.blocks[index]
@@ -107,7 +107,7 @@ class EarlierBlocks(NamedTuple):
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
         """Return the peak in bytes of the forward and backward of block `index`.
 
-        This object has the sums over the blocks before block `index`. `outcome` is the memory and time of block
+        This object contains the sums over the blocks before block `index`. `outcome` is the memory and time of block
         `index`.
         """
         forward, backward = self.base_bytes(profile, index, outcome)

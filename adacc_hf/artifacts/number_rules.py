@@ -37,9 +37,10 @@ class Rule(Protocol):
     """Rule: formula for one number of the profile as a function of the sizes of a batch."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
-        """Return the profile's number for a batch with `num_elements` elements.
+        """Evaluate the formula for a batch with `num_elements` elements. Return the number that the batch's profile
+        would contain.
 
-        `products` are the values of the products of the batch's sizes, in the order of the `Basis`.
+        `products` contains one integer for each term of a `Basis` (a product of sizes), evaluated for this batch.
         """
         ...
 
@@ -47,7 +48,7 @@ class Rule(Protocol):
 class RuleFit:
     """Fit of rules (formulas that depend on the batch's sizes) to numbers measured on a few batches.
 
-    `basis` has the products of the batches' sizes, and `num_elements` the batches' numbers of elements. If
+    `basis` contains the products of the batches' sizes, and `num_elements` the batches' numbers of elements. If
     `uses_lines`, a number that is not a sum of such products is interpolated linearly by the batches' numbers of
     elements.
     """
@@ -58,7 +59,7 @@ class RuleFit:
         self._differences: dict[Column, Polynomial | None] = {}
 
     def rules(self, columns: Sequence[Column]) -> list[Rule]:
-        """Return the rule of each column. A column has the values of one number in all measured batches.
+        """Return the rule of each column. A column contains the values of one number in all measured batches.
 
         The columns are in the order of the profile's numbers. Kinds of rules are tried from the most to the least
         certain. Once a number has a rule, neighbouring numbers are fitted as this number plus a difference.
@@ -80,7 +81,7 @@ class RuleFit:
     def _exact_sum(self, column: Column) -> Rule | None:
         """Return the rule for a number of the profile that is exactly a polynomial of the batch's sizes, else None.
 
-        `column` has the number's value for each measured batch.
+        `column` contains the number's value for each measured batch.
         """
         polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM)
         return None if polynomial is None else Exact(polynomial, column[0])
@@ -88,7 +89,7 @@ class RuleFit:
     def _approximation(self, column: Column) -> Rule:
         """Return an approximate rule for a number of the profile that is not exactly a polynomial of the batch's sizes.
 
-        `column` has the number's value for each measured batch.
+        `column` contains the number's value for each measured batch.
         """
         allows_least_squares = not self._uses_lines and len(column) >= MIN_LEAST_SQUARES_CALLS
         approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
@@ -99,8 +100,8 @@ class RuleFit:
     def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
         """Add rules for columns that are the sum of a neighbouring column and an exactly fitted polynomial.
 
-        A column has the values of one number of the profile for all measured batches. The neighbouring column must have
-        a rule.
+        A column contains the values of one number of the profile for all measured batches. The neighbouring column must
+        have a rule.
         """
         if self._max_difference_terms < 1:
             return
@@ -114,8 +115,8 @@ class RuleFit:
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
         """Return a rule for the column at `place`: the rule of a nearby column plus a polynomial with few terms.
 
-        A column has the values of one number of the profile for all measured batches. Return None if no nearby column
-        gives an exact fit.
+        A column contains the values of one number of the profile for all measured batches. Return None if no nearby
+        column gives an exact fit.
         """
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
@@ -132,7 +133,7 @@ class RuleFit:
     def _difference(self, column: Column) -> Polynomial | None:
         """Return the polynomial of the batch's sizes that gives `column` exactly, or None if no polynomial does.
 
-        `column` has, for each measured batch, the difference between two neighbouring numbers of the profile.
+        `column` contains, for each measured batch, the difference between two neighbouring numbers of the profile.
         """
         if column not in self._differences:
             self._differences[column] = self._basis.fit(column, self._max_difference_terms)
@@ -142,7 +143,7 @@ class RuleFit:
 def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
     """Yield the columns before and after the column with index `place`, the nearest first.
 
-    A column has the values of one number of the profile for all measured batches.
+    A column contains the values of one number of the profile for all measured batches.
     """
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:

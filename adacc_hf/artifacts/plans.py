@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
     """Return the plan that checkpoints a block of `kind` and compresses some of its inputs.
 
-    `codecs` has the codec of each compressed input, by value index.
+    `codecs` contains the codec of each compressed input, by value index.
 
     Return None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
     """

@@ -1,7 +1,7 @@
 """A policy: one action for every activation of every block, stored in frozen dataclasses. This module imports no torch.
 
-A `Plan` has the actions of one block. Blocks with the same actions share a plan. The file of a policy is JSON with a
-version and, for each plan, the digest of the block's tape. A policy therefore cannot be applied to another model.
+A `Plan` contains the actions of one block. Blocks with the same actions share a plan. The file of a policy is JSON with
+a version and, for each plan, the digest of the block's tape. A policy therefore cannot be applied to another model.
 """
 
 from __future__ import annotations

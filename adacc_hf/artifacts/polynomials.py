@@ -22,7 +22,8 @@ Column = tuple[int, ...]
 """Values of one number, such as the bytes of a tensor, in all calls, in the order of the calls."""
 
 MAX_DEGREE = 3
-"""Maximum number of sizes multiplied in one product. Attention scores have batch x tokens x tokens elements."""
+"""Maximum number of sizes multiplied in one product. The number of attention scores, for example, grows with batch x
+tokens x tokens."""
 MAX_TERMS = 3
 MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
 """Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
@@ -146,10 +147,11 @@ class Basis:
         return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, shortfall)
 
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
-        """Yield each choice of `num_terms` products whose combination fits `column` in floating-point arithmetic.
+        """Yield each choice of `num_terms` products whose linear combination fits `column` in floating-point
+        arithmetic.
 
-        Products are powers and products of sizes, given by their indices. The caller must check in exact integers that
-        the fit is exact.
+        Each product is a monomial of the batch's sizes, such as batch * tokens^2. A choice is a tuple of the products'
+        places (indices) in this basis. The caller must check in exact integers that the fit is exact.
         """
         if len(self._columns) < num_terms:
             return

@@ -619,10 +619,11 @@ class Profile:
         return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
 
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
-        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles (groups of rows),
-        or plainly if 0.
+        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles (groups of rows).
+        If `num_tiles[i]` is 0, the modules of the i-th block run without tiles.
 
-        Kinds that no block has any more are left out. Raises ValueError for a block that was not profiled in tiles.
+        The copy contains only kinds to which a block belongs. Raises ValueError for a block that was not profiled in
+        tiles.
         """
         if not any(num_tiles) and all(kind.tiles is None for kind in self.kinds):
             return self

@@ -137,7 +137,8 @@ def most_tiles(num_rows: int) -> int:
 
 
 def highest_lines(lines: list[Line]) -> tuple[Line, ...]:
-    """Return the lines that are the highest at some number of rows, each once."""
+    """Remove duplicates from `lines`, and each line that another line equals or exceeds at every number of rows. A line
+    is (bytes at 0 rows, bytes per row)."""
     distinct = sorted(set(lines), reverse=True)
     return tuple(
         line

@@ -30,10 +30,10 @@ def projection(
 ) -> Tensor:
     """Return the random projection P [inputs, rank] of a group of compact layers.
 
-    `seed` has two integers on the CPU: the seed of the group, and the number of the subspace (period). P has Gaussian
-    entries of variance 1 / rank, or, if `orthonormal`, orthonormal columns times sqrt(inputs / rank). E[P P^T] is the
-    identity. This function is a custom operator, so that compiled and replayed code draws the same P again. torch's
-    default generators are not used.
+    `seed` contains two integers on the CPU: the seed of the group, and the number of the subspace (period). P has
+    Gaussian entries of variance 1 / rank, or, if `orthonormal`, orthonormal columns times sqrt(inputs / rank). E[P P^T]
+    is the identity. This function is a custom operator, so that compiled and replayed code draws the same P again.
+    torch's default generators are not used.
     """
     generator = torch.Generator(device).manual_seed(derive_seed(*seed.tolist()))
     matrix = torch.randn(inputs, rank, generator=generator, device=device)

@@ -35,9 +35,9 @@ class CompactAdamW(torch.optim.AdamW):
 
     The optimizer updates each layer's `core` [m, r], and adds the update to the layer's weight [m, n].
 
-    The moments of `core` have 2 m r numbers per layer. Another subspace is drawn every `update_proj_gap` steps, and the
-    moments are kept for the new subspace. Weight decay applies to the weight. The parameter group of the cores has the
-    additional entries "scale" and "steps" (a count). The step is fused, and so allocates no temporaries, unless
+    The moments of `core` take 2 m r numbers per layer. Another subspace is drawn every `update_proj_gap` steps, and the
+    moments are kept for the new subspace. Weight decay applies to the weight. The parameter group of the cores contains
+    the additional entries "scale" and "steps" (a count). The step is fused, and so allocates no temporaries, unless
     `fused=False`, `foreach`, `capturable` or `differentiable` is set.
     """
 

@@ -27,10 +27,10 @@ def adacc(
     (`torch._inductor.list_options()`). `mode` is one of Inductor's modes, which torch accepts only without options. A
     `memory_budget` that is a float is a fraction of the bytes that plain torch.compile would store for backward. A
     budget in bytes, such as "300MiB", bounds the memory that the region holds for its backward at any time: stored and
-    recomputed values. Parameters, gradients, optimizer state and other regions are not included. Each region has the
-    whole budget, because the other regions and the number of calls are unknown when a region is compiled. With graph
-    breaks, or with blocks compiled one by one, the whole model can therefore exceed the budget. AdaccCallback with
-    `torch_compile=True` counts calls, measures steps, and keeps the whole step within a budget.
+    recomputed values. Parameters, gradients, optimizer state and other regions are not included. Each region may use
+    the whole budget, because the other regions and the number of calls are unknown when a region is compiled. With
+    graph breaks, or with blocks compiled one by one, the whole model can therefore exceed the budget. AdaccCallback
+    with `torch_compile=True` counts calls, measures steps, and keeps the whole step within a budget.
 
     Raises ValueError for an unknown option or a value out of range. Raises InfeasibleBudgetError if the region cannot
     stay within a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
@@ -74,7 +74,8 @@ class InstalledPartitioner:
 
     Installing and removing drop all compiled code, which torch compiles again at the next call. AOTAutograd's cache is
     off while the partitioner is installed, because the cache would return partitioned graphs without plans. Inductor's
-    cache of generated code stays on (see `PlanStore`). Raises ValueError if torch has a custom partitioner already.
+    cache of generated code stays on (see `PlanStore`). Raises ValueError if a custom partitioner is already registered
+    with torch.
     """
 
     def __init__(self, partitioner: AdaccPartitioner) -> None:

@@ -392,8 +392,8 @@ def begin_compiled_run(
     """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
     The checkpoint's policy is followed only if its run had finished adjusting the regions' share of memory for the same
-    budget. The history has the events of that earlier run. `note` reports events of the new run. Raises ValueError for
-    a policy of runs without torch_compile.
+    budget. The history contains the events of that earlier run. `note` reports events of the new run. Raises ValueError
+    for a policy of runs without torch_compile.
     """
     from adacc_hf.compiler import CompiledPolicy
 

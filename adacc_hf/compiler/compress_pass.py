@@ -114,7 +114,7 @@ def _insert_decoding(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> Non
 def payload_name(value: str, number: int) -> str:
     """Return the name of a tensor of the encoded payload of `value`, for the forward and the backward graph.
 
-    A payload has several tensors, which are counted by `number`.
+    A payload consists of several tensors. `number` is the index of the tensor in the payload.
     """
     return f"{value}_coded_{number}"
 

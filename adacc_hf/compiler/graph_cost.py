@@ -291,7 +291,8 @@ class _ExampleTensor:
 
     @classmethod
     def of(cls, node: fx.Node) -> Any:
-        """Return a node's value as an example: a tensor's layout, an integer for a symbolic size, otherwise None."""
+        """Return an example of the value of `node`. For a tensor, return an object that describes its layout; for a
+        symbolic size, return an integer; for any other value, return None."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return hint(value)

@@ -113,7 +113,8 @@ class GraphInput:
 
 
 def graph_inputs(graph: fx.Graph, owned: Set[str]) -> tuple[GraphInput, ...]:
-    """Return the inputs of `graph`. `owned` has the names of the inputs that no code outside the graph keeps alive."""
+    """Return the inputs of `graph`. `owned` contains the names of the inputs that no code outside the graph keeps
+    alive."""
     return tuple(_graph_input(node, node.name in owned) for node in graph.find_nodes(op="placeholder"))
 
 

@@ -62,8 +62,8 @@ def graph_model(
 ) -> GraphModel:
     """Return the integer program's input, in which each value can be retained, compressed or recomputed.
 
-    `keep_ms` has the time to retain each value, and `codecs` the codecs that may compress the value. `live_bytes` and
-    `precise` are the fields of `GraphModel`.
+    `keep_ms` contains the time to retain each value, and `codecs` the codecs that may compress the value. `live_bytes`
+    and `precise` are the fields of `GraphModel`.
     """
     menus = {
         value.index: (
@@ -271,7 +271,7 @@ def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments
     """Cut a graph into segments such that the least memory is needed: the bytes stored at all boundaries, plus the
     bytes of the largest segment.
 
-    `value_bytes` has the bytes that each value takes while its segment is recomputed.
+    `value_bytes` contains the bytes that each value takes while its segment is recomputed.
     """
     producer_positions = _producer_positions(kind)
     live = _live_across(kind, producer_positions)
@@ -300,7 +300,7 @@ def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments
 
 
 def _producer_positions(kind: KindProfile) -> list[int]:
-    """Return the position of each value's operator in the graph. Inputs have position 0."""
+    """Return the position of each value's operator in the graph. The position of an input is 0."""
     return [0 if value.producer is None else value.producer for value in kind.values]
 
 

@@ -1,8 +1,8 @@
 """Values of a compiled graph that need more precision, found from the graph's operators before any data is seen.
 
-Some values must be stored without loss (`precision_sensitive_nodes`). Other values may be compressed with loss, but
-only by the precise codec (INT8). Further values must not be recomputed from a value that a coarser codec, such as INT4,
-stores (`precision_needs`).
+Some values must be stored losslessly (`precision_sensitive_nodes`). Other values may be compressed lossily, but only by
+the precise codec (INT8). Further values must not be recomputed from a value that a coarser codec, such as INT4, stores
+(`precision_needs`).
 
 A codec scales each group of elements by its largest element. A mask's infinities, or large numbers in place of
 infinities, leave no precision for the other elements of their group. Values to which a mask was added are just as
@@ -36,7 +36,7 @@ INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
 
 
 def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
-    """Return the indices of the values that must not be compressed with loss.
+    """Return the indices of the values that must not be compressed lossily.
 
     These are masks, values computed from masks, statistics, exponents and divisors.
     """
@@ -171,7 +171,7 @@ class PrecisionNeeds:
     """Indices of the values of a compiled graph for which coarse codecs such as INT4 are too inaccurate."""
 
     fine: frozenset[int]
-    """Values that may be stored with loss only by the precise codec (INT8)."""
+    """Values that may be compressed lossily only by the precise codec (INT8)."""
     precise: frozenset[int]
     """Values that must not be recomputed from a value stored by a coarser codec."""
 

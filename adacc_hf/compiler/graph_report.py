@@ -170,7 +170,7 @@ HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
     """Return the policy as text: a line for the policy, then a line and a table of tensors for each compiled graph.
 
-    Tables are fitted to `columns` characters per line. If `columns` is None, each tensor has one line.
+    Tables are fitted to `columns` characters per line. If `columns` is None, each tensor is described on one line.
     """
     lines = [describe_compiled(policy)]
     for plan in policy.regions:

@@ -1,8 +1,8 @@
 """Values and operators of a compiled region's joint forward and backward graph, in the profile's format for a block.
 
 A *value* is the result of one forward node. Views are replaced by the value whose storage they share, because
-recomputing a view takes no time. Parameters and the batch are not values, because backward has parameters and the batch
-anyway.
+recomputing a view takes no time. Parameters and the batch are not values, because parameters and the batch are
+available in backward anyway.
 """
 
 from __future__ import annotations

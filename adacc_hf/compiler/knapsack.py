@@ -36,7 +36,7 @@ class AdaccKnapsack(CustomKnapsackSolver):
     ) -> tuple[list[int], list[int]]:
         """Return the indices of the nodes to store for backward and of the nodes to recompute.
 
-        `memory` has the size of each of `all_recomputable_banned_nodes`, in the unit of `max_memory`.
+        `memory` contains the size of each of `all_recomputable_banned_nodes`, in the unit of `max_memory`.
         """
         times = [self._times.replay_ms(node) for node in all_recomputable_banned_nodes]
         saved = set(best_saved(memory, times, max_memory))

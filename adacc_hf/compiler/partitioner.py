@@ -61,8 +61,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     A region that fits the budget is partitioned by torch. If a region cannot stay within a budget in bytes,
     InfeasibleBudgetError is raised. If a region cannot stay within a fraction, the region stores the least possible,
     and a warning is logged. The region of the loss, for example, often cannot stay within a fraction. A region with a
-    plan in `initial_policy` follows that plan. `policy` has one `RegionPlan` per region partitioned in this process.
-    Regions from a compile cache are not partitioned again.
+    plan in `initial_policy` follows that plan. `policy` contains one `RegionPlan` per region partitioned in this
+    process. Regions from a compile cache are not partitioned again.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
         `overrides` replace fields of `config`.
 
-        `initial_policy` has plans of regions (compiled graphs) from earlier runs. Its budget applies to all other
-        regions, instead of the budget in `config`. `store` has the plans of earlier runs and receives new plans.
+        `initial_policy` contains plans of regions (compiled graphs) from earlier runs. Its budget applies to all other
+        regions, instead of the budget in `config`. `store` contains the plans of earlier runs and receives new plans.
         `example_sizes` are the dynamic sizes for which the region is traced, if the partitioner is for one region only.
         Pass these sizes if torch caches partitioned graphs.
         """
@@ -336,7 +336,7 @@ class _RegionGraph:
 
 
 def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
-    """Return a policy that has the budget of `config` and no plans yet. Raises ValueError for the budget "auto"."""
+    """Return a policy with the budget of `config`, and without plans. Raises ValueError for the budget "auto"."""
     budget = config.memory_budget
     if budget == "auto":
         raise ValueError(

@@ -36,8 +36,8 @@ def lora_model(
 ) -> PreTrainedModel:
     """Return the model of `config` with LoRA adapters from PEFT, on fake tensors.
 
-    Weights have `dtype`. If `quantization` is given, linear layers have 4-bit weights instead. Raises AdaccError if
-    PEFT is not installed, and ValueError if PEFT cannot add adapters to `adapters.targets`.
+    Weights are stored in `dtype`. If `quantization` is given, linear layers have 4-bit weights instead. Raises
+    AdaccError if PEFT is not installed, and ValueError if PEFT cannot add adapters to `adapters.targets`.
     """
     try:
         from peft import LoraConfig, get_peft_model

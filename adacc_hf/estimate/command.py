@@ -190,7 +190,7 @@ def torchao_imported_silently() -> Iterator[None]:
 
 @contextmanager
 def _progress_on_stderr() -> Iterator[None]:
-    """Print the planner's log on stderr inside the `with` block. Each line has the seconds since the start."""
+    """Print the planner's log on stderr inside the `with` block. Each line contains the seconds since the start."""
     start = time.monotonic()
 
     class Handler(logging.Handler):

@@ -180,8 +180,8 @@ def find_device(name: str) -> Device:
 # The local CPU as a Device. Measuring its rates takes half a second.
 
 _SIDE = 1024
-"""Rows and columns of the square matrices whose product is timed. The product has 2 billion operations, about 50 ms on
-one core."""
+"""Rows and columns of the square matrices whose product is timed. The product takes 2 billion operations, about 50 ms
+on one core."""
 _COPIED_BYTES = 64 * 2**20
 """Bytes of the tensor that is copied to measure bandwidth. It is larger than the caches of most CPUs."""
 

@@ -283,7 +283,7 @@ class FakeMemoryMeter(MemoryMeter):
     def _close(self) -> None:
         """Append a memory point for the last mark, unless no mark was set yet.
 
-        The point has the mark's label, the live bytes at the mark, and the peak of the live bytes since the mark.
+        The point contains the mark's label, the live bytes at the mark, and the peak of the live bytes since the mark.
         """
         if self._label is not None:
             self.points.append(MemoryPoint(self._label, self._bytes_at_mark, self._peak_bytes))

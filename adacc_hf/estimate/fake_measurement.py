@@ -186,7 +186,7 @@ class FakeMeasurement(Measurement):
     def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         """Return the cost of storing payloads in host memory, from the device's rates.
 
-        The host is assumed to have the memory that `config` allows.
+        The host is assumed to provide the memory that `config` allows.
         """
         bandwidth = self.device.host_bandwidth_bytes
         if config.host_memory is None or bandwidth is None:
@@ -377,7 +377,7 @@ def _is_unaligned(matrix: torch.Tensor) -> bool:
 def _flop_equivalent(target: Any) -> Any:
     """Return the operator in torch's FLOP table whose formula applies to `target`.
 
-    Attention on a CPU, for example, has the formula of flash attention.
+    Attention on a CPU, for example, uses the formula of flash attention.
     """
     if target.overloadpacket is attention_operator("cpu"):
         return attention_operator("flash")

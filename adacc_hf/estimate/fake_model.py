@@ -158,7 +158,7 @@ class FakeModel:
     def estimate(self, batch_size: int, seq_len: int, for_policies: bool = True) -> Profile:
         """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
 
-        Times of the step and of the heads are 0. If `for_policies` is False, the profile has only the first of the
+        Times of the step and of the heads are 0. If `for_policies` is False, the profile contains only the first of the
         config's heads and no tiles, and the trace takes less than half the time. Before the first call, `profile` must
         have been called once, to find the equal blocks.
         """
@@ -293,9 +293,9 @@ class Thinning:
         )
 
     def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
-        """Return the kind of every block by the block's name. `kinds` has the kinds of the traced blocks.
+        """Return the kind of every block by the block's name. `kinds` contains the kinds of the traced blocks.
 
-        A block left out of the trace has the kind of the last block in its run (sequence) of equal blocks.
+        A block left out of the trace gets the kind of the last block in its run (sequence) of equal blocks.
         """
         return {
             block.name: kinds.get(block.name, kinds[run[-1].name])
@@ -306,8 +306,8 @@ class Thinning:
     def _forward_bases(self, traced_bases: dict[str, int], cached_bytes: dict[str, int]) -> dict[str, int]:
         """Return the live bytes at the start of each block's forward.
 
-        `traced_bases` has these bytes for the traced blocks. `cached_bytes` has the bytes of the casts that autocast
-        caches for each block left out of the trace.
+        `traced_bases` contains these bytes for the traced blocks. `cached_bytes` contains the bytes of the casts that
+        autocast caches for each block left out of the trace.
         """
         bases: dict[str, int] = {}
         extra_bytes = self.missing_bytes
@@ -325,8 +325,8 @@ class Thinning:
         return bases
 
     def _backward_bases(self, traced_bases: dict[str, int]) -> _FakeBackwardBases:
-        """Return the live bytes at the start of each block's backward. `traced_bases` has these bytes for the traced
-        blocks."""
+        """Return the live bytes at the start of each block's backward. `traced_bases` contains these bytes for the
+        traced blocks."""
         bases: dict[str, int] = {}
         gradient_bytes = 0
         for run in reversed(_runs_of_blocks(self.blocks)):

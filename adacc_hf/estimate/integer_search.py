@@ -35,7 +35,7 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 
     For example, n is a batch size, and `excess(n)` is the peak at this size minus the budget, in bytes. `excess` must
     not decrease with n. The search starts at n = `start`. Each next n is the point where a polynomial through the
-    nearest known points is 0. `hints` has known values of excess(n) by n. The value at n = 0 may be an estimate.
+    nearest known points is 0. `hints` contains known values of excess(n) by n. The value at n = 0 may be an estimate.
 
     The result n was evaluated. The excess of n + 1 was evaluated too, unless the polynomial predicts that n + 1 does
     not fit and has predicted the excess of n with a small error. A kink of `excess` between n and n + 1 would then make
@@ -80,8 +80,8 @@ def _is_largest(n: int, excess: int, predicted: Callable[[int], float]) -> bool:
 def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
     """Return a polynomial that interpolates the excess over the budget between the integers `low` and `high`.
 
-    `points` has the excess by integer. At most NUM_INTERPOLATED points are used: those at `low` and `high`, and those
-    with the smallest absolute excess. The method is Newton's divided differences.
+    `points` contains the excess by integer. At most NUM_INTERPOLATED points are used: those at `low` and `high`, and
+    those with the smallest absolute excess. The method is Newton's divided differences.
     """
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))

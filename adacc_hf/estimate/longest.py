@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
 """Training methods that are compared. Three have no policy: plain training, full recomputation, and full recomputation
-with modules that run on some rows at a time. Two have a policy: one with exact actions only, and one with all
+with modules that run on some rows at a time. Two use a policy: one with exact actions only, and one with all
 actions."""
 
 

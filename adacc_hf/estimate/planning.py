@@ -177,7 +177,7 @@ class TrainingPlanner:
         """Profiles by (batch size, sequence length). Profiles that were traced for methods other than "adacc" may lack
         the chunked head (output layer and loss) and the tiles (groups of rows)."""
         self._for_policies: set[tuple[int, int]] = set()
-        """Keys of `_traced` whose profiles have all heads (output layer and loss) and tiles (groups of rows)."""
+        """Keys of `_traced` whose profiles contain all heads (output layer and loss) and tiles (groups of rows)."""
         self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
@@ -222,7 +222,7 @@ class TrainingPlanner:
     def _add_traced(self, profile: Profile) -> None:
         """Make `profile` available to the searches for the largest shapes.
 
-        `profile` is for the requested batch shape, and has all heads (plain and chunked) and tiles.
+        `profile` is for the requested batch shape, and contains all heads (plain and chunked) and tiles.
         """
         shape = (self.request.batch_size, self.request.seq_len)
         self._traced[shape] = profile
@@ -257,10 +257,10 @@ class TrainingPlanner:
     def _finished_gradient_bytes(self, blocks: list[str]) -> dict[str, int]:
         """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts.
 
-        The key "tail" has the bytes at the end of the backward of all blocks. Gradients of the output embedding and of
-        norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are complete
-        after the blocks' gradients. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
-        gradients only after backward.
+        The item "tail" contains the bytes at the end of the backward of all blocks. Gradients of the output embedding
+        and of norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are
+        complete after the blocks' gradients. Under FSDP, parameters outside the blocks are left out, because FSDP
+        shards their gradients only after backward.
         """
         model, sharding = self.model.model, self.request.workload.sharding
         last_calls = {block: call_name(block, number) for block, number in calls_per_block(blocks).items()}
@@ -418,7 +418,7 @@ def tiled_checkpointing(profile: Profile) -> Outcome:
     """Return the simulated outcome of a step with every block checkpointed, with tiles and a chunked head.
 
     Each block's row-wise module, such as its MLP, runs in tiles (on some rows at a time). Tiles and the chunked head
-    are used where the profile has them.
+    are used where the profile contains them.
     """
     head = next((name for name in profile.heads if name == "chunked"), profile.head)
     return fully_recomputed(most_tiled(profile.with_head(head)))

@@ -33,7 +33,7 @@ class Quantization:
     """Settings of a model with 4-bit weights."""
 
     has_nested_scales: bool = False
-    """True if `bnb_4bit_use_double_quant` is set. A scale then has 8 bits, and NESTED_BLOCK scales share a scale of
+    """True if `bnb_4bit_use_double_quant` is set. A scale then takes 8 bits, and NESTED_BLOCK scales share a scale of
     their own."""
     skipped_modules: tuple[str, ...] = ()
     """Names of modules whose weights are not quantized, in addition to the output embedding."""

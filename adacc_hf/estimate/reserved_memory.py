@@ -221,11 +221,11 @@ class _FakeCheckpoint:
 _BLOCK_UNIT = 512
 """Unit in bytes of the sizes of the caching allocator's blocks. Every block size is a multiple of this unit."""
 _MAX_SMALL_BLOCK = 2**20
-"""Maximum size in bytes of a block in the allocator's small pool, whose segments have `_SMALL_SEGMENT` bytes."""
+"""Maximum size in bytes of a block in the allocator's small pool, whose segments are `_SMALL_SEGMENT` bytes large."""
 _SMALL_SEGMENT = 2 * 2**20
 _MIN_LARGE_BLOCK = 10 * 2**20
 """Minimum size in bytes of a block that gets a new segment of its own size, if no free block is large enough. New
-segments for smaller blocks of the large pool have `_MEDIUM_SEGMENT` bytes."""
+segments for smaller blocks of the large pool are `_MEDIUM_SEGMENT` bytes large."""
 _MEDIUM_SEGMENT = 20 * 2**20
 _SEGMENT_UNIT = 2 * 2**20
 """Unit in bytes of the sizes of the allocator's segments for large blocks."""
@@ -262,7 +262,8 @@ class CachingAllocator:
         self._num_blocks = 0
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
-        """Allocate a block of `nbytes`, to be freed by `free(key)`. Raises ValueError if `key` has a block already."""
+        """Allocate a block of `nbytes`, to be freed by `free(key)`. Raises ValueError if a block for `key` exists
+        already."""
         if key in self._allocated:
             raise ValueError(f"key {key!r} has a block already: free the block before another allocation")
         if nbytes == 0:

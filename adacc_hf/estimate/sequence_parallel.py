@@ -1,7 +1,7 @@
 """Attention of a fake model whose sequences are shared by several ranks, as in DeepSpeed's Ulysses (`sp_size`).
 
-Each rank has a part of the tokens of every sequence. Before attention, the ranks exchange tokens for heads: each rank
-then has all tokens and a part of the heads. After attention, the ranks exchange heads for tokens. Source: arXiv
+Each rank holds a part of the tokens of every sequence. Before attention, the ranks exchange tokens for heads: each rank
+then holds all tokens and a part of the heads. After attention, the ranks exchange heads for tokens. Source: arXiv
 2309.14509.
 """
 
@@ -77,7 +77,7 @@ def shared_sequences(num_ranks: int) -> Iterator[None]:
 def _exchanging_attention(attention: Callable[..., Any], num_ranks: int) -> Callable[..., Any]:
     """Return `attention`, extended by the exchange of tokens and heads among `num_ranks` ranks.
 
-    The arguments and the result of the returned function have one rank's part of the sequences.
+    The arguments and the result of the returned function contain one rank's part of the sequences.
     """
 
     def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:

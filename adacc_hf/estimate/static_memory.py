@@ -4,11 +4,11 @@ The module imports torch only to compute sizes. Wrong options are therefore refu
 
 Dtypes by precision, the same as with the Trainer and Accelerate:
 
-- fp32, bf16: parameters, gradients and optimizer state all have this dtype.
+- fp32, bf16: parameters, gradients and optimizer state are all stored in this dtype.
 - bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. The precision has no separate master
   weights.
-- bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients have 16 bits, and the
-  optimizer's state includes float32 master weights.
+- bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients are stored in 16 bits,
+  and the optimizer's state includes float32 master weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ state in float32."""
 _INT8_BLOCK = 256
 """Number of elements of 8-bit optimizer state that share one float32 scale."""
 _REDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this number of elements
+"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket holds this number of elements
 whatever the model's size."""
 _NUM_BACKWARD_BUCKETS = 2
 """Number of gradient buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate
-set. By default, DeepSpeed does not set `overlap_comm` for these stages, and has one bucket (`setup_buckets` in
+set. By default, DeepSpeed does not set `overlap_comm` for these stages, and uses one bucket (`setup_buckets` in
 runtime/zero/stage_1_and_2.py)."""
 
 
@@ -94,7 +94,7 @@ class StaticMemory:
     """Bytes of the parameters that are gathered at the same time: the parameters outside the blocks, of the running
     block, and of one prefetched block. 0 if parameters are not sharded."""
     buckets_bytes: int
-    """Bytes of the gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has
+    """Bytes of the gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 uses
     one bucket."""
     backward_buckets_bytes: int
     """Bytes of the gradient buckets of ZeRO-1 and ZeRO-2, which are freed before the optimizer's step."""

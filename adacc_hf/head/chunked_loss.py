@@ -133,8 +133,8 @@ def _forward_in_chunks(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses).
 
-    `gradients` are the gradients of rows, weight and bias. `needed` has a flag for each of the three. Where the flag is
-    False, the gradient is None.
+    `gradients` are the gradients of rows, weight and bias. `needed` contains a flag for each of the three. Where the
+    flag is False, the gradient is None.
     """
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)

@@ -253,7 +253,8 @@ def refuse_unsupported(trainer: Any, pl_module: LightningModule) -> None:
 
 
 def saved_files(session: AdaccSession) -> dict[str, bytes]:
-    """Return the contents of the files that `AdaccSession.save` writes, by file name. Only the first rank has files."""
+    """Return the contents of the files that `AdaccSession.save` writes, by file name. Only the first rank writes
+    files."""
     with TemporaryDirectory(prefix="adacc_hf-") as folder:
         session.save(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

@@ -137,16 +137,16 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     """Return alternative lists of small parts of a batch. From each list alone, the profile of the whole batch can be
     extrapolated.
 
-    A part has some of the samples, and some of the tokens of each sample. For example, the first list for 8 samples of
-    128 tokens is 2 x 64, 2 x 128 and 3 x 128 tokens. A list's smallest part comes first. No part is larger than half of
-    the batch. If the batch has no sequences of tokens and fewer than four samples, there are no parts.
+    A part contains some of the samples, and some of the tokens of each sample. For example, the first list for 8
+    samples of 128 tokens is 2 x 64, 2 x 128 and 3 x 128 tokens. A list's smallest part comes first. No part is larger
+    than half of the batch. If the batch has no sequences of tokens and fewer than four samples, there are no parts.
 
     If `has_pairs` is True, the model is an encoder-decoder, and the two sequences of a sample are cut to different
     lengths. The same holds if the labels' length differs from the inputs' length. The first `uncut_tokens` tokens of
     each sequence are never cut. They are left out when a part is compared with half of the batch.
 
     Later lists are for batches whose first list takes too much memory, and for models that run different operators on
-    one sample than on several. For sequences, the last list has parts of 2/8, 3/8 and 4/8 of the tokens. If these
+    one sample than on several. For sequences, the last list contains parts of 2/8, 3/8 and 4/8 of the tokens. If these
     lengths are distinct, this list is the only one for two to five samples of one text. From these parts, the peak of a
     model with two texts is predicted less accurately, because it is the larger of two sums.
     """
@@ -265,9 +265,9 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     """Yield smaller copies of `batch` for profiling: one with half of each sequence, and one with two samples of few
     tokens each.
 
-    If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's sequence and few tokens of
-    the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the sequences
-    are too short and the batch has at most two samples, yield nothing.
+    If `is_pair`, the model is an encoder-decoder, and a third copy contains half of the encoder's sequence and few
+    tokens of the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the
+    sequences are too short and the batch has at most two samples, yield nothing.
     """
     num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
     if not _can_shorten_sequences(batch.lengths, is_pair):

@@ -49,7 +49,7 @@ def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[i
     """Measure the gradient errors that codecs and recomputation cause in one recorded block, on its recorded tensors
     `bases`.
 
-    `codecs` has the lossy codecs of each activation, the coarsest first. All codecs are measured. The errors of
+    `codecs` contains the lossy codecs of each activation, the coarsest first. All codecs are measured. The errors of
     recomputation are for inputs decoded by the coarsest codec whose error is at most DEGRADED_ERROR.
     """
     codec_errors: dict[tuple[int, str], float] = {}
@@ -167,8 +167,9 @@ class _StandIns:
             self._set_current(value)
 
     def _set_current(self, value: int) -> None:
-        """Set the tensor of `value` that later operators read: decoded by the coarsest codec, else recomputed, else as
-        recorded."""
+        """Set the tensor that later operators read for `value`. If `value` has lossy codecs, this is the tensor decoded
+        from the coarsest codec. Otherwise, this is the recomputed tensor if there is one, and the recorded tensor if
+        not."""
         if value in self._codecs:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]

@@ -55,8 +55,8 @@ class _NameRecorder:
 
 
 def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
-    """Return a copy of `profile` that has all blocks of `installation`. Blocks that `profile` lacks are added as idle:
-    without activations."""
+    """Return a copy of `profile` that contains all blocks of `installation`. Blocks that `profile` lacks are added as
+    idle: without activations."""
     profiled_names = {block.name for block in profile.blocks}
     classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
     kinds = {

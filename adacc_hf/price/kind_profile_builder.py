@@ -1,6 +1,6 @@
-"""Construction of the profile of one kind of block from recorded blocks: activations, and the actions open to a policy.
+"""Builder of a block profile: the activations of a block, and the actions that a policy may choose for each activation.
 
-Blocks of one kind run the same operators.
+The profile is built from recorded blocks. Blocks that run the same operators are of one kind, and share a profile.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def _measure_blocks(
 ) -> tuple[ModelRecording, ForwardLayout, StepLayout]:
     """Measure the memory of all blocks, in a forward and in whole steps.
 
-    Each of `groups` has the names of blocks that retain their activations in the same measured step. Return a copy of
-    `recording` with the measured memory, the memory of the forward, and the memory of the steps.
+    Each of `groups` contains the names of blocks that retain their activations in the same measured step. Return a copy
+    of `recording` with the measured memory, the memory of the forward, and the memory of the steps.
     """
     forward = measure_forward(profiled, batch, recording)
     recording = recording.with_forwards(forward.events)

@@ -58,7 +58,7 @@ class StepLayout:
     """Bytes of all gradients at the end of backward."""
     earlier_bytes: int
     """Bytes that earlier micro-batches of the step left: gradients, and further bytes if ranks have not exchanged the
-    gradients yet. 0 if the step has one micro-batch."""
+    gradients yet. 0 if the step consists of one micro-batch."""
     trained: tuple[nn.Parameter, ...]
     """Parameters that have a gradient after the step."""
     events: dict[str, tuple[BackwardEvent, ...]]
@@ -73,9 +73,9 @@ class StepLayout:
     def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
         """Merge the layouts of several measured steps into one.
 
-        A step's key has the names of the step's watched blocks, which retained their activations. The merged layout
-        takes each block's events and peak from the step in which the block was watched, and everything else from the
-        first step.
+        A step's key contains the names of the step's watched blocks, which retained their activations. The merged
+        layout takes each block's events and peak from the step in which the block was watched, and everything else from
+        the first step.
         """
         first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
@@ -323,8 +323,8 @@ name of the block call."""
 class StepMarker:
     """Recorder that marks the parts of each training step in `meter` until `remove()` is called.
 
-    The parts are the blocks' backward, the optimizer's step, and the rest. `functions` has, by the name of each block
-    call, the object that runs this call.
+    The parts are the blocks' backward, the optimizer's step, and the rest. `functions` contains, by the name of each
+    block call, the object that runs this call.
     """
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:

@@ -102,9 +102,9 @@ class ModelRecording:
         return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
 
     def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return a copy of this recording in which each kind has the memory events of one block's forward.
+        """Return a copy of this recording in which each kind contains the memory events of one block's forward.
 
-        `events` has the memory events of the calls in `watched_names`, one call per kind.
+        `events` contains the memory events of the calls in `watched_names`, one call per kind.
         """
         names = self.watched_names
         return replace(self, kinds=[_with_forward(kind, events[names[i]]) for i, kind in enumerate(self.kinds)])

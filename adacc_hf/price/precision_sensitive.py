@@ -47,7 +47,7 @@ def _is_summary(tape: Tape, value: int) -> bool:
 
 
 def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Return True if a tensor of shape `size` has only a few numbers for each row of a tensor of shape `source`.
+    """Return True if a tensor of shape `size` contains only a few numbers for each row of a tensor of shape `source`.
 
     `source` is the first operand of the operator that computes the tensor.
 
@@ -110,8 +110,8 @@ def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) 
     """Return the values that backward divides by, and the values whose zeros become zeros of such a divisor.
 
     For example, a divisor computed by sqrt is zero wherever the input of sqrt is zero. A lossy codec may turn elements
-    into zeros, so the input must be exact too. `operators` has a triple for each operator, from the last to the first:
-    the operator's divisors, the results, and the inputs whose zeros become zeros of the results.
+    into zeros, so the input must be exact too. `operators` contains a triple for each operator, from the last to the
+    first: the operator's divisors, the results, and the inputs whose zeros become zeros of the results.
     """
     all_divisors: set[V] = set()
     for operator_divisors, results, zero_sources in operators:

@@ -33,11 +33,11 @@ peak that any policy reaches on the whole batch."""
 
 
 def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[Batch]]:
-    """Return `choices`, lists of parts of the batch `whole`, with first parts that have at most `FIRST_SHARE` of the
-    batch's elements.
+    """Return copies of the lists in `choices` that begin with a small part of the batch `whole`.
 
-    If the first part of a list is larger, it is replaced by the smallest part of all lists, even if this smallest part
-    is too large as well.
+    Each list contains parts of the batch, to be profiled one after the other. If the first part has more than
+    `FIRST_SHARE` of the batch's elements, this part is replaced by the smallest first part of all lists, even if that
+    part is too large as well.
     """
     smallest = min((parts[0] for parts in choices), key=lambda part: num_elements(part.shapes))
     limit = FIRST_SHARE * num_elements(whole.shapes)
@@ -103,8 +103,8 @@ class _Growth:
 
     @property
     def linear(self) -> float:
-        """Largest ratio, at least 1, by which the bytes of a value grow if one of its dimensions is the length of a
-        sequence."""
+        """Largest factor, at least 1, by which a value grows in bytes from the first part to the second, if one of its
+        dimensions is the length of a sequence."""
         return max(1.0, self.samples * max(self.lengths.values(), default=1.0))
 
     def bytes_of(self, value: Value) -> int:

@@ -60,10 +60,10 @@ def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> T
 
 
 def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:
-    """Return a line (bytes over the number of rows) for each moment at which memory was measured.
+    """Return, for each moment at which memory was measured, a linear function from the number of rows to bytes.
 
-    `few` has the bytes at each moment with `fewer` rows, and `many` with `most` rows. Return None if the numbers of
-    moments differ.
+    `few` contains the bytes at each moment in a measurement with `fewer` rows, and `many` those in a measurement with
+    `most` rows. Return None if the two measurements differ in the number of moments.
     """
     if len(few) != len(many):
         return None
@@ -72,8 +72,8 @@ def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line]
 
 
 def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple[list[int], list[int]]:
-    """Return the live bytes at each moment of (forward, backward) of one tile, in addition to the bytes that were live
-    before the tile."""
+    """Run one tile, and return two lists of live bytes: at each moment of its forward, and at each moment of its
+    backward. Bytes that were live before the tile are not counted."""
     parameters = trainable_parameters(module)
     call = TiledCall(module, module.forward, tuple(parameters), MEASURED_TILES)
     sums = GradientSums(tuple(parameters.values()))

@@ -178,7 +178,8 @@ class _PriceSource:
         ).in_tiles(0)
 
     def _priced_value(self, value: Value, index: int | None) -> Value:
-        """Return `value`, of the kind in tiles, with the codecs of the value with `index` in the kind without tiles."""
+        """Return a copy of `value`, a value of a block that runs in tiles, with codecs copied from the block without
+        tiles. There, the same value has the index `index`. If `index` is None, return `value` itself."""
         if index is None:
             return value
         source = self._kind.values[index]

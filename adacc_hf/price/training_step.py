@@ -56,5 +56,6 @@ class TrainingStep:
         return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
-        """Return the bytes of all batches on the device except the profiled batch, if each batch has `batch_bytes`."""
+        """Return the bytes of all batches on the device except the profiled batch, if each batch takes
+        `batch_bytes`."""
         return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

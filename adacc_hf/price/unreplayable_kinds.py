@@ -20,7 +20,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     """Return the profile of blocks whose operators cannot be replayed. The memory of forward and backward is added
     later.
 
-    `group` has the recorded blocks of one kind, and `forward_ms` is the time of one forward. The blocks may save
+    `group` contains the recorded blocks of one kind, and `forward_ms` is the time of one forward. The blocks may save
     different numbers of bytes, because the number of tokens that an expert gets varies. The profile contains the
     largest number.
     """
@@ -64,7 +64,7 @@ def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindP
 
     `extra_bytes` was measured under torch's checkpoint, whose backward includes a second forward. The number is
     therefore an upper bound on the memory of the first forward too, except for the block's result. The result is
-    assumed to have as many bytes as the largest input. If `extra_bytes` is None (no backward was measured), or if the
+    assumed to take as many bytes as the largest input. If `extra_bytes` is None (no backward was measured), or if the
     recorded block saved nothing, return `kind` unchanged.
     """
     if extra_bytes is None or not kind.slots:

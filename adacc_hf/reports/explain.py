@@ -49,7 +49,7 @@ class ActivationRow:
     """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
     None if there is no such activation."""
     needs_exact_inputs: bool = False
-    """True if the activation must be exact, but a recomputation would read values that the plan stores with loss. The
+    """True if the activation must be exact, but a recomputation would read values that the plan compresses lossily. The
     activation is then not recomputed."""
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block."""
@@ -133,7 +133,7 @@ def _under(policy: Policy, profile: Profile) -> Profile:
     """Return a copy of `profile` in which each block runs its modules in the tiles (groups of rows) that `policy` gives
     the block.
 
-    The profile and the policy have the same number of blocks. Raises PolicyMismatchError if the policy has tiles for a
+    The profile and the policy have the same number of blocks. Raises PolicyMismatchError if the policy sets tiles for a
     block that was not profiled in tiles.
     """
     try:
@@ -157,7 +157,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
 def explain_policy(policy: Policy, profile: Profile, columns: int | None = None) -> str:
     """Return the policy as text, with the name, shape, bytes, action and reason of every activation in every plan.
 
-    Tables are fitted to `columns` characters per line. If `columns` is None, each activation has one line.
+    Tables are fitted to `columns` characters per line. If `columns` is None, each activation is described on one line.
 
     Raises PolicyMismatchError if `policy` was not solved from `profile`.
     """

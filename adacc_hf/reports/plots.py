@@ -38,7 +38,7 @@ SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe 
 """Labels of the sections of a step that lie outside the blocks' forward and backward. The section of the head (output
 layer and loss) contains the head's forward and backward."""
 SECTION_SHARE = 0.15
-"""Minimum width of a section outside the blocks, as a fraction of the width of all blocks. A label then has at least
+"""Minimum width of a section outside the blocks, as a fraction of the width of all blocks. A label then gets at least
 0.9 inches."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
@@ -83,7 +83,7 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
     """Draw the live bytes over one training step, one curve per entry of `timelines`. Return PNG bytes.
 
     Raises ValueError for a curve name that is not in CURVES, and for a phase of the step that the first curve does not
-    have.
+    contain.
     """
     unknown = set(timelines) - set(CURVES)
     if unknown:
@@ -140,7 +140,7 @@ def to_png(figure: Figure) -> bytes:
 def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
     """Draw one panel of the policy map, for one kind of block.
 
-    `columns` has the position in the model and the plan of each block of this kind.
+    `columns` contains the position in the model and the plan of each block of this kind.
     """
     from matplotlib.colors import ListedColormap
 
@@ -193,7 +193,7 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
 def _phase_spans(phases: Sequence[str]) -> dict[str, Span]:
     """Return the start and width of each phase of a step on the horizontal axis. A block is one unit wide.
 
-    Each section of the step outside the blocks has at least `SECTION_SHARE` of the blocks' width, to fit its label.
+    Each section of the step outside the blocks gets at least `SECTION_SHARE` of the blocks' width, to fit its label.
     """
     num_blocks = sum(_is_block_phase(phase) for phase in phases)
     spans: dict[str, Span] = {}

@@ -76,8 +76,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Return the record of an experiment as a dict that JSON can store.
 
-    `settings` has the settings that all experiments have in common, `run_info` the other settings of this experiment,
-    and `train_info` its results. `status` is "complete", or "running" while results are missing.
+    `settings` contains the settings that all experiments have in common, `run_info` the other settings of this
+    experiment, and `train_info` its results. `status` is "complete", or "running" while results are missing.
     """
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
     return {

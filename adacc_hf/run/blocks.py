@@ -57,8 +57,8 @@ class Strategy(Protocol):
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` and return the result of `fn(*args)`.
 
-        `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` has the same keyword arguments, for
-        strategies that inspect arguments.
+        `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` contains the same keyword
+        arguments, for strategies that inspect arguments.
         """
 
 
@@ -80,9 +80,9 @@ class TrainingFlag:
     """Object that replaces a layer's checkpointing flag, so that Transformers calls the block function in training.
 
     When a block's call tests the flag, the flag is true if gradients are enabled. In generate() the flag is therefore
-    false, even in train mode, and Transformers uses the key-value cache. When other code tests the flag, the flag has
-    the value that it had before the installation. For example, TRL tests the flag, switches checkpointing off to
-    generate, and afterwards restores the flag.
+    false, even in train mode, and Transformers uses the key-value cache. When other code tests the flag, the flag is as
+    it was before the installation. For example, TRL tests the flag, switches checkpointing off to generate, and
+    afterwards restores the flag.
     """
 
     def __init__(self, was_on: bool = False) -> None:
@@ -180,7 +180,8 @@ class BlockFunction:
             self._thread.leave(previous)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call of the block under the strategy for this call: the first, second or later call in the step."""
+        """Run a call of the block under the strategy for this call. The first, second and later calls in a step each
+        have their own strategy."""
         block = self.block
         assert block is not None  # checked in `__call__`
         if not self.later:
@@ -205,8 +206,8 @@ class BlockFunction:
         return is_transformed
 
     def calls(self) -> list[BlockFunction | LaterCall]:
-        """Return one object for each call of the block in a step, in call order. Each object has the call's name and
-        strategy."""
+        """Return one object for each call of the block in a step, in call order. Each object contains the call's name
+        and strategy."""
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:

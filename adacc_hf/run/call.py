@@ -5,7 +5,8 @@ NOTE [State of a call]
    the saved tensor itself, or the cells of the stored values that replay reads for this slot. When autograd frees the
    packed object, the tensor and the cells are freed too, because no other object refers to them (rule R11). `spec`
    converts the recomputed tensor to a DTensor. All other tensors here are plain tensors, the local parts of this rank.
-2. The call owns the values that backward recomputed and a later unpack needs. The schedule has each value's last use.
+2. The call owns the values that backward recomputed and a later unpack needs. The schedule contains each value's last
+   use.
 3. Unpacks usually come in the order of the schedule. For an unpack out of order (a second backward, gradients of a part
    of the graph), a separate program runs, and recomputed values are freed only when the call ends.
 """

@@ -27,8 +27,8 @@ def run_checkpointed(
 ) -> Any:
     """Run a block's call `fn(*args)` under torch's checkpoint, and store some of its inputs as payloads until backward.
 
-    `codecs` has (codec, coder) for each of these inputs, by the input's place among the arguments. The coder is the
-    codec itself or, in a tracking step, a wrapper that measures errors. An input is stored without encoding if the
+    `codecs` contains (codec, coder) for each of these inputs, by the input's place among the arguments. The coder is
+    the codec itself or, in a tracking step, a wrapper that measures errors. An input is stored without encoding if the
     codec does not support it, or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`.
     """
     inputs = {place: tensor for place in codecs if (tensor := _argument_at(place, args, kwargs)) is not None}

@@ -51,8 +51,8 @@ class Entry:
     codecs: dict[int, Codec]
     """Codec of each value that the plan compresses."""
     unpacked_slots: list[int] | None = None
-    """Indices of slots (saved tensors) in the order in which a backward unpacked them. None once the tape cache has the
-    order."""
+    """Indices of slots (saved tensors) in the order in which a backward unpacked them. None once the order is in the
+    tape cache."""
     symbolic_tape: SymbolicTape | None = None
     """Symbolic tape (for all sizes) from which the tape of this entry was computed. None for a recorded tape."""
     base: Tape | None = None
@@ -221,8 +221,8 @@ class PlanEntries:
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
         """Create the entry for the calls with one key (path through the block's code, and sizes).
 
-        `known_shape` is the record of a call that ran the same operators. If `tape` is None, the entry has the tape in
-        this record. Otherwise the entry has `tape`, which was computed for sizes that were not recorded.
+        `known_shape` is the record of a call that ran the same operators. If `tape` is None, the entry contains the
+        tape in this record. Otherwise the entry contains `tape`, which was computed for sizes that were not recorded.
         """
         tape = tape or known_shape.tape
         if tape.untrusted is not None:

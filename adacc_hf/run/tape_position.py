@@ -30,8 +30,8 @@ constant from a Python number, and the product that gives dropout's result."""
 class TapePosition:
     """Position of a running call in its tape. Compares arguments, operators and saved tensors in the tape's order.
 
-    At the first difference, `on_divergence` is called with a dict from value index to tensor. The dict has the values
-    in `stored` (values that the plan stores) that autograd has not saved yet. Later operators are not compared.
+    At the first difference, `on_divergence` is called with a dict from value index to tensor. The dict contains the
+    values in `stored` (values that the plan stores) that autograd has not saved yet. Later operators are not compared.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class ValidatedCall:
         """Initialize for the block `name`. If `checks_bits` is True, also check that replay gives the same bits (rule
         R7).
 
-        `externals` has (value index, tensor) for each tensor that replay reads and that existed before the call.
+        `externals` contains (value index, tensor) for each tensor that replay reads and that existed before the call.
         """
         self.name = name
         self.divergence: str | None = None

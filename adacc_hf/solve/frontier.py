@@ -128,7 +128,7 @@ def _is_integral_solution(solution: Sequence[float]) -> bool:
 def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]], limit_bytes: int) -> float:
     """Return a lower bound on the overhead in ms of policies that store at most `limit_bytes`, without shared tensors.
 
-    Return infinity if no policy stores so little. `num_blocks[k]` blocks have the frontier `frontiers[k]`.
+    Return infinity if no policy stores so little. `frontiers[k]` is the frontier of `num_blocks[k]` blocks.
 
     A step along a frontier replaces a block's plan by the next plan, which stores less. The bound takes the steps in
     the order of their price (ms per freed byte). Of the last step, it takes only the part that is needed, as in the
@@ -171,9 +171,9 @@ def lower_hull(plans: Sequence[PricedPlan]) -> list[PricedPlan]:
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
     """Yield policies: the first one retains everything, and each further one stores fewer bytes and takes more time.
 
-    `kinds[i]` is the kind of block i. `frontiers[k]` has the plans for blocks of kind k, from the plan that retains
-    everything to the plan that stores the fewest bytes. Each policy gives one more block the next plan of its kind's
-    frontier.
+    `kinds[i]` is the kind of block i. `frontiers[k]` contains the plans for blocks of kind k, from the plan that
+    retains everything to the plan that stores the fewest bytes. Each policy gives one more block the next plan of its
+    kind's frontier.
 
     The changes are made in the order of their price, the extra ms per freed byte. Therefore, of all policies that
     consist of plans in `frontiers` and store at most as many bytes as a yielded policy, the yielded policy is the
@@ -216,7 +216,7 @@ TIE_BREAK = 1e-6
 plans."""
 MAX_CORRECTIONS = 3
 """Maximum number of solver runs for one cap on stored bytes. After rounding to integers, a solution may exceed the cap
-by a few bytes in a hundred GiB. The next run then has a cap that is lower by this excess."""
+by a few bytes in a hundred GiB. In the next run, the cap is then lower by this excess."""
 
 
 def fixed_bytes(profile: Profile) -> int:

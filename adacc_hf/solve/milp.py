@@ -186,7 +186,7 @@ def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
 def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
     """Return the encoded forms in which `config` allows `value` to be stored, one per codec.
 
-    Lossless codecs are always allowed. Codecs in host memory are allowed only if `config` has a limit for host memory.
+    Lossless codecs are always allowed. Codecs in host memory are allowed only if `config` sets a limit on host memory.
     """
     allows_lossy = Action.COMPRESS in config.parsed_actions
     return [

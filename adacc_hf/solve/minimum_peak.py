@@ -112,8 +112,8 @@ class PeakOracle:
         return {reads: sorted(pool, key=lambda pair: pair[1].stored_bytes) for reads, pool in pools.items()}
 
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
-        """Return a policy whose peak is at most `budget`, or None if no policy fits. `pools[k]` has the plans for kind
-        k.
+        """Return a policy whose peak is at most `budget`, or None if no policy fits. `pools[k]` contains the plans for
+        kind k.
 
         Choose a plan for one block after the other, in forward order: of the plans whose own forward and backward fit,
         the plan that stores least. Storing less never hurts a later block, but reading another shared tensor may.

@@ -467,7 +467,7 @@ class PolicySearch:
     def _mixture_program(self, frontiers: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
         """Return the integer program in which one block of `kind` may have any plan.
 
-        Every other block has a plan of `frontiers`.
+        Every other block gets a plan from `frontiers`.
         """
         num_free = [int(k == kind) for k in range(len(self.models))]
         return MixtureProgram(self.profile, self.models, frontiers, num_free, self.log)

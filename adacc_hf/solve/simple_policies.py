@@ -18,7 +18,7 @@ CHECKPOINTED_SHARE = 0.15
 def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
     """Return the policy with `plans[i]` for the i-th block of `profile`, with the predicted memory and time.
 
-    The policy has the head of `profile`, and `facts` about a solver run, if given. Raises ValueError for a plan that
+    The policy uses the head of `profile`, and `facts` about a solver run, if given. Raises ValueError for a plan that
     cannot be executed.
     """
     distinct = list(dict.fromkeys(plans))
@@ -40,9 +40,9 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
     """Return the policy with `action` for every activation that allows the action, and RETAIN for the rest.
 
     With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed. A value that cannot be recomputed (a mask
-    drawn from a user's own generator) is stored with a lossless codec if the profile has such a codec for the value.
+    drawn from a user's own generator) is stored with a lossless codec if the profile lists such a codec for the value.
     With COMPRESS, `codec` names the codec. If `codec` is None, each activation gets the first codec that the profile
-    has for the activation. Raises ValueError if the profile has `codec` for no activation.
+    lists for the activation. Raises ValueError if the profile does not list `codec` for any activation.
     """
     action = Action.parse(action)
     if action is Action.COMPRESS and codec is not None:
@@ -69,8 +69,8 @@ def random_policy(
     """Return a policy with a random action for every activation.
 
     The action is one of `actions` that the activation allows. With `lossless`, only lossless codecs are used. If
-    `actions` has RECOMPUTE, each block that cannot be replayed runs under torch's checkpoint with probability 0.5. With
-    `whole_blocks`, each other block runs under torch's checkpoint with probability CHECKPOINTED_SHARE.
+    `actions` contains RECOMPUTE, each block that cannot be replayed runs under torch's checkpoint with probability 0.5.
+    With `whole_blocks`, each other block runs under torch's checkpoint with probability CHECKPOINTED_SHARE.
     """
     generator = random.Random(seed)
     allowed = [Action.parse(action) for action in actions]

@@ -10,8 +10,8 @@ bound is the policy's `gap`. At the end every policy is simulated, in whole byte
 program.
 
 If the fastest policy stores more in host memory than allowed, the limit is divided among the blocks: each block's
-program has a bound on its bytes in host memory. The candidates divide the limit among all blocks, among half of the
-blocks, among a quarter, and so on. The lower bound on the time is then computed without a limit on host memory.
+program contains a bound on its bytes in host memory. The candidates divide the limit among all blocks, among half of
+the blocks, among a quarter, and so on. The lower bound on the time is then computed without a limit on host memory.
 """
 
 from __future__ import annotations
@@ -225,8 +225,9 @@ def _fastest(
 ) -> tuple[PolicySearch, list[PricedPlan]]:
     """Return (search, plans) of the fastest policy within the budget.
 
-    Each of `searches` is for one head, and, if `bound_bytes` is given, for one way to divide the limit of host memory.
-    `bound_bytes` is a lower bound on the budget that any policy needs. Raises InfeasibleBudgetError if no policy fits.
+    Each of `searches` covers the policies with one head (output layer and loss), and possibly with one limit on the
+    host memory of each block. Raises InfeasibleBudgetError if no policy fits. The error reports `bound_bytes`, a lower
+    bound on the budget that any policy needs. If `bound_bytes` is None, the lowest bound of the searches is reported.
     """
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []

@@ -81,7 +81,7 @@ def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int
     """Return the profile and the plans, with the number of tiles of each block reduced as far as the peak still fits
     `budget_bytes`.
 
-    `profile` has the tiles of `plans`, with which the peak fits. Numbers of tiles are powers of two.
+    `profile` is for the tiles of `plans`, with which the peak fits. Numbers of tiles are powers of two.
     """
     most = [0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans]
     if not any(most):

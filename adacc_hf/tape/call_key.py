@@ -125,8 +125,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     ) -> CallKey:
         """Return the key of a call `fn(*args, **kwargs)` of `block` that is about to run.
 
-        If `tiling` is given, modules of the block run in tiles (groups of rows), and the key has the modules' names.
-        The number of tiles does not matter, because the operators on the tape do not depend on it.
+        If `tiling` is given, modules of the block run in tiles (groups of rows), and the key contains the modules'
+        names. The number of tiles does not matter, because the operators on the tape do not depend on it.
 
         Call this method exactly once per call of the block, because the method counts calls.
         """

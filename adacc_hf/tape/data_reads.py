@@ -50,10 +50,11 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors among `args` whose data determines the operator's result: the size of a tensor, or the value
-    of a Python number.
+    """Return the tensors among `args` whose data determines the shape of the operator's result, or a Python number that
+    the operator returns.
 
-    `func` is the ATen operator. For most operators, the list is empty. For `item` and `nonzero`, it has one tensor.
+    `func` is the ATen operator. For most operators, the list is empty. For `item` and `nonzero`, the list contains one
+    tensor.
     """
     if not _TAGS.intersection(func.tags):
         return []

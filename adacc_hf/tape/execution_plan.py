@@ -86,8 +86,8 @@ class Schedule:
 class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
-    `choices` has one choice (retain, compress or recompute) for each activation. `shared` are inputs that code outside
-    the block keeps alive. If the plan does not store a value that has the same contents as a stored value
+    `choices` contains one choice (retain, compress or recompute) for each activation. `shared` are inputs that code
+    outside the block keeps alive. If the plan does not store a value that has the same contents as a stored value
     (`Tape.equal`), backward reads the stored value in its place.
     """
 
@@ -215,7 +215,7 @@ class ExecutionPlan:
         another.
 
         An attached tensor is stored on a module or parameter of the block. Return None if the call replaced no attached
-        tensor. `before` has the existing tensors that replay reads, as they were at the beginning of the call.
+        tensor. `before` contains the existing tensors that replay reads, as they were at the beginning of the call.
         """
         for place in self.attached:
             _, source = self.externals[place]
@@ -251,7 +251,8 @@ class ExecutionPlan:
     def _slot(self, value: int, read: set[int]) -> Slot:
         """Return the plan's instructions for a saved tensor that views `value`.
 
-        The values in `read` must not change, because replay reads them, or saved tensors with the same bits do.
+        The values in `read` must not change before backward, because replay reads them, or because backward reads them
+        in place of equal values that are not stored.
         """
         return Slot(
             value=value,

@@ -10,9 +10,9 @@ The Function then becomes one operator, whose target is the class, and replay ru
 cases the replayed results are compared with the original results, bit for bit (rule R7).
 
 If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
-these operators do not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the
-block or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python values,
-or has arguments that cannot be created again.
+these operators do not recompute are stored. `refusal_reasons` contains the reason: the Function writes into an input of
+the block or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python
+values, or has arguments that cannot be created again.
 """
 
 from __future__ import annotations
@@ -529,7 +529,8 @@ class FunctionRecorder:
 
 
 def _is_numpy_view(read: Read) -> bool:
-    """Return True if `read` is a conversion of a tensor to a numpy array. Python may not have used the array's data."""
+    """Return True if `read` is a conversion of a tensor to a numpy array, even if Python code did not use the array's
+    data."""
     return read.by == "Tensor.numpy"
 
 

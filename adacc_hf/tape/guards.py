@@ -87,7 +87,7 @@ class TracedPath:
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers in a call that are inputs of the traced graph, as hashable keys.
 
-        `scope` has the call's local variables. Two keys differ if the numbers differ in type or bits.
+        `scope` contains the call's local variables. Two keys differ if the numbers differ in type or bits.
         """
         return tuple([n if type(n) is int else _exact_number(n) for n in self.guards.numbers(scope)])
 

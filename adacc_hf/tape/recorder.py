@@ -238,8 +238,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
         Existing tensors are parameters, buffers and other tensors that existed before the call. `value` is the index of
         the storage on the tape. `source` says where a call finds the tensor, and `geometry` says which part of the
-        storage the tensor covers. Arguments are left out, because the call's key already contains which arguments share
-        a storage.
+        storage the tensor covers. Arguments are left out, because the call's key already says which arguments share a
+        storage.
         """
         for value in self.values if self._sharing else ():
             if value.source is not None:
@@ -321,10 +321,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         of the new value.
 
         Return None if a call that follows a plan cannot capture the state. Also return None if the random numbers may
-        depend on data that a plan may store with loss. This is impossible for fused attention, for an operator that
-        reads only the tensor that it fills, and for an `autograd.Function`, whose inputs are stored exactly. If the
-        operator drew from another generator, the comparison of replayed with recorded bits (rule R7) detects the
-        difference.
+        depend on inputs that a plan may compress lossily. Fused attention, operators that read only the tensor that
+        they fill, and each `autograd.Function`, whose inputs are stored exactly, have no such inputs. The state of
+        torch's default generator is added. If the operator drew from another generator, the comparison of replayed with
+        recorded bits (rule R7) detects the difference.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))

@@ -96,7 +96,7 @@ class PreparedOperator:
     def run(self, bases: list[torch.Tensor]) -> Sequence[Any]:
         """Run the operator and return its flattened results.
 
-        `bases` has the available tensor of each value of the tape, by value index.
+        `bases` contains the available tensor of each value of the tape, by value index.
         """
         if self.operator.generator is None:
             result = self._call(bases)
@@ -135,7 +135,7 @@ class PreparedOperator:
 class ReplayStep:
     """Replay of one operator of a tape, as one step of a schedule.
 
-    The step has the values to fetch and to copy before the operator runs, and the values to free afterwards.
+    The step lists the values to fetch and to copy before the operator runs, and the values to free afterwards.
     """
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
@@ -193,7 +193,7 @@ def _holds_tensor(tree: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StorageMap:
-    """Values of a tape that are available under a plan without replay, grouped by how they are stored."""
+    """Values of a tape that backward can read under a plan without recomputing them, grouped by how they are stored."""
 
     persistent: frozenset[int]
     """Parameters, buffers, tensors attached to the block, and inputs shared with other blocks, which always exist."""
@@ -250,9 +250,9 @@ def schedule(
 ) -> list[ReplayProgram]:
     """Return a replay program for each saved tensor, for a backward that unpacks the saved tensors in `order`.
 
-    `order` has indices among the saved tensors (slots). Each operator runs at most once, at the first unpack that needs
-    it. Results that a later unpack needs are kept, and each value is freed after its last use. For saved tensors of the
-    values `passthrough`, no operator runs, because autograd keeps the tensor itself.
+    `order` contains indices among the saved tensors (slots). Each operator runs at most once, at the first unpack that
+    needs it. Results that a later unpack needs are kept, and each value is freed after its last use. For saved tensors
+    of the values `passthrough`, no operator runs, because autograd keeps the tensor itself.
     """
     recomputed: set[int] = set()
     runs = []
@@ -314,8 +314,8 @@ def _replay_program(
 ) -> ReplayProgram:
     """Return the replay program that unpacks a saved tensor, which is a view of `value`.
 
-    In backward, `rank` other saved tensors are unpacked earlier. `run` has the indices of the operators to run. `uses`
-    has the place in backward of each value's last use, as `_last_uses` returns it.
+    In backward, `rank` other saved tensors are unpacked earlier. `run` contains the indices of the operators to run.
+    `uses` contains the place in backward of each value's last use, as `_last_uses` returns it.
     """
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
@@ -334,7 +334,7 @@ def _replay_step(
 ) -> ReplayStep:
     """Return the step that replays operator `number` of the tape at the place `moment` in backward.
 
-    `uses` has the place of each value's last use. Places have the form that `_last_uses` describes.
+    `uses` contains the place of each value's last use. Places are in the form that `_last_uses` describes.
     """
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)

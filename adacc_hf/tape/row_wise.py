@@ -1,9 +1,9 @@
 """Row-wise modules of a block, found from the block's tape: modules that compute each token from that token alone.
 
-The input of such a module has rows, one per token: all dimensions but the last. The module is row-wise if each of its
-operators computes a row of its result from the same row of its operands, and from tensors without rows (parameters).
-Such a module can run on a few rows at a time (tape/tiled_rows.py). Attention is not row-wise, because it combines
-tokens.
+The input of such a module consists of rows, one per token: all dimensions but the last. The module is row-wise if each
+of its operators computes a row of its result from the same row of its operands, and from tensors without rows
+(parameters). Such a module can run on a few rows at a time (tape/tiled_rows.py). Attention is not row-wise, because it
+combines tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowWiseModule:
     inner_bytes: int
     """Bytes of all tensors that the module computes, without its result."""
     has_products: bool
-    """True if the module has linear layers."""
+    """True if the module contains linear layers."""
     is_random: bool
     """True if the module draws random numbers."""
     operators: tuple[int, ...]
@@ -248,7 +248,7 @@ def _is_norm(
 def _is_cat(
     operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
 ) -> bool:
-    """Return True if all tensors have rows, and are joined along another dimension."""
+    """Return True if all tensors consist of rows, and are joined along another dimension."""
     tensors = operator.args[0]
     dimension = (operator.args[1] if len(operator.args) > 1 else 0) % len(refs[0].geometry[0])
     return len(refs) == len(tensors) and len(set(splits)) == 1 and dimension >= splits[0]

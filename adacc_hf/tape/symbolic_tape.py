@@ -1,10 +1,9 @@
 """Symbolic tapes: one tape for all sizes, whose numbers are polynomials of the sizes of a call's arguments.
 
-NOTE [Which sizes a symbolic tape serves]
-A block's Python may compare a size with 1, or with another number, such as the length of a window. Dynamo's guards
-distinguish these sizes (`guards.py`): the sizes have different paths, and so different symbolic tapes. No guard shows
-how an operator uses a size internally. On a GPU, attention's kernels depend on whether a mask's last dimension is a
-multiple of 16, so multiples of 16 have a separate symbolic tape there.
+NOTE [Which sizes a symbolic tape serves] A block's Python may compare a size with 1, or with another number, such as
+the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): the sizes have different paths, and so
+different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
+whether a mask's last dimension is a multiple of 16, so a separate symbolic tape is used for multiples of 16 there.
 
 The polynomials are fitted to recorded tapes. The first call at a new size may have to be validated against its tape,
 operator by operator (run/validation.py). It is validated at the first AGREED new sizes, at a few later sizes, and at
@@ -134,8 +133,8 @@ class SymbolicTape:
         it."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """For each dimension, the smallest size at which a call ran the operators of this symbolic tape. `_most` has
-        the largest size."""
+        """For each dimension, the smallest size at which a call ran the operators of this symbolic tape. `_most`
+        contains the largest size."""
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0

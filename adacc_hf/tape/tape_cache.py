@@ -99,7 +99,7 @@ class TapeCache:
         self.fallbacks = Fallbacks()
         """Counter of the block calls that did not follow their plan. The code that counts steps resets this counter."""
         self.may_record: Callable[[], bool] = lambda: True
-        """Callback that returns True if the budget has room to record a call of a new kind."""
+        """Callback that returns True if the budget leaves room to record a call of a new kind."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
@@ -107,9 +107,9 @@ class TapeCache:
         """Return the tape that `recorder` recorded, after setting its attribute `recomputable` by a verification of
         replay.
 
-        `Tape.recomputable` has the values that replay recomputes bit for bit. Only the first tape of each digest is
-        verified. For a later tape with the same digest, a copy of the first tape is returned. A tape that must not be
-        used (`Tape.untrusted`) is not verified.
+        `Tape.recomputable` contains the values that replay recomputes bit for bit. Only the first tape of each digest
+        is verified. For a later tape with the same digest, a copy of the first tape is returned. A tape that must not
+        be used (`Tape.untrusted`) is not verified.
         """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
@@ -202,7 +202,7 @@ class TapeCache:
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
         """Retain `values` from now on, at all sizes, because their replay gave different bits at a new size.
 
-        The same values are retained in all symbolic tapes (tapes for all sizes) that have the operators of
+        The same values are retained in all symbolic tapes (tapes for all sizes) that contain the operators of
         `symbolic_tape`. Log a warning that names `block`.
         """
         names = ", ".join(symbolic_tape.base.values[value].name for value in sorted(values))
@@ -371,7 +371,8 @@ class TapeCache:
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Warn that the block `name` runs operators for which its plan was not made, and how to avoid this.
 
-        Only the first warning has level WARNING. Warnings for further kinds of blocks and shapes have level INFO.
+        Only the first warning is logged at level WARNING. Warnings for further kinds of blocks and shapes are logged at
+        level INFO.
         """
         sizes = _input_sizes(tape)
         others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
@@ -425,8 +426,8 @@ class TapeCache:
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:
         """Schedule replay of `tape` for the order in which a backward unpacked the saved tensors.
 
-        `unpacked_slots` has the indices of the saved tensors in this order. If an order with at least as many saved
-        tensors was observed before, ignore this one.
+        `unpacked_slots` contains the indices of the saved tensors in this order. If an order with at least as many
+        saved tensors was observed before, ignore this one.
         """
         order = tuple(dict.fromkeys(unpacked_slots))
         if len(order) <= len(tape.order or ()):

@@ -90,8 +90,8 @@ class _BlankLike:
 class TapeTemplate:
     """A tape with placeholders for its integers, such as tensor sizes.
 
-    Tapes made by `fill` share with each other everything that does not depend on sizes. `places` has one index for each
-    integer of the tape, in order. The index says where the integer is in the list that is passed to `fill`.
+    Tapes made by `fill` share with each other everything that does not depend on sizes. `places` contains one index for
+    each integer of the tape, in order. The index says where the integer is in the list that is passed to `fill`.
     """
 
     def __init__(self, tape: Tape, places: list[int]) -> None:

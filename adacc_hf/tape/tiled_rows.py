@@ -126,8 +126,8 @@ def refusal_of(module: nn.Module) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return True if the hook does not belong to this package. This package's recorder adds hooks to modules, to know
-    their names."""
+    """Return True if `hook`, a forward hook on a module, was not registered by this package. This package's recorder
+    registers forward hooks to learn which module runs."""
     code = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(code, "__module__", "")).startswith("adacc_hf.")
 
@@ -263,7 +263,8 @@ class TiledBackward(Function):
 
 
 class TiledModule(TiledBackward):
-    """Autograd function that runs a row-wise module in tiles. A tape has it as one operator, which never runs again."""
+    """Autograd function that runs a row-wise module in tiles. On a tape, a call of this function is one operator, which
+    replay never runs again."""
 
     is_one_operator = True
     """Read by the recorder and the validator of tapes: the operators inside are not on the tape."""

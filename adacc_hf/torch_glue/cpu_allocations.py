@@ -70,9 +70,9 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
 def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
     """Return the live bytes after each CPU allocator event that `profiler` recorded, in order of time.
 
-    The list has None at the place of each `record_function` with the name `mark`. The bytes are relative to the first
-    event. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next listed
-    event.
+    The list contains None at the place of each `record_function` with the name `mark`. The bytes are relative to the
+    first event. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next
+    listed event.
     """
     events = []
     assert profiler.kineto_results is not None  # the profiler has ended

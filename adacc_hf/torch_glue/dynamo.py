@@ -94,11 +94,11 @@ class TracedGuards:
 def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGuards:
     """Trace a call with Dynamo, without running its operators, and return the guards of the traced path.
 
-    `scope` has the function, `args` and `kwargs` of the call. Calls of loggers, of `warnings.warn` and of the `ignored`
-    functions are left out of the trace; the ignored functions must return None. Sizes of tensors are symbols, and sizes
-    that happen to be equal get different symbols. Queries such as `torch.compiler.is_compiling` return False, because
-    the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole call, or
-    if torch is older than 2.13.
+    `scope` contains the function, `args` and `kwargs` of the call. Calls of loggers, of `warnings.warn` and of the
+    `ignored` functions are left out of the trace; the ignored functions must return None. Sizes of tensors are symbols,
+    and sizes that happen to be equal get different symbols. Queries such as `torch.compiler.is_compiling` return False,
+    because the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole
+    call, or if torch is older than 2.13.
     """
     if torch.__version__ < OLDEST_TORCH:
         raise NotTraceableError(
@@ -152,7 +152,8 @@ def _without_views(scope: Scope) -> Scope:
 
 
 class _SameMemory(torch.autograd.Function):
-    """Identity whose result has the memory of a traced argument, and is no view of another tensor."""
+    """Autograd function that returns its input, a traced argument, as a new tensor that shares the input's memory.
+    Autograd does not treat the new tensor as a view."""
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -328,8 +329,8 @@ def _in_one_line(error: Exception) -> str:
 
 @cache
 def _dynamo_namespace() -> Any:
-    """Import Dynamo, and return a namespace of the functions with which `trace` uses Dynamo: `tracing`, `is_traced`,
-    `cache_entries`."""
+    """Import Dynamo, and return a namespace with the functions through which `trace` uses Dynamo: `tracing`,
+    `is_traced`, `cache_entries`."""
     import torch._dynamo
     from torch._dynamo import config
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list

@@ -1,10 +1,11 @@
-"""Guards that Dynamo lacks: object identities, classes, the order of dicts, the standard library's globals.
+"""Additional guards on data that Dynamo does not guard: object identities, classes, the order of dicts, and the
+standard library's globals.
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While
-Dynamo traces a call, the contexts in this module either guard such a read, or describe it by a Python expression. These
-expressions go into a list that the caller passes as `numbers`, because their values become part of the call's key, next
-to the numbers that the call reads.
+Dynamo traces a call, the contexts in this module either guard such a read, or describe it by a Python expression. The
+expressions are appended to the list `numbers`, which the caller passes. The call's key later contains the value of each
+expression in this list.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CALL_METHODS = ("__call__", "_call_impl")
 class ClassReads:
     """Guard on the methods, properties and attributes that traced code looked up on classes.
 
-    `reads` has the (class, name) of each lookup.
+    `reads` contains the (class, name) of each lookup.
     """
 
     def __init__(self, reads: Iterable[tuple[type, str]]) -> None:

@@ -392,9 +392,9 @@ def backward(loss: torch.Tensor) -> None:
 def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> int:
     """Return the bytes live on the model's device before a step.
 
-    On a GPU, the result has all bytes that the allocator counts for this process, including a second model, prefetched
-    batches and cuBLAS workspaces. torch's CPU allocator does not count bytes, so on a CPU the tensors of model, batch
-    and optimizer are summed (`count_static_bytes`).
+    On a GPU, this is the number of bytes that the allocator counts for this process, including a second model,
+    prefetched batches and cuBLAS workspaces. torch's CPU allocator does not count bytes, so on a CPU the tensors of the
+    model, the batch and the optimizer are summed (`count_static_bytes`).
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -467,7 +467,7 @@ def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.
 def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers of which `optimizer` consists, without the wrapper of Accelerate.
 
-    GaLore's layer-wise mode has one optimizer per layer. Otherwise the list has a single optimizer.
+    GaLore's layer-wise mode uses one optimizer per layer. Otherwise the list contains a single optimizer.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

@@ -229,7 +229,7 @@ class _StateSearch:
         """Add the global variables that a function's code uses to the found state. If a variable is a module, also
         search this module.
 
-        `namespace` has the globals, and `code_names` the names that occur in the code.
+        `namespace` contains the globals, and `code_names` the names that occur in the code.
         """
         names = Globals(namespace, code_names)
         for value in names.values():
@@ -403,7 +403,8 @@ class ModelState:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Restore the state of this snapshot inside the `with` block. After the block, restore the present state."""
+        """Restore the state of this snapshot for the `with` block. After the block, restore the state that the model
+        had before the block."""
         present = copy.copy(self)
         present.records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self.records]
         present.records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]

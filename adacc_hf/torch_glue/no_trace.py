@@ -162,8 +162,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self
 
     def start_over(self) -> frozenset[Any]:
-        """Restore the model's state and the random generators before the next run, so that all runs compute the same.
-        Return the names of the model's tables.
+        """Restore the model's state and the random generators before the next run, so that all runs compute the same
+        results. Return the names of the model's tables.
 
         A table is a dict entry that a run has filled with tensors, such as rotary embeddings. Tables are not restored
         (see `Tables`). A name is (id of the dict, name of the entry).

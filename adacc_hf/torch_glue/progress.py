@@ -27,14 +27,14 @@ SLOW_SECONDS = 3.0
 """Time after which a phase that holds up training, such as profiling, is reported. A shorter one needs no
 explanation."""
 GROWTH = 4
-"""Factor by which the time of a phase grows from one report of the phase to the next, so that a long phase has few
+"""Factor by which the time of a phase grows from one report of the phase to the next, so that a long phase logs few
 reports."""
 
 
 PROFILING, SOLVING = "profiling", "solving"
 """Kinds of interruptions, which are work that training waits for. A wait for the solver counts as SOLVING."""
 MAX_INTERRUPTIONS = 64
-"""Number of interruptions (work that training waited for) that a thread remembers, the latest ones. A step has
+"""Number of interruptions (work that training waited for) that a thread remembers, the latest ones. A step makes
 fewer."""
 
 

@@ -124,7 +124,7 @@ def from_bytes(state: bytes | None) -> torch.Tensor | None:
 def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
     """Use `replacements` in place of torch's default generators inside the `with` block.
 
-    `replacements` has a generator for each device type. The replacement is for fake tensors, for which no random
+    `replacements` contains a generator for each device type. The replacement is for fake tensors, for which no random
     numbers are drawn.
     """
     _replacement_generators.update(replacements)
