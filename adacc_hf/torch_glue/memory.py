@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -154,12 +155,17 @@ class CpuMemoryMeter(MemoryMeter):
         self._was_interrupted = False
         self._labels: list[tuple[Any, ...]] = []
         self._dying_bytes: list[int] = []
+        self._thread = 0
+        """Identifier of the profiled thread, which enters the `with` block."""
+        self._foreign_labels: deque[tuple[Any, ...]] = deque()
+        """Labels of the marks that other threads have set since the last mark of the profiled thread."""
         # The base class of torch.profiler.profile. The derived class warns in torch 2.11, or makes Python objects of
         # all events.
         self._profile = profile(use_kineto=True, profile_memory=True)
         self._thread_counting = count_all_threads()
 
     def __enter__(self) -> CpuMemoryMeter:
+        self._thread = threading.get_ident()
         with ExitStack() as context:
             context.enter_context(_session_lock)
             if is_profiling():
@@ -176,6 +182,16 @@ class CpuMemoryMeter(MemoryMeter):
         return self
 
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
+        # The profiler records nothing of other threads. Gloo's threads set marks when they are the last to free a
+        # tensor: their marks are set at the next mark of the profiled thread, as their frees are counted there.
+        if threading.get_ident() != self._thread:
+            self._foreign_labels.append(label)
+            return
+        while self._foreign_labels:
+            self._add_mark(self._foreign_labels.popleft(), 0)
+        self._add_mark(label, dying_bytes)
+
+    def _add_mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._labels.append(label)
         self._dying_bytes.append(dying_bytes)
         with record_function(_MARK):

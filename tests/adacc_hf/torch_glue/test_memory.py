@@ -1,6 +1,7 @@
 """Measured bytes against predicted bytes, and the memory meter."""
 
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -138,6 +139,27 @@ def test_a_mark_made_while_a_tensor_dies_does_not_count_it(kind):
     death = meter.points[-1]
     assert (death.label, death.live_bytes, death.max_bytes) == (("death",), 400, 480)
     del long_lived
+
+
+def test_marks_of_other_threads_keep_the_labels_in_place():
+    """The profiler does not record other threads: gloo's threads set marks when they free tensors."""
+
+    def mark_elsewhere(meter):
+        thread = threading.Thread(target=meter.mark, args=(("elsewhere",),))
+        thread.start()
+        thread.join()
+
+    with CpuMemoryMeter() as meter:
+        meter.mark(("begin",))
+        tensor = torch.empty(1000)
+        mark_elsewhere(meter)
+        meter.mark(("full",))
+        del tensor
+        meter.mark(("end",))
+        mark_elsewhere(meter)  # no mark follows
+    assert [point.label[0] for point in meter.points] == ["start", "begin", "elsewhere", "full", "end"]
+    live = {point.label[0]: point.live_bytes for point in meter.points}
+    assert live["elsewhere"] - live["begin"] == live["full"] - live["end"] == 4000
 
 
 def test_marks_after_the_end_are_ignored():
