@@ -176,17 +176,17 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.numel() == 0:
         return True
-    return torch.equal(_element_bits(first), _element_bits(second))
+    bits = [_bytes_in_order(tensor) for tensor in (first, second)]
+    # Comparing tensors on a GPU stores a boolean for each element, so that elements of eight bytes take less memory.
+    if not any(each.numel() % 8 or each.storage_offset() % 8 for each in bits):
+        bits = [each.view(torch.int64) for each in bits]
+    return torch.equal(*bits)
 
 
-def _element_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side.
-
-    Eight bytes are one element if possible, because comparing tensors on a GPU stores a boolean for each element.
-    """
+def _bytes_in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
     in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    flat = in_order.contiguous().reshape(-1).view(torch.uint8)
-    return flat if flat.numel() % 8 or flat.storage_offset() % 8 else flat.view(torch.int64)
+    return in_order.contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_reproducible(tape: Tape) -> bool:

@@ -133,10 +133,11 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
 
 
 def _without_views(scope: Scope) -> Scope:
-    """Return `scope` with each argument that is a view replaced by a tensor that is not a view.
+    """Return `scope` with each argument after the hidden states that is a view replaced by a tensor that is not a view.
 
     Dynamo would guard the layout of a view's base, on which no operator of the block depends. A later call with an
-    equal tensor that is not a view, such as a detached copy, would then be traced again.
+    equal tensor that is not a view, such as a detached copy, would then be traced again. The hidden states, the first
+    tensor, are kept: a profile's calls on detached hidden states then have a path, and records, of their own.
     """
     replacements: dict[int, torch.Tensor] = {}
 
@@ -147,8 +148,9 @@ def _without_views(scope: Scope) -> Scope:
             return value
         return replacements.setdefault(id(value), _SameMemory.apply(value))
 
-    args, kwargs = tuple(map(replaced, scope["args"])), {name: replaced(v) for name, v in scope["kwargs"].items()}
-    return {**scope, "args": args, "kwargs": kwargs}
+    args, kwargs = scope["args"], {name: replaced(value) for name, value in scope["kwargs"].items()}
+    first = next((place for place, value in enumerate(args) if isinstance(value, torch.Tensor)), len(args))
+    return {**scope, "args": (*args[: first + 1], *map(replaced, args[first + 1 :])), "kwargs": kwargs}
 
 
 class _SameMemory(torch.autograd.Function):
