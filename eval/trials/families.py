@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
     T5Config,
 )
 
@@ -58,17 +60,26 @@ def _gpt2(size: Size) -> PretrainedConfig:
 
 
 def _llama(size: Size) -> PretrainedConfig:
-    return LlamaConfig(
-        num_hidden_layers=size.layers,
-        hidden_size=size.width,
-        intermediate_size=3 * size.width,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=size.tokens,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    return LlamaConfig(**_llama_settings(size))
+
+
+def _qwen3(size: Size) -> PretrainedConfig:
+    return Qwen3Config(**_llama_settings(size), head_dim=size.width // size.heads)
+
+
+def _llama_settings(size: Size) -> dict[str, Any]:
+    """Return the settings that LLaMA and the models derived from it share."""
+    return {
+        "num_hidden_layers": size.layers,
+        "hidden_size": size.width,
+        "intermediate_size": 3 * size.width,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads // 2,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.tokens,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
 
 
 def _t5(size: Size) -> PretrainedConfig:
@@ -116,6 +127,8 @@ class Family:
         return model.to(device).train()
 
 
+QWEN3 = Family(config=_qwen3, auto_class=AutoModelForCausalLM)
+"""A fifth family, for measurements of long sequences."""
 FAMILIES = {
     "gpt2": Family(config=_gpt2, auto_class=AutoModelForCausalLM),
     "llama": Family(config=_llama, auto_class=AutoModelForCausalLM),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, solve_policy
 from adacc_hf.artifacts.policy import Action
@@ -18,7 +18,7 @@ from adacc_hf.artifacts.profile import Profile, Shapes
 from adacc_hf.estimate.planning import with_checkpointing
 from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
-from adacc_hf.eval.trials.families import FAMILIES, Family, Size
+from adacc_hf.eval.trials.families import FAMILIES, QWEN3, Size
 from adacc_hf.eval.trials.trial import check_limit
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.price.estimated_profile import resize_profile
@@ -32,23 +32,7 @@ from adacc_hf.solve.tiling import most_tiled
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import MemoryMeter, backward, forward_loss, static_bytes
 
-
-def _qwen3(size: Size) -> PretrainedConfig:
-    return Qwen3Config(
-        num_hidden_layers=size.layers,
-        hidden_size=size.width,
-        intermediate_size=3 * size.width,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2,
-        head_dim=size.width // size.heads,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=size.tokens,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-
-
-MODELS = {"llama": FAMILIES["llama"], "qwen3": Family(config=_qwen3, auto_class=AutoModelForCausalLM)}
+MODELS = {"llama": FAMILIES["llama"], "qwen3": QWEN3}
 """Model families with rotary positions, by their names on the command line."""
 
 Solve = Callable[[Profile, int | None], Policy]
