@@ -293,11 +293,13 @@ def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> Non
     """Raise PolicyMismatchError if a block lacks a module that `policy` runs in tiles (some rows at a time)."""
     for name, index in policy.blocks:
         tiling = policy.plans[index].tiling
-        paths = dict(blocks[block_of_call(name)].named_modules()) if tiling is not None else {}
-        missing = [path for path in tiling.modules if path not in paths] if tiling is not None else []
-        if missing:
+        if tiling is None:
+            continue
+        paths = dict(blocks[block_of_call(name)].named_modules())
+        missing = next((path for path in tiling.modules if path not in paths), None)
+        if missing is not None:
             raise PolicyMismatchError(
-                f"the policy runs module {missing[0]} of block {name} in tiles, but the block has no such module: "
+                f"the policy runs module {missing} of block {name} in tiles, but the block has no such module: "
                 f"profile this model and solve a policy for it"
             )
 
