@@ -92,6 +92,7 @@ def test_norms_in_float32_run_in_tiles_and_their_inputs_have_the_codecs_of_the_c
     norm = values[1]["input_layernorm:mul#2"]
     assert norm.codecs == values[0]["input_layernorm:mul#2"].codecs != ()
     assert norm.recomputable
+    assert not tiled.copied_slots, "backward in tiles does not write into its saved input, so replay need not copy it"
 
 
 def test_a_block_that_runs_other_operators_in_the_second_recording_has_no_tiles(one_thread, few_rows, tiny_llama):
