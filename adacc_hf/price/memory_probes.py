@@ -19,6 +19,7 @@ from adacc_hf.tape.tiled_rows import in_tiles, watching_tiles
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import tree_leaves
 from adacc_hf.torch_glue.tensors import local_of
+from adacc_hf.torch_glue.zero3 import PartitionedView
 
 
 class TrackedTensor:
@@ -28,7 +29,7 @@ class TrackedTensor:
 
     def __init__(self, slot: int, tensor: torch.Tensor, companion: Any, mark: Callable[[Any], None]) -> None:
         self.slot = slot
-        self.tensor = tensor
+        self.tensor = PartitionedView.of(tensor) or tensor.detach()
         self.companion = companion
         """Inputs that replay of the block reads, kept alive until autograd has freed all saved tensors of the block."""
         self.mark = mark
@@ -58,12 +59,12 @@ class SlotProbe:
 
         @torch.compiler.disable  # inside a compiled submodule, Dynamo would trace the hooks too
         def pack(tensor: torch.Tensor) -> TrackedTensor:
-            return TrackedTensor(next(slots), tensor.detach(), replay_inputs, self._mark)
+            return TrackedTensor(next(slots), tensor, replay_inputs, self._mark)
 
         @torch.compiler.disable
         def unpack(packed: TrackedTensor) -> torch.Tensor:
             self._mark(("unpack", packed.slot))
-            return packed.tensor
+            return packed.tensor.tensor() if isinstance(packed.tensor, PartitionedView) else packed.tensor
 
         fn = in_tiles(block, self.kind.tiling, fn)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(self._mark_tiles):

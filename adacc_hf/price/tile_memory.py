@@ -19,7 +19,7 @@ from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.function_operators import autocast_as, autocast_of
 from adacc_hf.tape.row_wise import row_wise_modules
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef
-from adacc_hf.tape.tiled_rows import GradientSums, TiledCall, Tiles, backward_of_tile, trainable_parameters
+from adacc_hf.tape.tiled_rows import ABSENT, GradientSums, TiledCall, Tiles, backward_of_tile, trainable_parameters
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import TorchDispatchMode
 
@@ -75,7 +75,7 @@ def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple
     """Run one tile, and return two lists of live bytes: at each moment of its forward, and at each moment of its
     backward. Bytes that were live before the tile are not counted."""
     parameters = trainable_parameters(module)
-    call = TiledCall(module, module.forward, tuple(parameters), MEASURED_TILES)
+    call = TiledCall(module, module.forward, ABSENT, tuple(parameters), MEASURED_TILES)
     sums = GradientSums(tuple(parameters.values()))
     # The graph of a tile must not reach the hooks with which the block's call is recorded.
     hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

@@ -42,6 +42,7 @@ from adacc_hf.torch_glue.compat import (
     without_caches,
 )
 from adacc_hf.torch_glue.private import transform_level, tree_leaves
+from adacc_hf.torch_glue.zero3 import BlockGathering
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +269,7 @@ class Installation:
         """Callback at the beginning of each step (`begin_step`), or None."""
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
+        self._gatherings = [BlockGathering(block) for _, block in blocks]
         for name, block in blocks:
             self._install(self.blocks[name], block)
         for module in model.modules():
@@ -291,6 +293,8 @@ class Installation:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = original
+        for gathering in self._gatherings:
+            gathering.remove()
         for function in self.blocks.values():
             function.block = None
             function.step.reset()

@@ -5,6 +5,7 @@ NOTE [State of a call]
    the saved tensor itself, or the cells of the stored values that replay reads for this slot. When autograd frees the
    packed object, the tensor and the cells are freed too, because no other object refers to them (rule R11). `spec`
    converts the recomputed tensor to a DTensor. All other tensors here are plain tensors, the local parts of this rank.
+   A parameter that ZeRO 3 divides among ranks is a `PartitionedView`, which does not keep the gathered memory alive.
 2. The call owns the values that backward recomputed and a later unpack needs. The schedule contains each value's last
    use.
 3. Unpacks usually come in the order of the schedule. For an unpack out of order (a second backward, gradients of a part
@@ -40,6 +41,7 @@ from adacc_hf.torch_glue.tensors import (
     to_dtensor,
     wait_if_async,
 )
+from adacc_hf.torch_glue.zero3 import PartitionedView
 
 PackedSlot = tuple[int, Any, "int | None", Any]
 
@@ -148,6 +150,8 @@ class Call:
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
         if expected.needs is None:
+            if expected.is_parameter and (partitioned := PartitionedView.of(tensor)) is not None:
+                return slot, partitioned, None, None
             return slot, tensor.detach(), version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
@@ -210,6 +214,8 @@ class Call:
                 if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten()
                 else content
             )
+        if type(content) is PartitionedView:
+            return content.tensor()
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
                 recomputed = self._run(program, slot, content)
@@ -340,7 +346,12 @@ class RecordedSlot:
     __slots__ = ("__weakref__", "content")
 
     def __init__(self, slot: int, tensor: torch.Tensor) -> None:
-        self.content: PackedSlot = (slot, tensor.detach(), version_of(tensor), None)
+        partitioned = PartitionedView.of(tensor)
+        self.content: PackedSlot = (
+            (slot, tensor.detach(), version_of(tensor), None)
+            if partitioned is None
+            else (slot, partitioned, None, None)
+        )
 
 
 class Recording:
@@ -388,9 +399,10 @@ class Recording:
         self._call.unpacked_slots = []
         for packed in self._packed:
             _, tensor, version, _ = packed.content
-            content = self._call.pack(tensor)
+            is_partitioned = type(tensor) is PartitionedView
+            content = self._call.pack(tensor.tensor() if is_partitioned else tensor)
             # Keep a tensor that the block has changed since: backward refuses it, as plain autograd does.
-            if version_of(tensor) == version:
+            if is_partitioned or version_of(tensor) == version:
                 packed.content = content
         self._call.finish()
         return self._call.unpacked_slots
@@ -430,6 +442,8 @@ class Recording:
         Plain backward reads the changed tensor, and replay cannot reproduce the change.
         """
         slot, tensor, version, _ = packed.content
+        if type(tensor) is PartitionedView:
+            return False
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
@@ -442,6 +456,8 @@ class Recording:
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version, _ = packed.content
+        if type(tensor) is PartitionedView:
+            return tensor.tensor()
         if version_of(tensor) != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
         return tensor

@@ -19,6 +19,7 @@ from adacc_hf.torch_glue.private import (
     PARAMETERS,
 )
 from adacc_hf.torch_glue.tensors import runs_on_parts
+from adacc_hf.torch_glue.zero3 import without_zero3
 
 PLACES = ("attached", "module")
 """Values of `Source.place`, which says where a call finds a tensor, for attached tensors: "attached" for a tensor on a
@@ -36,12 +37,12 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
     """
     for name, parameter in block.named_parameters(remove_duplicate=False):
         if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
-            for path, tensor in _attached_tensors_in(vars(parameter), _DEPTH):
+            for path, tensor in _attached_tensors_in(without_zero3(vars(parameter)), _DEPTH):
                 yield Source("attached", (name, *path)), tensor
-    for name, module in block.named_modules():
-        own = {attribute: value for attribute, value in vars(module).items() if attribute not in _REGISTERED}
+    for path_of_module, module in block.named_modules():
+        own = {name: value for name, value in without_zero3(vars(module)).items() if name not in _REGISTERED}
         for path, tensor in _attached_tensors_in(own, _DEPTH):
-            yield Source("module", (name, *path)), tensor
+            yield Source("module", (path_of_module, *path)), tensor
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:

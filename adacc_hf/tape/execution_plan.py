@@ -43,6 +43,8 @@ class Slot:
     checks_offset: bool
     """True if the saved tensor's storage offset must equal the recorded offset. For an argument this is False, because
     an argument may be a slice of any tensor."""
+    is_parameter: bool
+    """True if the saved tensor is a parameter or a view of one."""
     is_read_by_replay: bool
     """True if replay reads the value, or if saved tensors of other values with the same bits use it. If a backward
     function may write into the value, the function then gets a copy."""
@@ -254,11 +256,13 @@ class ExecutionPlan:
         The values in `read` must not change before backward, because replay reads them, or because backward reads them
         in place of equal values that are not stored.
         """
+        source = self.tape.values[value].source
         return Slot(
             value=value,
             in_cell=value in self.roots,
             needs=self.needs.get(value),
-            checks_offset=self.tape.values[value].source is None,
+            checks_offset=source is None,
+            is_parameter=source is not None and source.place == "parameter",
             is_read_by_replay=value in read,
         )
 

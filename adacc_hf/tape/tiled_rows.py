@@ -34,8 +34,10 @@ from adacc_hf.tape.guards import BlockPaths
 from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, without_modes
 from adacc_hf.torch_glue.rng_state import draw_from_state, from_bytes, generator_state, to_bytes
 from adacc_hf.torch_glue.tensors import is_fake
+from adacc_hf.torch_glue.zero3 import is_identity_hook
 
-_ABSENT = object()
+ABSENT = object()
+"""Stands for an attribute that an object does not have."""
 
 Watcher = Callable[[str, int], None]
 """Callback that gets ("begin" or "end", index of the module in `Tiling.modules`) of each run over a module's tiles."""
@@ -98,17 +100,30 @@ def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args
 
 @contextmanager
 def _module_in_tiles(module: nn.Module, function: type[TiledBackward], num_tiles: int, index: int) -> Iterator[None]:
-    """Run the forward of `module` by `function` inside the `with` block. `index` is the module's index in
-    `Tiling.modules`."""
-    before = module.__dict__.get("forward", _ABSENT)
-    module.__dict__["forward"] = partial(_forward_in_tiles, module, module.forward, function, num_tiles, index)
+    """Replace the forward of `module` inside the `with` block by one that runs in tiles, through the autograd function
+    `function`. `index` is the module's index in `Tiling.modules`."""
+    own = module.__dict__.get("forward", ABSENT)
+    in_tiles = partial(_forward_in_tiles, module, module.forward, own, function, num_tiles, index)
+    with _forward_attribute(module, in_tiles):
+        yield
+
+
+@contextmanager
+def _forward_attribute(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Set the attribute `forward` in the `__dict__` of `module` inside the `with` block, or remove it for ABSENT."""
+    before = module.__dict__.get("forward", ABSENT)
+    _set_forward(module, forward)
     try:
         yield
     finally:
-        if before is _ABSENT:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+        _set_forward(module, before)
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    if forward is ABSENT:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 def refusal_of(module: nn.Module) -> str | None:
@@ -116,8 +131,6 @@ def refusal_of(module: nn.Module) -> str | None:
 
     Forward hooks inside the module would run once for each tile, and again in backward.
     """
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):  # set by DeepSpeed, on all ranks
-        return "ZeRO 3 has a module's parameters only while the module runs: shard them with FSDP2 instead"
     inner = (child for child in module.modules() if child is not module)
     hooks = [hook for child in inner for of in (forward_pre_hooks, forward_hooks) for hook in of(child).values()]
     if any(_is_foreign(hook) for hook in hooks):
@@ -126,22 +139,27 @@ def refusal_of(module: nn.Module) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return True if `hook`, a forward hook on a module, was not registered by this package. This package's recorder
-    registers forward hooks to learn which module runs."""
+    """Return True if `hook`, a forward hook on a module, must not run for each tile.
+
+    This package's recorder registers forward hooks to learn which module runs. Identities of ZeRO 3 do nothing.
+    """
     code = hook.func if isinstance(hook, partial) else hook
-    return not str(getattr(code, "__module__", "")).startswith("adacc_hf.")
+    return not str(getattr(code, "__module__", "")).startswith("adacc_hf.") and not is_identity_hook(code)
 
 
 def _forward_in_tiles(
     module: nn.Module,
     forward: Callable[..., Tensor],
+    own: Any,
     function: type[TiledBackward],
     num_tiles: int,
     index: int,
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Run `forward`, the forward of `module`, by `function`, which runs it in tiles.
+    """Run `forward`, the forward of `module`, in tiles, through the autograd function `function`.
+
+    `own` was the attribute `forward` in the `__dict__` of `module`, or ABSENT.
 
     Run `forward` without tiles if gradients are disabled, or if the arguments are not a single tensor with rows.
     """
@@ -151,7 +169,7 @@ def _forward_in_tiles(
     trainable = trainable_parameters(module)
     if not trainable and not args[0].requires_grad:
         return forward(*args)
-    call = TiledCall(module, forward, tuple(trainable), num_tiles, index)
+    call = TiledCall(module, forward, own, tuple(trainable), num_tiles, index)
     return function.apply(args[0], *trainable.values(), call)
 
 
@@ -166,6 +184,8 @@ class TiledCall:
 
     module: nn.Module
     forward: Callable[..., Tensor]
+    own: Any
+    """The attribute `forward` in the `__dict__` of `module` outside this call, or ABSENT."""
     names: tuple[str, ...]
     """Names of the trainable parameters in the module."""
     num_tiles: int
@@ -398,7 +418,8 @@ _PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
 
 @contextmanager
 def _without_own_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove this package's forward hooks from the submodules of `module`, until the `with` block ends."""
+    """Remove the forward hooks that may run for each tile from `module` and the modules in it, until the `with` block
+    ends."""
     tables = [hooks(child) for child in module.modules() for hooks in (forward_pre_hooks, forward_hooks)]
     own = [(table, {key: hook for key, hook in table.items() if not _is_foreign(hook)}) for table in tables if table]
     for table, hooks in own:
@@ -418,5 +439,7 @@ def _path_of(call: TiledCall, rows: Tensor) -> Any:
     if paths is None:
         paths = _PATHS[call.module] = BlockPaths(call.module)
     # A recorder must not see how Dynamo reads the module, nor Dynamo the recorder's hooks, which are gone in backward.
-    with without_modes(), _without_own_hooks(call.module), torch.enable_grad():
+    # Guards may compare the names of the module's attributes, which include `forward` only while the block runs.
+    own_forward = _forward_attribute(call.module, call.own)
+    with without_modes(), own_forward, _without_own_hooks(call.module), torch.enable_grad():
         return paths.key(call.forward, (rows.detach().requires_grad_(),))

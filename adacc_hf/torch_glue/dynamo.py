@@ -179,11 +179,12 @@ _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
 """Names of the methods with which loggers log. Transformers adds the last three methods."""
-_UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
+_UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs", "._in_forward")
 """Suffixes of the names of guards that need no check, because their module attributes do not affect the operators of
 forward.
 
-The attributes are backward hooks and the calling conventions of forward hooks. Calling conventions matter only for
+The attributes are backward hooks, the calling conventions of forward hooks, and a flag of DeepSpeed's tables of
+parameters, by which a forward gathers a parameter that is not gathered yet. Calling conventions matter only for
 existing hooks, which have their own guards.
 """
 

@@ -24,7 +24,13 @@ from torch.autograd.profiler import profile, record_function
 
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.torch_glue.cpu_allocations import allocator_readings, count_all_threads
-from adacc_hf.torch_glue.private import before_profilers_start, is_profiling, storage_key, tree_leaves
+from adacc_hf.torch_glue.private import (
+    BACKWARD_HOOKS,
+    before_profilers_start,
+    is_profiling,
+    storage_key,
+    tree_leaves,
+)
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
 
 _MARK = "adacc_hf.torch_glue.memory.mark"
@@ -351,7 +357,8 @@ def measure_step(
     gradients = [(p, p.grad) for p in model.parameters()]
     copies = [(gradient, gradient.clone()) for _, gradient in gradients if gradient is not None]
     meter = MemoryMeter.for_device(device)
-    with without_gradient_hooks(model.parameters()), garbage_collection_disabled(), meter:
+    module_hooks = [hooks for module in model.modules() for kind in BACKWARD_HOOKS if (hooks := vars(module)[kind])]
+    with without_gradient_hooks(model.parameters(), module_hooks), garbage_collection_disabled(), meter:
         meter.mark(("forward",))
         loss = forward_loss(model, batch)
         meter.mark(("backward",))

@@ -36,7 +36,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf.torch_glue.distributed import is_sharded
-from adacc_hf.torch_glue.private import BUFFERS, PARAMETERS, version_of
+from adacc_hf.torch_glue.private import BACKWARD_HOOKS, BUFFERS, PARAMETERS, version_of
 from adacc_hf.torch_glue.state_kinds import (
     ARRAY,
     ATTRIBUTES,
@@ -60,6 +60,7 @@ from adacc_hf.torch_glue.state_kinds import (
     is_capturing,
     own_attributes,
 )
+from adacc_hf.torch_glue.zero3 import without_zero3
 
 if TYPE_CHECKING:
     from adacc_hf.torch_glue.no_trace import Tables
@@ -108,6 +109,8 @@ class _StateSearch:
         """Empty dicts among the attributes of modules. Most of these dicts are for hooks."""
         self.leaves: dict[int, torch.Tensor] = {}
         """Leaf tensors, such as parameters, that may get a gradient, by id."""
+        self.backward_hooks: list[dict[int, Any]] = []
+        """Hooks that modules run in backward, by id: one dict for each kind of hooks of a module."""
         self._visited: dict[Any, Any] = {id(obj): obj for obj in excluded}
         self._packages: set[str] = set()
         """Installed packages whose code is searched."""
@@ -159,9 +162,12 @@ class _StateSearch:
         self._search_code_of(type(module))
         entries = vars(module)
         self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, entries)
-        for name, value in entries.items():
+        for name, value in without_zero3(entries).items():
             if isinstance(value, dict) and not value:
                 self.empty.append(value)
+            elif name in BACKWARD_HOOKS:
+                self.backward_hooks.append(value)
+                self._queue += value.values()
             elif name == PARAMETERS:
                 self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, value)
                 parameters = [parameter for parameter in value.values() if parameter is not None]
@@ -359,6 +365,8 @@ class ModelState:
         search = _StateSearch(roots, largest_copy, excluded)
         self.leaves = list(search.leaves.values())
         """Parameters and other leaf tensors that may get a gradient."""
+        self.backward_hooks = search.backward_hooks
+        """Hooks that modules run in backward, by id. A snapshot does not restore these dicts."""
         self._is_sharded = search.is_sharded
         self._empty = search.empty
         self.records = [(kind, obj, kind.take(obj)) for kind, obj in search.records]

@@ -136,10 +136,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     At the end of the `with` block, the state that the runs changed is restored.
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
-    `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step in
-    backward, are not called inside the block. Filled tables, such as cached rotary embeddings, stay filled (`Tables`),
-    because a run that fills them calls operators that later runs do not call. Raise UnrestorableError for a change that
-    cannot be undone.
+    `requires_grad` of all reachable parameters. Hooks that run in backward, such as DeepSpeed's or hooks of optimizers
+    that step in backward, are not called inside the block. Filled tables, such as cached rotary embeddings, stay filled
+    (`Tables`), because a run that fills them calls operators that later runs do not call. Raise UnrestorableError for a
+    change that cannot be undone.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         for leaf, gradient, _ in self._gradients:
             if gradient is not None:
                 leaf.grad = None
-        self._stack.enter_context(without_gradient_hooks(self._state.leaves))
+        self._stack.enter_context(without_gradient_hooks(self._state.leaves, self._state.backward_hooks))
         self._stack.enter_context(torch.enable_grad())
         return self
 

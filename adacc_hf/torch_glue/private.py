@@ -35,17 +35,17 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS",
-    "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC",
-    "TO_COPY", "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException",
-    "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_to_all", "attention_name",
-    "attention_operator", "attention_priority", "before_profilers_start", "buffers_of", "collective_count",
-    "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback",
-    "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling", "is_traceable_wrapper_subclass",
-    "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of",
-    "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count",
-    "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
-    "without_modes",
+    "ATTRIBUTES", "BACKWARD_HOOKS", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS",
+    "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE",
+    "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException", "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_to_all",
+    "attention_name", "attention_operator", "attention_priority", "before_profilers_start", "buffers_of",
+    "collective_count", "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node",
+    "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling",
+    "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name",
+    "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key",
+    "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily",
+    "version_of", "viewed_tensor", "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -71,6 +71,8 @@ def _attribute_getter(owner: str, attribute: str) -> Callable[[Any], Any]:
 
 version_of = _attribute_getter("Tensor", "_version")
 """Function that returns autograd's version counter of a tensor: the number of in-place writes to its storage."""
+viewed_tensor = _attribute_getter("Tensor", "_base")
+"""Function that returns the tensor that autograd knows a tensor as a view of, or None."""
 storage_key = _attribute_getter("UntypedStorage", "_cdata")
 """Function that returns a key of a storage, unique while the storage is alive.
 
@@ -105,6 +107,8 @@ methods."""
 forward_pre_hooks = _attribute_getter("Module", "_forward_pre_hooks")
 forward_hooks = _attribute_getter("Module", "_forward_hooks")
 """Functions that return a module's forward hooks, or forward pre-hooks, as a dict by id."""
+BACKWARD_HOOKS = (private_name("Module", "_backward_hooks"), private_name("Module", "_backward_pre_hooks"))
+"""Names of the attributes in which a module stores hooks that run in its backward, each a dict by id."""
 GLOBAL_PRE_HOOKS, GLOBAL_HOOKS = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
 """Forward pre-hooks and forward hooks that torch runs for every module."""
 attention_priority = torch._C._get_sdp_priority_order

@@ -204,11 +204,16 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 @contextmanager
-def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Disable the gradient hooks of `parameters` inside the `with` block.
+def without_gradient_hooks(
+    parameters: Iterable[torch.Tensor], module_hooks: Iterable[dict[int, Any]] = ()
+) -> Iterator[None]:
+    """Disable the gradient hooks of `parameters`, and the backward hooks of modules in the dicts `module_hooks`, inside
+    the `with` block.
 
     In gradient hooks, DeepSpeed's ZeRO 1 and 2 send the gradients to other ranks, and an optimizer that steps per layer
-    (GaLore) or per parameter (LOMO) changes the weights.
+    (GaLore) or per parameter (LOMO) changes the weights. In a backward hook of a module, ZeRO 3 sends the gradients of
+    a leaf module. A backward hook of a module is replaced by a function that does nothing, because torch adds nodes to
+    autograd's graph for a module with hooks.
     """
     # The same dicts are emptied and refilled, because handles that remove a hook refer to them.
     saved_hooks = [
@@ -219,11 +224,18 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
     ]
     for hooks, _ in saved_hooks:
         hooks.clear()
+    for hooks in module_hooks:
+        saved_hooks.append((hooks, dict(hooks)))
+        hooks.update(dict.fromkeys(hooks, _do_nothing))
     try:
         yield
     finally:
         for hooks, before in saved_hooks:
             hooks.update(before)
+
+
+def _do_nothing(*args: Any) -> None:
+    """Return None, by which a backward hook leaves the gradients as they are."""
 
 
 # Distances of tensors: L2 norms in double precision. Several tensors are treated as one vector. These functions do not

@@ -35,6 +35,20 @@ def test_nobody_hears_of_a_profile(hooked_model, token_batch, measure):
     assert len(gradients) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("measure", [lambda m, b: profile_model(m, b, AdaccConfig()), measure_step])
+def test_a_profile_calls_no_backward_hooks_of_modules(tiny_gpt2, token_batch, register, measure):
+    """DeepSpeed sends the gradients of a leaf module in such a hook, which must not happen outside a step."""
+    model, calls = tiny_gpt2(), []
+    modules = [model.transformer.h[0], model.transformer.h[1].mlp]
+    for module in modules:
+        getattr(module, register)(lambda module, *_: calls.append(module))
+    measure(model, token_batch())
+    assert calls == []
+    model(**token_batch()).loss.backward()
+    assert set(calls) == set(modules)
+
+
 def test_nobody_hears_of_a_compared_gradient(hooked_model, token_batch):
     model, gradients = hooked_model
     profile = profile_model(model, token_batch(), AdaccConfig())

@@ -1,0 +1,156 @@
+"""Parameters that DeepSpeed's ZeRO 3 has divided among ranks, and how its hooks gather them for a block.
+
+ZeRO 3 registers hooks on every module. The hooks gather the module's parameters from all ranks before its forward and
+its backward, and free them afterwards. Inside a block, the gathering depends on what DeepSpeed has gathered early. It
+must be no part of the block's operators, so that all calls of the block run the same operators, and each saved tensor
+can be recomputed. So the parameters of a block are gathered together, by the hooks on the block itself, as for
+DeepSpeed's leaf modules (`deepspeed.utils.set_z3_leaf_modules`) and for blocks that FSDP2 shards.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+
+from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, viewed_tensor
+
+_HOOK_MODULES = ("deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.nvtx")
+"""Python modules that define ZeRO 3's hooks on modules, and a wrapper around some of these hooks."""
+_GRAPH_HOOKS = ("_pre_backward_module_hook", "_post_backward_module_hook")
+"""Names of the hooks that only add identity functions to autograd's graph, on a module's inputs and results."""
+_GRAPH_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
+"""Attributes of a module that contain these identity functions. Their backward gathers and frees parameters."""
+_COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
+"""Attributes that the hooks create in a module's first forward. They exist from the start, because Dynamo's guards
+compare the names of a module's attributes."""
+_IS_LEAF = "_z3_leaf"
+"""Attribute of a module that DeepSpeed reads in each hook: True if the hook gathers the parameters of all modules
+inside."""
+_OTHERS_PARAMETERS = "_external_params"
+"""Attribute of a module in which DeepSpeed stores the parameters of other modules that the module reads."""
+_IDENTITY = "ds_id"
+"""Attribute that DeepSpeed sets on each parameter that ZeRO 3 divides, and on each module."""
+_PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters")
+"""Beginnings of the names of attributes that DeepSpeed sets on parameters and modules."""
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Return True if ZeRO 3 has divided `parameter` among ranks, also while the parameter is gathered."""
+    return hasattr(parameter, _IDENTITY)
+
+
+def without_zero3(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module or parameter without those of DeepSpeed.
+
+    All other parameters can be reached through them, and the table of parameters that are being gathered.
+    """
+    if _IDENTITY not in attributes:
+        return attributes
+    return {name: value for name, value in attributes.items() if not name.startswith(_PREFIXES)}
+
+
+class _Identity(Function):
+    """Identity in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class BlockGathering:
+    """Change of ZeRO 3's hooks on one block and on the modules inside, until `remove`.
+
+    The hooks on the block gather and free the parameters of all modules inside, and the hooks on these modules are
+    removed. Their identity functions in autograd's graph stay, because the order in which autograd adds up gradients
+    depends on them. Does nothing to a block without such hooks.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        """(the hooks of a module, a copy of them from before the change), each a dict by id."""
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
+        """(module, name, earlier value) of each attribute that was changed."""
+        if not any(map(_is_of_zero3, forward_pre_hooks(block).values())):
+            return
+        inner = [module for module in block.modules() if module is not block]
+        others = [vars(module).get(_OTHERS_PARAMETERS) or {} for module in (block, *inner)]
+        self._set(block, _OTHERS_PARAMETERS, {key: value for each in others for key, value in each.items()})
+        self._set(block, _IS_LEAF, True)
+        for module, name in product((block, *inner), _COUNTERS):
+            vars(module).setdefault(name, 0)
+        for module in inner:
+            for hooks in (forward_pre_hooks(module), forward_hooks(module)):
+                self._remove_gathering(hooks)
+            for name in _GRAPH_FUNCTIONS:
+                if name in vars(module):
+                    self._set(module, name, _Identity)
+
+    def remove(self) -> None:
+        """Restore all hooks and attributes."""
+        while self._hooks:
+            hooks, before = self._hooks.pop()
+            added = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update(before | added)
+        while self._attributes:
+            module, name, value = self._attributes.pop()
+            if value is None:
+                vars(module).pop(name, None)
+            else:
+                setattr(module, name, value)
+
+    def _remove_gathering(self, hooks: dict[int, Any]) -> None:
+        unwanted = [key for key, hook in hooks.items() if _is_of_zero3(hook) and not is_identity_hook(hook)]
+        if unwanted:
+            self._hooks.append((hooks, dict(hooks)))
+            for key in unwanted:
+                del hooks[key]
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        self._attributes.append((module, name, vars(module).get(name)))
+        setattr(module, name, value)
+
+
+def _is_of_zero3(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) in _HOOK_MODULES
+
+
+def is_identity_hook(hook: Any) -> bool:
+    """Return True for a hook of ZeRO 3 that only adds an identity to autograd's graph if its block has a
+    `BlockGathering`."""
+    return _is_of_zero3(hook) and hook.__name__ in _GRAPH_HOOKS
+
+
+class PartitionedView:
+    """View of a parameter that ZeRO 3 divides among ranks, without a reference to the gathered memory.
+
+    The parameter must be gathered whenever `tensor` is called.
+    """
+
+    __slots__ = ("_geometry", "_parameter")
+
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._geometry = (view.shape, view.stride(), view.storage_offset() - parameter.storage_offset())
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> PartitionedView | None:
+        """Return `tensor` as a view of a partitioned parameter, or None if `tensor` is not one."""
+        for parameter in (tensor, viewed_tensor(tensor)):
+            if parameter is not None and is_partitioned(parameter):
+                return cls(parameter, tensor)
+        return None
+
+    def tensor(self) -> torch.Tensor:
+        """Return the view of the parameter as it is gathered now."""
+        size, stride, offset = self._geometry
+        with torch.no_grad():
+            return self._parameter.as_strided(size, stride, self._parameter.storage_offset() + offset)
