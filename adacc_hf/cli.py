@@ -1,4 +1,5 @@
-"""The `adacc` command: run and plan training, explain policies, write reports, list codecs, check, and evaluate."""
+"""The `adacc` command. Its subcommands run and plan training, explain policies, write reports, list codecs, check the
+environment, and run experiments."""
 
 from __future__ import annotations
 
@@ -304,7 +305,8 @@ def _add_eval_parser(commands: Any) -> None:
 
 
 def _runner_name(text: str) -> str:
-    """Return the name in RUNNERS of the experiment `text`, which is the experiment's name or its module's name."""
+    """Return the name, in RUNNERS, of the experiment that `text` refers to. `text` is the experiment's name or the name
+    of the experiment's module, with hyphens or underscores. Return any other `text` unchanged."""
     hyphened = text.replace("_", "-")
     by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)

@@ -78,10 +78,10 @@ def examine() -> Iterator[Finding]:
 
 
 def examine_blocks(run: Path) -> Iterator[Finding]:
-    """Yield a finding for each kind of blocks (blocks that run the same operators) in the profile of a run.
+    """Yield one finding for each kind of block in the profile of a run. Blocks of one kind run the same operators.
 
-    The result contains advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run`
-    has no profile.
+    The finding contains advice if calls of these blocks have extra overhead. Raises FileNotFoundError if the folder
+    `run` has no profile.
     """
     from adacc_hf.artifacts.files import PROFILE_FILE
     from adacc_hf.artifacts.profile import Profile

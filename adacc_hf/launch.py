@@ -174,7 +174,8 @@ def startup_folder() -> str:
 
 
 def _refuse_command(name: str, error: OSError) -> int:
-    """Print the reason why the command `name` cannot be started, and return the exit status of a shell in this case."""
+    """Print the reason why the command `name` cannot be started. Return the exit status that a shell would return: 127
+    if the command is not found, else 126."""
     hint = ""
     if name.endswith(".py"):
         hint = f"; to run a script, write `adacc run -- python {name}`"

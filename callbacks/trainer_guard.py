@@ -1,8 +1,9 @@
 """TrainerGuard: wraps methods of a running Trainer for callbacks, and restores the methods even if the run fails.
 
-Transformers sends no event when a run fails, so the methods between on_train_begin and on_train_end are wrapped.
-Metrics that a callback adds to a log reach only the callbacks after it. By default, TensorBoard and the other reporters
-come first, so callbacks with a guard are moved to the front during the run.
+Transformers sends no event when a run fails. Therefore the methods that the Trainer calls between the events
+on_train_begin and on_train_end are wrapped. Metrics that a callback adds to a log reach only the callbacks after it. By
+default, TensorBoard and the other reporters come first, so callbacks with a guard are moved to the front during the
+run.
 
 Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_loop.py checks that all names
 of the Trainer used here exist.
@@ -19,7 +20,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
-"""Methods of the Trainer that run between on_train_begin and on_train_end."""
+"""Methods that the Trainer calls between the events on_train_begin and on_train_end."""
 RESUMED_FROM = "resume_from_checkpoint"
 """Name of the local variable with the checkpoint folder in the stack frame of the Trainer's training loop."""
 

@@ -4,14 +4,15 @@ Shapes: a tensor is seen as x_AGB, A groups of G elements in each of B columns, 
 codecs have B = 1, token_int4 has one row per group, channel_int4 has B = channels.
 
 A group is stored as a peak and one code per element. The peak is the group's element with the largest absolute value,
-in 16 bits (no relation to peak memory). A code is the element divided by the scale, rounded, and shifted to be
-non-negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255 with 128 for zero. A byte holds the 4-bit codes
-of group a (low) and group a + A/2 (high), with A padded to an even number. Packing therefore joins two contiguous
-halves and never shuffles neighbours.
+and has no relation to peak memory. A code is the element divided by the scale, rounded, and shifted to be non-negative:
+4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255 with 128 for zero. A byte holds the 4-bit codes of group a
+(low) and group a + A/2 (high), with A padded to an even number. Packing therefore joins two contiguous halves and never
+shuffles neighbours.
 
-Peaks are stored in 16 bits. The peak of float16 or bfloat16 elements is stored exactly. The peak of float32 elements is
-truncated towards zero to bfloat16, which has the same range (up to 3e38). No decoded element exceeds the original peak,
-so nothing overflows. Codes are computed from the stored peak. The truncation clips the top 2^-7 of the range.
+Peaks are stored in a 16-bit dtype. The peak of float16 or bfloat16 elements is stored exactly, in the elements' dtype.
+The peak of float32 elements is truncated towards zero to bfloat16, which has the same range (up to 3e38). No decoded
+element exceeds the original peak, so nothing overflows. Codes are computed from the stored peak. The truncation clips
+the top 2^-7 of the range.
 """
 
 from collections.abc import Callable
@@ -66,7 +67,8 @@ def cut_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
-    """Return the peak of each group of `x_AGB` in 16 bits, as [A, B].
+    """Return the peak of each group of `x_AGB`, with shape [A, B]. The result is bfloat16 for float32 elements.
+    Elements in float16 or bfloat16 keep their dtype.
 
     `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If `signed`, the peak of a group is the element
     with the largest absolute value. Otherwise the peak is this absolute value. NaN counts as the largest absolute
@@ -120,9 +122,9 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
     """Encode `x_AGB` with plain torch operators. Return (codes, peaks).
 
     `x_AGB` has B columns, each with A groups of G elements. Codes are uint8, with shape [A/2, G, B] for 4 bits (A is
-    even) or [A, G, B] for 8 bits. Peaks have shape [A, B] and 16 bits. The peak of a group is the element with the
-    largest absolute value, or this absolute value itself if `factor` is positive. Codes of non-finite elements are
-    unspecified.
+    even) or [A, G, B] for 8 bits. Peaks have shape [A, B] and a 16-bit dtype (see `peaks_ref`). The peak of a group is
+    the element with the largest absolute value, or this absolute value itself if `factor` is positive. Codes of
+    non-finite elements are unspecified.
     """
     offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
     if bits == 8:

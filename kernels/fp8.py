@@ -2,8 +2,8 @@
 
 An E4M3 code consists of a sign, 4 bits of exponent and 3 of mantissa. The largest number is 448, the smallest normal
 number is 2^-6, and numbers below 2^-6 are spaced by 2^-9. A row is the last dimension. The last group of a row may be
-shorter. No group reaches into another row. The group's absmax (largest absolute value), stored in 16 bits as in the
-other codecs, maps to 448. A float32 absmax is truncated by up to 2^-7, so the largest element scales to at most 451.5,
+shorter. No group reaches into another row. The group's absmax (largest absolute value) maps to 448. As in the other
+codecs, a float32 absmax is stored as bfloat16, truncated by up to 2^-7, so the largest element scales to at most 451.5,
 which also rounds to 448.
 
 In `int8`, all elements of a group are rounded to multiples of one step. The step of FP8 is relative: the rounding error
@@ -58,9 +58,9 @@ def numbers_ref(codes: Tensor) -> Tensor:
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Encode `x_RC`, R rows of C columns, with plain torch.
 
-    Return codes uint8 [R, C] and the absmax of each group, 16 bits [A]. Each row is cut into groups of `group_size`
-    elements, the last of which may be shorter. A is the number of groups of all rows. The absmax of a group is the
-    largest absolute value of the group's elements.
+    Return codes uint8 [R, C] and the absmax of each group, [A] in a 16-bit dtype (see `_symmetric.peaks_ref`). Each row
+    is cut into groups of `group_size` elements, the last of which may be shorter. A is the number of groups of all
+    rows. The absmax of a group is the largest absolute value of the group's elements.
     """
     rows, columns = x_RC.shape
     x_AG = _groups_of_rows(x_RC, group_size)

@@ -34,7 +34,7 @@ _WORD = re.compile(r"\w+")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Create cloze passages from files of documents, as the command line asks."""
+    """Create cloze passages from files of documents, with the settings in `argv` (default: the command line)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="file or folder of documents, as for gpt2_pile.py")
     parser.add_argument("--output", type=Path, default=Path(CLOZE_FILE), help=f"default: {CLOZE_FILE}")

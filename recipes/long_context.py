@@ -166,7 +166,7 @@ def make_trainer(
 ) -> Trainer:
     """Build the recipe's Trainer with model, tokenizer and dataset.
 
-    Raises ValueError or OSError that names the invalid setting.
+    Raises ValueError or OSError for an invalid setting, which the error names.
     """
     cache_dir = Path(recipe.cache_dir)
     with training.main_process_first(desc="preparing the data"):

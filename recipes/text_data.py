@@ -30,7 +30,7 @@ def load_text_data(
     """Load the text dataset that `args` names, in sequences of `seq_len` tokens.
 
     If there are several processes, the first one fills the caches (`TrainingArguments.main_process_first`). Raises
-    ValueError or FileNotFoundError that names the invalid setting.
+    ValueError or FileNotFoundError for an invalid setting, which the error names.
     """
     with main_process_first(desc="preparing the data"):
         train, validation, text_key = _split_documents(args)

@@ -1,4 +1,5 @@
-"""Training sequences from documents: hold out validation documents, encode, concatenate, cut to equal lengths."""
+"""Training sequences from documents. Some documents are held out for validation. The others are encoded, concatenated,
+and cut to sequences of equal length."""
 
 import hashlib
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""One training run: build model and data from the settings, train, evaluate, and save the results."""
+"""One training run. The functions build model and data from the settings, train, evaluate, and save the results."""
 
 import copy
 import importlib.util
@@ -61,7 +61,8 @@ class FinishedRun:
 
 
 def prepare_run(args: RecipeArguments) -> PreparedRun:
-    """Check the settings, and prepare the data. Raises ValueError or OSError that names an invalid setting."""
+    """Check the settings, and prepare the data. Raises ValueError or OSError for an invalid setting, which the error
+    names."""
     seq_len = checked_seq_len(args.data.seq_len, load_config(args.model.model))
     _check_method(args)
     has_policy = args.method.method not in ("none", "full", "compact")

@@ -128,7 +128,8 @@ class Saved:
     """Number of finished steps. None in older checkpoints. Adapters for the Trainer ignore this number, because the
     Trainer counts steps itself."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by which the measured memory of a step exceeded the profile's prediction, by moment of the step."""
+    """Bytes by which the measured memory of a step exceeded the profile's prediction, by part of the step, such as a
+    block's backward."""
     counted_elements: int = 0
     """Number of elements in the largest micro-batch of the step whose memory gave `missing_bytes`."""
     num_ranks: int = field(default_factory=num_ranks)

@@ -43,8 +43,11 @@ in 300 lies above this distance."""
 
 
 class LossGuard:
-    """A guard of the accuracy during the run. Requests comparisons of compressed with exact gradients, and judges the
-    results."""
+    """Guard against lossy codecs that degrade gradients during the run.
+
+    Requests comparisons of the gradients under compression with exact gradients, and decides from the results which
+    codecs to switch off.
+    """
 
     def __init__(
         self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
@@ -128,7 +131,8 @@ class LossGuard:
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
         """Log which codecs are switched off because of the degraded gradients, and return the logged message.
 
-        `degraded` contains the relative errors of the degraded gradients, keyed by kind of block.
+        `degraded` contains the relative errors of the degraded gradients, keyed by kind of block (blocks that run the
+        same operators).
         """
         self.is_unproven = True
         culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)

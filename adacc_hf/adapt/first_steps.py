@@ -20,8 +20,8 @@ MEASURING = "policy, memory measured"
 TRACKING = "policy, outliers and gradients measured"
 COMPILING = "graphs are compiled"
 COMPILED = "compiled graphs"
-"""Activity of a step that ran compiled graphs. This constant and the constants above are the values of a step's
-activity: how the blocks ran, and the step's work besides training."""
+"""Activity of a step that ran compiled graphs. This constant and the constants above are all values of a step's
+activity, which describes how the blocks ran, and the step's work in addition to training."""
 
 EVENTS = {"policy": "policy set", "change": "policy changed", "guard": "guard"}
 """Events of the run's history that the report shows next to a step's times, with the text in the report."""
@@ -33,8 +33,9 @@ RECORD_KEYS = frozenset({"step", "activity", "seconds", "profiling_s", "solving_
 class FirstSteps:
     """Times of a run's first steps.
 
-    A step's time includes its interruptions: profiling, and solving or waiting for the solver. A step's *activity* is a
-    text such as COMPILED: how the blocks ran (under a policy, for example), and the step's work besides training.
+    A step's time includes its interruptions: profiling, and solving or waiting for the solver. A step's *activity* is
+    one of this module's constants, such as COMPILED. It describes how the blocks ran in the step (under a policy, for
+    example), and the step's work in addition to training.
     """
 
     def __init__(self) -> None:

@@ -54,10 +54,11 @@ class MicroBatches:
             self._last.begin()
 
     def read_shapes(self, inputs: Any) -> bool:
-        """Read the micro-batch's shapes from `inputs`. Return True if `inputs` are the micro-batch's first tensors.
+        """Read the micro-batch's shapes from the tensors in the mapping `inputs`, and return True. Return False if the
+        shapes are known already, or if `inputs` is not a mapping.
 
-        In reinforcement learning, the tensors are sampled within the step and may not exist when the micro-batch
-        begins.
+        In reinforcement learning, the tensors are sampled within the step, so they do not always exist when the
+        micro-batch begins.
         """
         if self.has_shapes or not isinstance(inputs, Mapping):
             return False
@@ -136,8 +137,7 @@ class LastBatch:
         """Record that `compute_loss` is about to be called with `inputs`.
 
         If `compute_loss` is None, the model computes the loss. If `is_certain` is True, a profile must use
-        `compute_loss`. Otherwise the decision is left to `note_loss`, because `compute_loss` may do no more than scale
-        the model's own loss.
+        `compute_loss`. Otherwise `note_loss` decides, because `compute_loss` perhaps only scales the model's own loss.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 
 TrackedKey = tuple[int, int]
-"""Key of an activation in a profile: (index of the kind of blocks, index of the value in the kind)."""
+"""Key of an activation in a profile: (index of the kind of block, index of the value in the kind's profile)."""
 
 OptionKey = tuple[int, int, str]
-"""Key of a codec of an activation: (index of the kind of blocks, index of the value, name of the codec)."""
+"""Key of a codec of an activation: (index of the kind of block, index of the value, name of the codec)."""
 
 K = TypeVar("K", bound=tuple[Any, ...])
 F = TypeVar("F", bound=float)
@@ -38,7 +38,8 @@ F = TypeVar("F", bound=float)
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks.
+    """Measurements of a tracking step: maxima over all blocks of a kind (blocks that run the same operators), all calls
+    and all ranks.
 
     The keys of the dicts contain either the indices of one profile, or names: (block call, activation, codec), such as
     ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices may

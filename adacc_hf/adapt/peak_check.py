@@ -36,7 +36,7 @@ class _MeasuredStep:
     """Index in `PolicyCache.all` of a policy used in the step: the policy with the largest predicted peak."""
     peak_bytes: int
     moments: Mapping[str, int]
-    """Measured peak in bytes for each moment of the step, such as a block's backward."""
+    """Measured peak in bytes for each part of the step, such as a block's backward."""
     largest: BatchShapes
     """Sizes of the largest micro-batch."""
 
@@ -121,8 +121,8 @@ class PeakCheck:
         """Replace the provisional policies (`is_provisional`) after the first measurement of a step. Return True if a
         policy changed.
 
-        `peak` is the measured peak under `size_policy`, and `moments` contains the measured peak at each moment of the
-        step. `largest` are the sizes of the largest micro-batch of all ranks.
+        `peak` is the measured peak under `size_policy`, and `moments` contains the measured peak in each part of the
+        step, such as a block's backward. `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         predicted = size_policy.predicted_peak_bytes()

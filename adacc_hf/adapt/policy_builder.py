@@ -67,7 +67,7 @@ class PolicyBuilder:
 
         Return None if, on some rank, the model skips blocks on this batch or returns no loss. Also return None if the
         forward has collectives, because the batch is profiled in parts, and ranks may run different numbers of parts.
-        Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        Raises InfeasibleBudgetError if no policy fits the budget, and torch.OutOfMemoryError if memory runs out.
         """
         model, optimizer = self._run.model, self._run.optimizer
         if forward_needs_all_ranks(model):
@@ -112,7 +112,8 @@ class PolicyBuilder:
 
         If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
         peak. In this case, `is_provisional` is True: the policy needs the least memory of all, and is replaced after
-        the first measured step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        the first measured step. Raises InfeasibleBudgetError if no policy fits the budget, and torch.OutOfMemoryError
+        if memory runs out.
         """
         try:
             profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)

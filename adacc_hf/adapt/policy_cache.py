@@ -1,4 +1,4 @@
-"""PolicyCache: the policies of a run by the size of the batch.
+"""PolicyCache: the policies of a run, one for each size of batch.
 
 Sizes are grouped into size classes. Each class is 25 % larger than the class below (artifacts/size_model.py). A class
 gets a policy before the first batch of the class runs. The policy is solved for a profile that is extrapolated from a
@@ -36,10 +36,10 @@ A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
 """Maximum number of policies of a run that are adapted to the data, one per batch size. Size classes that occur later
-get plans that do not change."""
+get untracked plans, which are not adapted to the data."""
 MAX_UNTRACKED = 64
-"""Maximum number of size classes with plans that do not change. If there are more, the least recently used class is
-dropped."""
+"""Maximum number of size classes with untracked plans (plans that are not adapted to the data). If there are more, the
+least recently used class is dropped."""
 MAX_UNPLANNED = 256
 """Maximum number of buckets (groups of similar batch sizes) whose batches are counted. The bucket that occurred least
 recently is dropped, because the number of different buckets is unlimited, and ranks exchange these counts."""
@@ -51,8 +51,8 @@ class PolicyCache:
     def __init__(self) -> None:
         self.all: list[SizePolicy] = []
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
-        """Plans that do not change, by size class, for the size classes without a policy that is adapted to the
-        data."""
+        """Untracked plans (plans that are not adapted to the data), by size class (batches of similar sizes). A class
+        with a policy in `all` has no untracked plans."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
         """Counts for each bucket (group of similar batch sizes) without a policy: (smallest sizes that all batches of
         the bucket fit in, number of batches)."""
@@ -79,12 +79,13 @@ class PolicyCache:
         self.unplanned.pop(bucket_of(shapes), None)
 
     def add_untracked(self, sizes: BatchShapes, plans: BlockPlans) -> None:
-        """Store `plans` for the size class `sizes`. These plans are not adapted to the data."""
+        """Store `plans` for the size class `sizes` as untracked plans, which are not adapted to the data."""
         put_latest(self.untracked, sizes, plans, MAX_UNTRACKED)
 
     @property
     def is_full(self) -> bool:
-        """True if the run has MAX_SIZE_POLICIES policies, so further size classes get fixed plans."""
+        """True if the run has MAX_SIZE_POLICIES policies. Further size classes then get untracked plans, which are not
+        adapted to the data."""
         return len(self.all) >= MAX_SIZE_POLICIES
 
     @property
@@ -122,10 +123,9 @@ class PolicyCache:
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
-        """Return the unchanging plans for the size class `sizes` or, if the class has none, for the exact `shapes` of a
-        batch.
+        """Return the untracked plans (plans that are not adapted to the data) for the size class `sizes`.
 
-        Return None if neither has such plans.
+        If the class has no untracked plans, return the plans for the exact `shapes` of a batch, or None.
         """
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 

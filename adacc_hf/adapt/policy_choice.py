@@ -1,4 +1,4 @@
-"""PolicyChoice: the choice of a policy for each micro-batch, by the sizes of its tensors.
+"""PolicyChoice: the choice of a policy for each micro-batch, which depends on the sizes of the micro-batch's tensors.
 
 NOTE [Choice of a policy]. This is the only place where a micro-batch gets its policy.
 | sizes of the micro-batch | policy |
@@ -42,7 +42,7 @@ class PolicyChoice:
         self.current: SizePolicy | None = None
         """Size policy (policy of one batch size, with its state) that the blocks follow now.
 
-        None if the blocks run under torch's checkpoint, or under plans that are not adapted to the data
+        None if the blocks run under torch's checkpoint, or under untracked plans, which are not adapted to the data
         (`PolicyCache.untracked`).
         """
         self.plans: BlockPlans | None = None
@@ -57,7 +57,8 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches, by the `id` of their plans. None for plans that never change."""
+        """Size policies of the step's micro-batches, by the `id` of their plans. None for untracked plans, which have
+        no replanner and are not adapted to the data."""
         self._lasts = False
         """True if the chosen policy also applies to the next micro-batch, if this has the same shapes."""
         self.has_replaced_borrowed = False
@@ -70,8 +71,8 @@ class PolicyChoice:
     def shown(self) -> SizePolicy:
         """Policy of the most recent micro-batch, with its state.
 
-        If this micro-batch ran under torch's checkpoint, or under plans that are not adapted to the data, the result is
-        the run's first policy.
+        If this micro-batch ran under torch's checkpoint, or under untracked plans (plans that are not adapted to the
+        data), the result is the run's first policy.
         """
         return self.current or self.cache.all[0]
 
@@ -114,8 +115,8 @@ class PolicyChoice:
         """Return the size policy (policy and replanner of one size class) for a batch of `shapes`, whose class is
         `sizes`.
 
-        If the class is new, make a policy for the class. Return None if the class has only plans without a replanner,
-        which never change.
+        If the class is new, make a policy for the class. Return None if the class has only untracked plans, which have
+        no replanner and are not adapted to the data.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None and size_policy.is_borrowed:
@@ -144,7 +145,7 @@ class PolicyChoice:
         return size_policy
 
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch that runs under a policy that leaves budget unused (`is_borrowed`).
+        """Count a batch under a borrowed policy, which leaves memory of the budget unused (`is_borrowed`).
 
         If the overhead of all counted batches has reached the time of a solver run, solve for the batch's own size
         class, and follow the new policy if it is faster. A solver run for only a few batches would not pay off.
@@ -266,7 +267,7 @@ class PolicyChoice:
 
     def used(self) -> list[SizePolicy | None]:
         """Return the size policies under which the step's micro-batches ran. None stands for micro-batches that ran
-        under torch's checkpoint, or under plans that never change."""
+        under torch's checkpoint, or under untracked plans (plans that are not adapted to the data)."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:

@@ -58,7 +58,7 @@ TASKS = {
 
 
 class FixedPolicyPhase(Phase):
-    """Phase of a run that trains under a policy that never changes."""
+    """Phase of a run that trains under a fixed policy, which is not adapted to the data."""
 
     def __init__(self, run: RunState, handle: PolicyHandle) -> None:
         self._run = run
@@ -201,8 +201,8 @@ class AdaptivePhase(FixedPolicyPhase):
 
     @property
     def activity(self) -> str:
-        """Text for reports on the current step: how the blocks run, and the step's work besides training (see
-        `FirstSteps`)."""
+        """Description of the current step for reports: how the blocks run, and the step's work in addition to training
+        (see `FirstSteps`)."""
         current = self.choice.current
         if self._tracking.is_on:
             return TRACKING
@@ -239,8 +239,10 @@ class AdaptivePhase(FixedPolicyPhase):
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
-        """Choose and apply the policy for the micro-batch by the shapes of `inputs`, if these are the micro-batch's
-        first tensors."""
+        """Choose the policy for a micro-batch with the shapes of `inputs`, and apply the policy.
+
+        Do nothing if the shapes of the micro-batch are known already, or if `inputs` is not a mapping.
+        """
         if self._batches.read_shapes(inputs):
             self.choice.choose(self._batches.shapes, self._batches.nbytes)
 

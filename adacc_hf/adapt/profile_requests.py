@@ -1,6 +1,6 @@
 """ProfileRequests: decides during the run which further batches to profile, because of their size or their operators.
 
-With several ranks, all ranks decide together, by collectives.
+Several ranks exchange their data with collectives, and make the same decision.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ takes a collective."""
 
 
 class ProfileRequests:
-    """Requests for profiles during a run: for a batch size without a policy, or for a restart, which replaces all
-    policies."""
+    """Requests for profiles during a run. A profile is requested for a batch size without a policy, or for a restart,
+    which replaces all policies."""
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
@@ -51,7 +51,9 @@ class ProfileRequests:
     def _look_for_sizes(self) -> None:
         """Request a profile of a frequent batch size whose profile cannot be extrapolated from another size.
 
-        With several ranks, also replace unchanging plans of size classes by policies that are adapted to the data.
+        With several ranks, a new size class (batches of similar sizes) first gets plans that are not adapted to the
+        data (`PolicyCache.untracked`), because perhaps only some ranks have batches of this class, and all ranks must
+        take part in adapting a policy. This method replaces these plans by policies that are adapted to the data.
         """
         cache = self._choice.cache
         if cache.is_full:
@@ -77,10 +79,12 @@ class ProfileRequests:
                 self._tried.add(why)
 
     def can_restart(self) -> bool:
-        """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable for a restart.
+        """Decrement `num_tries`. Return True if a restart, which replaces all policies, can profile the most recent
+        batch of every rank.
 
-        On a suitable batch, the model has trained every block that was trained so far. If the reason to restart is
-        OTHER_OPERATORS, the model must also have run operators that were not profiled.
+        On this batch, the model must have called every block that it has called with gradients in any step of the run
+        so far. If the reason to restart is OTHER_OPERATORS, the model must also have run operators that were not
+        profiled.
         """
         self.num_tries -= 1
         is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())

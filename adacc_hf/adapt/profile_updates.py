@@ -43,7 +43,8 @@ def _with_outlier_channels(value: Value, option: CodecOption, count: int) -> Cod
 
 
 def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
-    """Return `profile` with the measured round-trip errors of codecs, by kind, value and codec."""
+    """Return `profile` with the measured round-trip errors of codecs. The keys of `errors` are (index of the kind of
+    block, index of the value, codec)."""
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         return replace(option, error=errors.get((*key, option.codec), option.error))
@@ -106,7 +107,8 @@ def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
-    """Return `choice` (the action for `value`) with its codec's options as they are now in `kind`.
+    """Return `choice` (the action for `value`) with its codec's options as they are now in `kind`, the profile of the
+    block.
 
     Return `choice` unchanged if the choice's codec is no longer an option.
     """
@@ -144,9 +146,11 @@ SwitchedOff = tuple[str, str, str]
 
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """Convert codec options from indices to names (block, activation, codec), for every block of an option's kind.
+    """Convert codec options from indices to names (block, activation, codec), for every block to which an option
+    applies.
 
-    Each option is (index of the kind, index of the value, codec), with the indices of `profile`.
+    Each option is (index of the kind of block, index of the value, codec), with the indices of `profile`. The option
+    applies to all blocks of this kind.
     """
     return frozenset(
         (block.name, profile.kinds[kind].names[value], codec)
@@ -157,7 +161,10 @@ def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset
 
 
 def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
-    """Return the codec options of `profile` that are switched off in at least one block of the option's kind."""
+    """Return the codec options of `profile` that are switched off in at least one block to which the option applies.
+
+    An option is (index of the kind of block, index of the value, codec), and applies to all blocks of this kind.
+    """
     options = set()
     pairs = [(block, index) for block in profile.blocks for index in profile.kinds_of(block)]
     for block, index in pairs if switched_off else ():
@@ -172,8 +179,8 @@ def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """Return all lossy codec options of the kinds that `blocks` belong to, and the INT8 option, which `with_finer` may
-    add."""
+    """Return all lossy codec options of the kinds of block that `blocks` belong to, and the INT8 option, which
+    `with_finer` may add."""
     return frozenset(
         (index, value.index, codec)
         for index in {kind for block in profile.blocks if block.name in blocks for kind in profile.kinds_of(block)}

@@ -62,14 +62,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Measurements of one tracking step by activation: maxima over all blocks of a kind and over all ranks."""
+    """Measurements of one tracking step by activation: maxima over all blocks of a kind (blocks that run the same
+    operators) and over all ranks."""
 
     num_outliers: dict[str, int]
     """Number of outlier channels of each tracked activation."""
     errors: dict[str, float]
     """Relative L2 round-trip error of each compressed activation."""
     gradients: dict[int, GradientError]
-    """Error of the gradients of sampled blocks under compression, by index of the kind of blocks."""
+    """Error of the gradients of sampled blocks under compression, by index of the kind of block."""
     degrading_codecs: frozenset[OptionKey]
     """Codecs to switch off, because with them the error of a block's gradient exceeds the allowed bound."""
     reason: str
@@ -135,7 +136,8 @@ class Replanner:
     def start_tracking(self, plans: BlockPlans, every_kind: bool = False) -> None:
         """Begin the measurements of a tracking step, in which the blocks follow `plans`.
 
-        If `every_kind` is True, gradients are compared in one block of each kind that uses lossy codecs.
+        If `every_kind` is True, gradients are compared in one block of each kind that uses lossy codecs. A kind is a
+        group of blocks that run the same operators.
         """
         self._plans, self._measurements = plans, Measurements()
         room = self._forward_room()
@@ -164,7 +166,8 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def _say_unmeasured(self) -> None:
-        """Log once which round-trip errors the budget had no room to measure in any block of a kind."""
+        """Log once which round-trip errors the budget had no room to measure in any block of a kind (blocks that run
+        the same operators)."""
         unmeasured = self._measurements.unmeasured - self._measurements.errors.keys()
         if unmeasured and not self._has_said_unmeasured:
             self._has_said_unmeasured = True
@@ -284,16 +287,17 @@ class Replanner:
 
     @property
     def _kinds(self) -> dict[str, int]:
-        """Dict from each block's name to the index of the block's kind under the policy."""
+        """Dict from each block's name to the index of the kind of block (`Profile.kinds`) that the block belongs to
+        under the policy."""
         blocks = self.profile.blocks
         return {block.name: self.profile.kind_index(block, self.policy.plan_of(block.name)) for block in blocks}
 
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind` is True, return one lossy block of each kind: the block that was degraded most recently, else
-        the first block, which needs the least memory. These blocks are returned even if the budget has no room for the
-        comparison.
+        If `every_kind` is True, return one lossy block of each kind (blocks that run the same operators): the block
+        that was degraded most recently, else the first block, which needs the least memory. These blocks are returned
+        even if the budget has no room for the comparison.
 
         If `every_kind` is False, return `guard_blocks` lossy blocks, or as many as the budget has room for. Successive
         tracking steps choose the blocks in turn.
@@ -314,7 +318,7 @@ class Replanner:
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return (gradient errors by kind of block, codecs to switch off).
+        """Return (gradient errors by index of the kind of block, codecs to switch off).
 
         The gradients of sampled blocks are compared with exact gradients. Codecs are switched off until the errors are
         within `gradient_bound`. If an error exceeds the bound on one rank, all ranks search for these codecs, because a
@@ -339,7 +343,8 @@ class Replanner:
 
         Without these codecs, the error of the gradient is at most `gradient_bound`. Codecs that are switched off
         already are included as long as the current policy uses them. If the search fails, log a warning and return all
-        lossy codecs of the block's kind. `was_compared` is True if this rank could compare the gradient.
+        lossy codecs of the block's kind (blocks that run the same operators). `was_compared` is True if this rank could
+        compare the gradient.
         """
         bound = gradient_bound(self.config)
         lossy = {

@@ -1,4 +1,4 @@
-"""RunContext: state shared by the parts of a run's controller, such as the budget and the measured memory of steps."""
+"""RunContext: state shared by the objects that control a run, such as the budget and the measured memory of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ than later steps, and more memory if no profile has recorded the model before.""
 
 @dataclass(slots=True)
 class RunContext:
-    """State shared by the parts of one run's controller (`AdaptivePhase`)."""
+    """State shared by the objects that control one run, such as `AdaptivePhase` and `PolicyChoice`."""
 
     config: AdaccConfig
     policy_step: int
@@ -29,8 +29,8 @@ class RunContext:
     tightened: float | int | None = None
     """Smaller budget for new policies, after a step ran out of memory. None if no step has run out of memory."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by which the measured memory of a step exceeded the profile's prediction, by moment of the step (see
-    `StepMarker`)."""
+    """Bytes by which the measured memory of a step exceeded the profile's prediction, by part of the step, such as a
+    block's backward (see `StepMarker`)."""
     counted_elements: int = 0
     """Number of elements in the largest micro-batch of the step whose memory gave `missing_bytes`, or 0 before such a
     step."""

@@ -40,8 +40,8 @@ class Phase:
 
     @property
     def activity(self) -> str:
-        """Text for reports on the current step: how the blocks run, and the step's work besides training (see
-        `FirstSteps`)."""
+        """Description of the current step for reports: how the blocks run, and the step's work in addition to training
+        (see `FirstSteps`)."""
         return FOLLOWING
 
     def begin_step(self, step: int) -> None:
@@ -73,8 +73,8 @@ class Phase:
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Handle the start of a forward on `inputs`. If `compute_loss` is None, the model computes the loss itself.
 
-        If `is_certain` is False, `compute_loss` may only scale the model's own loss, and a profile then does not need
-        `compute_loss` (see `LastBatch`).
+        If `is_certain` is True, a profile must use `compute_loss`. Otherwise `compute_loss` perhaps only scales the
+        loss that the model returned. If so, a profile uses the model's loss (see `LastBatch`).
         """
 
     def note_loss(self, result: Any, inputs: Any) -> None:

@@ -179,8 +179,9 @@ class AdaccSession:
         """Return a dict with metrics of the policy and of the steps since the last call.
 
         The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
-        loop's own metrics. A spike in their `loss` or `grad_norm` starts a check if codecs have caused it. All ranks
-        must call this method at the same steps.
+        loop's own metrics. If `loss` or `grad_norm` has a spike, and the policy uses lossy codecs, the next step
+        compares gradients with exact gradients, to decide whether codecs caused the spike. All ranks must call this
+        method at the same steps.
         """
         return self.phase.figures(logs or {}, is_on_all_ranks=True)
 

@@ -32,7 +32,7 @@ class TrackingSteps:
         """Begin the measurements of the current step.
 
         If a logged loss was suspicious, or a new policy is to be checked, gradients are compared in one block of each
-        kind.
+        kind (blocks that run the same operators).
         """
         every_kind = self._context.guard.suspicion is not None
         for size_policy in self._choice.cache.all:
@@ -46,8 +46,7 @@ class TrackingSteps:
         self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
-        """Log once that the budget has no room to compare the gradients of as many blocks as the setting `guard_blocks`
-        asks for."""
+        """Log once that the budget has no room to compare the gradients of `guard_blocks` blocks (a setting)."""
         lack_room = [s for s in self._choice.cache.all if s.replanner.lacks_room]
         if not lack_room or self._has_said_room:
             return

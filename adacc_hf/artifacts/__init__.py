@@ -1,2 +1,2 @@
-"""Records that need no torch, with their files, text and HTML: settings, profiles, policies, errors, memory of a
-step."""
+"""Classes that need no torch: settings, profiles, policies and errors, with their files, their text and HTML, and the
+simulation of a step's memory."""

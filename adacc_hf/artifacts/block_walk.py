@@ -215,11 +215,11 @@ class BlockWalk:
         )
 
     def _forward_moments(self) -> list[int]:
-        """Return the live bytes of this block at each moment of its forward.
+        """Return the live bytes of this block at each event of its forward (`KindProfile.forward`).
 
-        A payload is live from the moment at which its value is saved. A retained value counts from the moment at which
-        its last non-autograd reference is freed, because until that moment the profile counts the value as live. The
-        state of a random generator counts from the moment at which the forward stores it.
+        A payload is live from the event at which its value is saved. A retained value counts from the event at which
+        its last non-autograd reference is freed, because the events before include the value's bytes. The state of a
+        random generator counts from the event at which the forward stores the state.
         """
         stored = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_compressed(value) and not self._is_saved(value)
@@ -242,11 +242,12 @@ class BlockWalk:
         return self._option(value).staging_bytes if self._is_compressed(value) else 0
 
     def _generator_state_bytes(self) -> dict[int, int]:
-        """Return the bytes of random generator states that the forward stores at each moment of the forward, by moment.
+        """Return the bytes of the random generator states that the forward stores, keyed by the index of the forward's
+        event (in `KindProfile.forward`) at which they are stored.
 
-        A state is stored directly after autograd has saved a certain tensor. The profile contains the moment at which
-        each value is saved first. If autograd saves the same value again, the moment is not recorded, and is assumed to
-        be the moment of the saved tensor before.
+        A state is stored directly after autograd has saved a certain tensor. Only the first save of each value is an
+        event. If the tensor views a value that was saved before, the state counts from the latest event at which a
+        value was saved until then.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}

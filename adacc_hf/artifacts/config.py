@@ -402,7 +402,8 @@ def _check_actions(actions: tuple[str, ...]) -> None:
 
 
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
-    """Correct the spelling of the actions `names`, and add "retain", to suggest a valid setting in an error message."""
+    """Return a valid setting `actions` to suggest in an error message: the allowed actions with the spelling closest to
+    `names`, and "retain", which every setting must contain."""
     allowed = [*(action.value for action in Action), TILE]
     closest = {match for name in names for match in get_close_matches(name, allowed, n=1)}
     return tuple(name for name in allowed if name in closest or name == Action.RETAIN.value)

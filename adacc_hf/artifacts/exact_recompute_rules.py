@@ -41,9 +41,9 @@ def index_values(
     lossily.
 
     Such indices are, for example, the numbers of the experts that a layer chose for each token. `operators` contains
-    the (inputs, outputs) of each operator in order. `is_index` returns True for a value that contains indices. Replay
-    can read one of the returned values only if it is in `stored` (rule R14). If it is not in `stored`, all values
-    computed from it are returned too.
+    the (inputs, outputs) of each operator in order. `is_index` returns True for a value that contains indices. Indices
+    that depend on lossily stored data are never replayed (rule R14), so replay can read one of the returned values only
+    if it is in `stored`. If it is not in `stored`, all values computed from it are returned too.
     """
     inexact, forbidden = set(lossy), set[int]()
     for inputs, outputs in operators:

@@ -1,4 +1,5 @@
-"""Plans of one block that need no solver: plain, checkpointed, one action for all activations, or random actions."""
+"""Plans of one block that need no solver. A plan retains everything, runs the block under torch's checkpoint, has one
+action for all activations, or has random actions."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ class Value:
     """Index into `Profile.shared` of an input that other blocks or the caller also hold, and that is therefore always
     live. None for all other values."""
     recomputable: bool
-    """True if a replay from stored values was verified to be bit-exact (rule R7)."""
+    """True if replay from stored values gave the original bits. In training, replay recomputes no other values (rule
+    R7)."""
     role: str
     """Role of the tensor, by which codecs are selected (paper, section 3.2): linear, norm, activation, qkv, softmax,
     mask, input, parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
@@ -221,8 +222,8 @@ class KindProfile:
     """Indices into `Profile.shared` of all arguments of a call, unused arguments included. Torch's checkpoint keeps
     them alive."""
     copied_slots: tuple[int, ...] = ()
-    """Slots of autograd Functions written in Python. The Functions' backward may write into saved tensors, and
-    therefore gets a copy of each tensor that a replay reads (rule R6)."""
+    """Slots of autograd Functions written in Python. The Functions' backward may write into saved tensors. To protect
+    the tensors that a replay reads later (rule R6), the backward gets copies of them."""
     untrusted: str | None = None
     """Reason why the block's operators cannot be replayed, or None if replay is possible. Without replay, all saved
     tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
@@ -251,8 +252,8 @@ class KindProfile:
 
     @property
     def tiling(self) -> Tiling | None:
-        """The tiles (groups of rows) in which modules run under every plan of this kind. None for a kind without
-        tiles."""
+        """The tiles (groups of rows) in which modules run under every plan for this kind of block. None for a kind
+        without tiles."""
         return self.tiles.tiling if self.tiles else None
 
     def in_tiles(self, num_tiles: int) -> KindProfile:
@@ -426,8 +427,8 @@ class KindProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One block call in the profiled step: the kind, and the live bytes when forward and backward of the block
-    start."""
+    """One block call in the profiled step: the index of its profile in `Profile.kinds`, and the live bytes when forward
+    and backward of the block start."""
 
     name: str
     """Module path of the block. The second call in the step is "path#2", and so on."""
@@ -622,8 +623,8 @@ class Profile:
         """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles (groups of rows).
         If `num_tiles[i]` is 0, the modules of the i-th block run without tiles.
 
-        The copy contains only kinds to which a block belongs. Raises ValueError for a block that was not profiled in
-        tiles.
+        The copy lists a kind of block only if a block of this kind exists. Raises ValueError for a block that was not
+        profiled in tiles.
         """
         if not any(num_tiles) and all(kind.tiles is None for kind in self.kinds):
             return self
@@ -661,14 +662,14 @@ class Profile:
         return self.with_tiles([0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans])
 
     def kind_index(self, block: BlockProfile, plan: Plan) -> int:
-        """Return the index of the block's kind under `plan`. A block in which a module runs in tiles (some rows at a
-        time) has another kind."""
+        """Return the index, in `kinds`, of the kind of block that `block` belongs to under `plan`. If a module runs in
+        tiles (some rows at a time), the block belongs to another kind."""
         tiled = self.kinds[block.kind].tiled
         return block.kind if plan.tiling is None or tiled is None else tiled
 
     def kinds_of(self, block: BlockProfile) -> tuple[int, ...]:
-        """Return the indices of the kinds that a block may have: without tiles, and with a module in tiles (some rows
-        at a time)."""
+        """Return the indices, in `kinds`, of the kinds of block that `block` may belong to: the kind without tiles and,
+        if it was profiled, the kind with a module in tiles (some rows at a time)."""
         tiled = self.kinds[block.kind].tiled
         return (block.kind,) if tiled is None else (block.kind, tiled)
 
@@ -676,7 +677,7 @@ class Profile:
         """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most
         `limit_bytes` in total.
 
-        Each of these blocks may store a part that is proportional to the bytes that the plain block stores.
+        The limit is divided among these blocks in proportion to the bytes that each block stores without a policy.
         """
         stored_bytes = [sum(v.nbytes for v in kind.activations if v.saved or v.producer is None) for kind in self.kinds]
         total_bytes = sum(stored_bytes[block.kind] for block in self.blocks[:num_blocks])

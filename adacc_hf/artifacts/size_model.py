@@ -268,7 +268,8 @@ def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
 
 
 def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile, launch_ms: float) -> Operator:
-    """Return `operator` of the kind `after`, with a time estimated from the operator's time in the kind `before`.
+    """Return `operator`, an operator in the block profile `after`, with a time estimated from the operator's time in
+    the block profile `before`.
 
     The time is proportional to the bytes that the operator reads and writes, but not below the time `launch_ms` of a
     kernel launch.

@@ -53,7 +53,7 @@ class Tiling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTiles:
-    """Row-wise module of a kind of blocks: its memory and time with any number of tiles."""
+    """Row-wise module of a kind of block: its memory and time with any number of tiles."""
 
     module: str
     """Path of the module in the block."""
@@ -96,7 +96,7 @@ class ModuleTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """The row-wise modules of a kind of blocks. All of them run in the same number of tiles."""
+    """The row-wise modules of a kind of block. All of them run in the same number of tiles."""
 
     modules: tuple[ModuleTiles, ...]
     """The modules, in the order in which they run."""

@@ -21,7 +21,9 @@ from adacc_hf.compiler.partitioner import GRAPH_SETTINGS, AdaccPartitioner
 def adacc(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one region (graph), as `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})` asks.
+    """Compile one region (graph) of a model. torch.compile calls this function.
+
+    Usage: `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})`.
 
     `options` are the fields of `AdaccConfig` in `GRAPH_SETTINGS`, and Inductor's settings
     (`torch._inductor.list_options()`). `mode` is one of Inductor's modes, which torch accepts only without options. A

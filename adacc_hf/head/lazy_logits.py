@@ -267,7 +267,8 @@ def _is_hook_of_deepspeed(hook: Any) -> bool:
 
 
 def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
-    """Return NotImplemented, as the handler of torch functions that need computed logits."""
+    """Return NotImplemented, so that the caller computes the logits. Used for all torch functions without a handler of
+    their own."""
     return NotImplemented
 
 

@@ -1,1 +1,2 @@
-"""Profiling of a model: recording of blocks, measured times and codecs, predicted peaks, cache of measurements."""
+"""Profiling of a model. Blocks are recorded, operators and codecs are timed, and peaks of memory are measured and
+predicted. Measurements are cached."""

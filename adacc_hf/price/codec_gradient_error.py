@@ -1,11 +1,13 @@
 """Measurement of the gradient errors that lossy codecs cause: backward reads a decoded or recomputed tensor.
 
-The round-trip error of a codec does not predict the gradient's error. The backward of fused attention recomputes its
-softmax, which takes the exponential of scores. If the scores are large, queries and keys with a relative error of 10 %
-destroy the softmax. A softmax recomputed from such queries and keys sums to one, but the gradient of a sharp softmax
-depends on the difference from one, which is mostly lost. The operators of a recorded block are therefore run once more.
-The backward of each operator runs once on exact tensors, and once for each inexact tensor that may replace a saved
-tensor.
+The round-trip error of a codec does not predict the gradient's error. For example, the backward of fused attention
+recomputes the softmax from the saved queries and keys. The softmax takes the exponential of the scores. If the scores
+are large, a relative error of 10 % in queries and keys changes the probabilities by large factors. If one probability p
+is close to 1, the softmax's gradient is proportional to 1 - p, and the relative error of 1 - p is much larger than that
+of p.
+
+The operators of a recorded block are therefore run once more. The backward of each operator runs once on exact tensors,
+and once for each inexact tensor that may replace a saved tensor.
 
 The relative error of a matrix product's gradient equals the relative error of the replaced factor. Matrix products are
 therefore not run.

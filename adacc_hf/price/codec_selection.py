@@ -68,8 +68,8 @@ def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: Ad
 
 
 def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
-    """Return, by value index, the codec that stores outlier channels separately, for each activation that may use this
-    codec."""
+    """Return, by value index, the codec that stores outlier channels separately. Only activations that may use this
+    codec are included."""
     return {
         value: make_codec(name, config, 0)
         for value, names in codec_candidates(tape, config).items()
@@ -256,8 +256,8 @@ def _may_encode(codec: type[Codec], role: str) -> bool:
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:
-    """Return True if a value is computed from parameters alone, such as autocast's cast or a transposed copy. Such a
-    value is never compressed (rule R4)."""
+    """Return True if a value is computed from parameters alone, such as autocast's cast or a transposed copy.
+    Parameters and such values are never compressed (rule R4)."""
     producer = tape.values[value].producer
     if producer is None:
         return tape.is_module_state(value)

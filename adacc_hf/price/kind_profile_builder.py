@@ -185,8 +185,8 @@ class KindProfileBuilder:
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
     """Return the actions allowed for a block as a whole: to run plainly, and possibly to run under torch's checkpoint.
 
-    Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if all operators on the
-    block's `tape` are reproducible (rule R7) and none is a collective.
+    Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if every operator on the
+    block's `tape` gave the same bits in a second run (rule R7) and none is a collective.
     """
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

@@ -53,7 +53,8 @@ class Measurement:
     largest block. False if all watched blocks retain them in the same step."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """Return the values of the profiled `tape` that replay of its operators recomputes bit for bit (rule R7)."""
+        """Return the values of the profiled `tape` for which replay of its operators gives the original bits. In
+        training, replay recomputes no other values (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
@@ -118,8 +119,8 @@ class Measurement:
         return measured_ms
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        """Time each head: the output layer and the loss, forward and backward. Return the milliseconds by the name of
-        the head.
+        """Time each head: the output layer and the loss, forward and backward. Return a dict from the name of each head
+        to its milliseconds.
 
         `find_losses` runs a forward and returns the step's calls of the loss, which are repeated with each head.
         """
@@ -127,8 +128,10 @@ class Measurement:
         return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in PRICED_HEADS.items()}
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        """Return the milliseconds of forward and backward of `compute(loss)`, which runs the output layer and the
-        loss."""
+        """Return the milliseconds of forward and backward of a model's output layer and loss.
+
+        `loss` contains the inputs of both. `compute(loss)` runs their forward and returns the value of the loss.
+        """
         return head_ms(loss, compute)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:

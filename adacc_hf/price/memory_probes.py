@@ -77,8 +77,8 @@ class SlotProbe:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the probed block's saved activations that something besides autograd keeps alive until the end of
-        the model's forward, under every policy."""
+        """Bytes of the probed block's saved activations that code outside autograd keeps alive until the end of the
+        model's forward, under every policy."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
 
     def _mark_tiles(self, moment: str, module: int) -> None:

@@ -310,7 +310,7 @@ class _LiveSlots:
             self.bytes -= self._nbytes.get(value, 0)
 
 
-# Peaks at each moment of a step of the run, for allocations that profiling does not see.
+# Peaks in each part of a step of the run, for allocations that profiling does not see.
 #
 # DeepSpeed's engine fills gradient buckets during backward, and steps its optimizer at backward's end. Neither depends
 # on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
@@ -352,7 +352,8 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
     """Return the peak in each part of a training step (such as a block's backward), over all micro-batches.
 
     Peaks are in bytes above the step's start. `points` are the readings of a meter with a `StepMarker`. If an optimizer
-    updates each parameter during backward, its memory counts for the part of the step in which it runs.
+    updates each parameter during backward, the optimizer's memory counts for the part of the step in which the update
+    runs.
     """
     last_backward = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
     moment, peaks = FORWARD, dict[str, int]()

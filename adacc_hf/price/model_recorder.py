@@ -348,14 +348,15 @@ def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, t
 
 
 def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, torch.Tensor]:
-    """Return the saved values that the profiled block computed and returned, each with a tensor."""
+    """Return a dict from each saved value that the profiled block computed and returned to the returned tensor."""
     saved = set(tape.saved_values())
     tensors = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {value: tensor for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
 
 
 def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
-    """Return the saved values that the profiled block computed from its parameters alone, each with a tensor."""
+    """Return a dict from each saved value that the profiled block computed from its parameters alone, such as
+    autocast's casts, to the recorded tensor with this value."""
     computed_values = [value for value in tape.saved_values() if tape.values[value].producer is not None]
     return {value: recorder.bases[value] for value in computed_values if is_parameter_cast(tape, value)}
 

@@ -27,7 +27,8 @@ from adacc_hf.tape.tape_cache import TapeCache
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecording:
-    """The calls of blocks in one recorded forward, grouped by kind, without the forward's tensors."""
+    """The calls of blocks in one recorded forward, grouped by kind of block, without the forward's tensors. Blocks of
+    one kind run the same operators."""
 
     blocks: list[RecordedBlock]
     """The recorded block calls, in the order of the forward."""
@@ -56,8 +57,8 @@ class ModelRecording:
         config: AdaccConfig,
         tape_cache: TapeCache,
     ) -> ModelRecording:
-        """Group the recorded calls `blocks` by kind, set each call's `kind`, and free the tensors of the recorded
-        forward.
+        """Group the recorded calls `blocks` by kind of block, set each call's `kind`, and free the tensors of the
+        recorded forward.
 
         Calls of one kind run the same operators. `prices` maps the digest of each call's tape (its record) to the
         measured times of operators and codecs.
@@ -88,21 +89,22 @@ class ModelRecording:
 
     @property
     def watched_names(self) -> list[str]:
-        """Names of the block calls at which memory is measured: the last call of each kind, which represents the
-        kind."""
+        """Names of the block calls at which memory is measured: the last call of each kind of block, which represents
+        all calls of the kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
     @cached_property
     def outcomes(self) -> list[BlockOutcome]:
-        """Memory and time of a recomputed block, one `BlockOutcome` for each kind."""
+        """Memory and time of a recomputed block, one `BlockOutcome` for each kind of block."""
         return [recompute_outcome(kind) for kind in self.kinds]
 
     def kind_of(self, name: str) -> KindProfile:
-        """Return the profile of the kind to which the block call `name` belongs."""
+        """Return the profile of the block call `name`, which all calls of the same kind of block share."""
         return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
 
     def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return a copy of this recording in which each kind contains the memory events of one block's forward.
+        """Return a copy of this recording in which the profile of each kind of block contains the memory events of one
+        block's forward.
 
         `events` contains the memory events of the calls in `watched_names`, one call per kind.
         """
@@ -128,8 +130,8 @@ class ModelRecording:
         return probes
 
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
-        """Learn the order in which backward unpacks saved tensors from `events`, the memory events of one block call of
-        each kind."""
+        """Learn the order in which backward unpacks saved tensors from `events`, the memory events of one call of each
+        kind of block."""
         for block in self.blocks:
             self.tape_cache.learn_order(block.tape, unpack_order(events.get(block.name, ())))
 
@@ -163,7 +165,7 @@ def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bo
 
 
 def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any, ...]:
-    """Return a key of a recorded block. Blocks with equal keys are of one kind.
+    """Return a key of a recorded block. Blocks with equal keys share one profile, and are called blocks of one kind.
 
     The key contains everything on the block's tape, or only the class and the arguments if the block's operators may
     depend on data.
@@ -184,7 +186,8 @@ def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any,
 def _build_kind(
     group: list[RecordedBlock], shared_tensors: SharedTensors, prices: Mapping[str, Prices], config: AdaccConfig
 ) -> KindProfile:
-    """Return the profile of one kind, whose recorded blocks are `group`, without the memory of forward and backward."""
+    """Return the profile that the recorded blocks in `group`, all of one kind, share, without the memory of forward and
+    backward."""
     tape = group[0].tape
     if tape.untrusted is not None:
         times = [sum(prices[block.tape.digest].operator_ms) for block in group]

@@ -149,7 +149,8 @@ class _OptimizerCopy:
         """Return the bytes of state that a step allocates on a parameter's device if the optimizer has only this
         parameter.
 
-        `slot` describes the parameter. Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
+        `slot` describes the parameter. Raises torch.OutOfMemoryError if memory runs out, and OptimizerStateError if the
+        step fails for another reason.
         """
         parameter, device = slot.parameter, slot.parameter.device
         stand_in = nn.Parameter(torch.ones_like(parameter.detach()))

@@ -1,4 +1,5 @@
-"""Prediction of the memory that profiling further parts of a batch takes, from the profile of one small part."""
+"""Prediction of the memory that profiling takes on a part of a batch (some samples, with some of their tokens), from
+the profile of a smaller part."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def start_small(choices: Sequence[Sequence[Batch]], whole: Batch) -> list[list[B
 
 
 def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]]) -> list[Batch]:
-    """Return the parts of the batch to profile. Each list in `choices` contains alternative parts.
+    """Return the parts of the batch (some samples, with some of their tokens) to profile. Each list in `choices`
+    contains alternative parts.
 
     The part `choices[0][0]` was profiled before, with the result `first`, and is always the first part returned. The
     other parts come from one of the lists: the first list in which each part is predicted to take at most `limit` bytes
@@ -85,7 +87,8 @@ def _is_computed(value: Value) -> bool:
 
 @dataclass(frozen=True)
 class _Growth:
-    """Ratios of the sizes of two parts of a batch, the second to the first."""
+    """Growth from a first, profiled part of a batch to a second part: sizes in the second part, divided by sizes in the
+    first. A part contains some of the batch's samples, and some of the tokens of each sample."""
 
     samples: float
     """Number of samples in the second part, divided by the number in the first part."""
@@ -103,12 +106,15 @@ class _Growth:
 
     @property
     def linear(self) -> float:
-        """Largest factor, at least 1, by which a value grows in bytes from the first part to the second, if one of its
-        dimensions is the length of a sequence."""
+        """Largest factor, at least 1, by which the bytes of a value grow from the first part of the batch to the
+        second, if one of the value's dimensions is the length of a sequence."""
         return max(1.0, self.samples * max(self.lengths.values(), default=1.0))
 
     def bytes_of(self, value: Value) -> int:
-        """Predict the bytes of `value` in the second part. A value may have a length twice in its shape, as attention's
-        scores do."""
+        """Predict the bytes of the profiled `value` if the second part of the batch is run.
+
+        Every dimension that equals a sequence length of the first part is scaled. Attention's scores have two such
+        dimensions. If no dimension equals a sequence length, the bytes are scaled by the largest factor (`linear`).
+        """
         ratios = [self.lengths[size] for size in value.shape if size in self.lengths]
         return int(value.nbytes * (max(1.0, self.samples * prod(ratios)) if ratios else self.linear))

@@ -60,7 +60,7 @@ class RecordedBlock:
 
     def note_liveness(self) -> None:
         """Record, at the end of the model's forward, which saved tensors autograd has freed (`dead_slots`), and which
-        values something else keeps alive (`externally_held`)."""
+        values are kept alive by code outside autograd (`externally_held`)."""
         self.dead_slots = frozenset(slot for slot, reference in enumerate(self.slot_refs) if reference() is None)
         self.externally_held = frozenset(
             value for value, storage in self.internal_storages.items() if not storage.expired()
@@ -176,7 +176,7 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index in `records` of the one record that stands for all shared outputs.
+        """Return the index in `records` of the single record that represents all shared outputs.
 
         With one record per output, no two blocks would count as equal, because each reads a different output.
         """

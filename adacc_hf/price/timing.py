@@ -70,7 +70,7 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMI
     """Return the median times of `repeats` runs of `run`, after one warm-up run.
 
     On a GPU, each run starts with a cold cache, because the operators of a training step read tensors that were stored
-    long before. If a run were repeated on cached tensors, the run would seem to move them at twice the speed of memory.
+    long before. Repeated runs on cached tensors would be too fast, as if memory had twice its bandwidth.
     """
     run()
     is_gpu = device.type == "cuda"
@@ -101,8 +101,8 @@ def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) ->
     """Return the resource that limits a step whose forward takes `timings`: the device, or the host that launches its
     work.
 
-    `block_host_ms` is the host's time for the plain block's forward, which includes modules, hooks and autograd's
-    graph. If `block_host_ms` is None, the host's time is the sum of the host times in `timings`.
+    `block_host_ms` is the host's time for the block's forward without a policy. This time includes modules, hooks and
+    autograd's graph. If `block_host_ms` is None, the host's time is the sum of the host times in `timings`.
     """
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
     host_ms = host_ms if block_host_ms is None else block_host_ms

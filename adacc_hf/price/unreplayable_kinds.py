@@ -20,9 +20,9 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     """Return the profile of blocks whose operators cannot be replayed. The memory of forward and backward is added
     later.
 
-    `group` contains the recorded blocks of one kind, and `forward_ms` is the time of one forward. The blocks may save
-    different numbers of bytes, because the number of tokens that an expert gets varies. The profile contains the
-    largest number.
+    `group` contains the recorded blocks, which share this profile (blocks of one kind), and `forward_ms` is the time of
+    one forward. The blocks may save different numbers of bytes, because the number of tokens that an expert gets
+    varies. The profile contains the largest number.
     """
     block = group[0]
     arguments = [
@@ -80,8 +80,7 @@ def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindP
 
 
 def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
-    """Return the bytes of the tensors that autograd saved in a recorded block call and that only autograd keeps
-    alive."""
+    """Return the bytes of the tensors that only autograd keeps alive after a recorded block call."""
     tape = block.tape
     own_inputs = {v for v, tensor in block.input_tensors.items() if shared_tensors.record_index(tensor) is None}
     hidden_values = block.internal_storages.keys() - block.externally_held
@@ -92,7 +91,7 @@ def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
 
 
 def _whole_saved_value(block: RecordedBlock, nbytes: int) -> Value:
-    """Return one profiled value of `nbytes` bytes that stands for all tensors that a block saves."""
+    """Return one profiled value of `nbytes` bytes that represents all saved tensors of a block."""
     value = _value_of_bytes(SAVED, "all that the block saves", nbytes, WHOLE, None)
     is_saved = bool(block.tape.slots)
     return replace(value, saved=is_saved, activation=is_saved)

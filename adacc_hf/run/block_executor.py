@@ -225,7 +225,8 @@ class BlockExecutor:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
         torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
-        not run these collectives again, and the ranks would wait for each other (rule R13).
+        not run these collectives again, and the ranks would wait for each other. Either all ranks run a collective
+        again, or none (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
@@ -277,8 +278,8 @@ class BlockExecutor:
         self.entries.sized.clear()
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if a call has replaced a tensor that is attached to the block and that replay looks
-        up later."""
+        """Raise TapeMismatchError if a call has replaced an attached tensor of the block, and replay looks up this
+        tensor later."""
         source = plan.replaced_source(externals, block) if plan.attached else None
         if source is not None:
             raise TapeMismatchError(
@@ -360,7 +361,8 @@ class BlockExecutor:
         a block alive.
 
         Return False for calls that must always be recorded: the first call of a block, calls at a size that a symbolic
-        tape covers (rule R7), and calls of a block with collectives (rule R13).
+        tape covers, where replay is verified (rule R7), and calls of a block with collectives, which must run the same
+        on all ranks (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
@@ -383,9 +385,10 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if every plan must run a block with this tape under torch's checkpoint (rule R13).
+    """Return True if every plan must run a block with this tape under torch's checkpoint.
 
-    Untrusted tapes with collectives require the checkpoint, because other ranks may have another plan.
+    This holds for an untrusted tape (its operators cannot be replayed) with collectives. All ranks must then run the
+    collectives again (rule R13), and other ranks may have another plan.
     """
     return tape.untrusted is not None and tape.has_collectives
 
@@ -396,7 +399,10 @@ def is_being_captured() -> bool:
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Return True if call number `num_calls` of a call key is validated again, to detect varying operators (rule R8).
+    """Return True if call number `num_calls` of a call key is validated again.
+
+    Validation compares each operator with the tape, because a call may run on a tape only if it runs the tape's
+    operators (rule R8).
 
     The validated calls are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because
     tracking steps, which take additional time too, are at powers of two.

@@ -3,9 +3,10 @@
 NOTE [State of a call]
 1. Autograd's packed object is `(slot, content, version, spec)`. The packed object owns everything that the slot needs:
    the saved tensor itself, or the cells of the stored values that replay reads for this slot. When autograd frees the
-   packed object, the tensor and the cells are freed too, because no other object refers to them (rule R11). `spec`
-   converts the recomputed tensor to a DTensor. All other tensors here are plain tensors, the local parts of this rank.
-   A parameter that ZeRO 3 divides among ranks is a `PartitionedView`, which does not keep the gathered memory alive.
+   packed object, the tensor and the cells are freed too, because all state of a call is in its packed objects and in
+   the call itself (rule R11). `spec` converts the recomputed tensor to a DTensor. All other tensors here are plain
+   tensors, the local parts of this rank. A parameter that ZeRO 3 divides among ranks is a `PartitionedView`, which does
+   not keep the gathered memory alive.
 2. The call owns the values that backward recomputed and a later unpack needs. The schedule contains each value's last
    use.
 3. Unpacks usually come in the order of the schedule. For an unpack out of order (a second backward, gradients of a part
@@ -279,7 +280,7 @@ class Call:
         """Store `value` in its cell: as a tensor or, if the plan compresses the value, as a payload.
 
         `tensor` is a tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded
-        once, even if several saved tensors view it (rule R3).
+        once, even if several saved tensors view it, because each storage has one payload (rule R3).
         """
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
@@ -316,7 +317,8 @@ class Call:
 
 
 def _may_be_overwritten() -> bool:
-    """Return True if the backward that is unpacking a saved tensor may write to this tensor (rule R6).
+    """Return True if the backward that is unpacking a saved tensor may write to this tensor. Such a backward gets a
+    copy (rule R6).
 
     Only an `autograd.Function` written in Python may do so. If the backward cannot be identified, return True too.
     """

@@ -152,7 +152,9 @@ class TapePosition:
         self.own(operator.results()[0], tensor)
 
     def take_dropout(self, input_tensor: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
-        """Compare a dropout's result with the tape's product input * mask * scale, and advance (rule R5).
+        """Compare a dropout's result with the tape's product input * mask * scale, and advance.
+
+        On the tape, a dropout is a draw of the mask and this product, because only the mask is random (rule R5).
 
         Return the tape's operator for the product. If another operator is next on the tape, mark the call as diverged
         and return None.

@@ -1,4 +1,5 @@
-"""Validation of a block's call: the call must run the operators on the tape, with equal arguments (rules R7, R8).
+"""Validation of a block's call: the call must run the operators on the tape, with equal arguments (rule R8), and replay
+must give the call's bits (rule R7).
 
 The saved tensors alone do not show that a call matches its tape. A different stride, a different dimension of a sum, or
 a different argument that only replay reads would change a gradient unnoticed. So some calls run under a

@@ -39,8 +39,8 @@ SCALE = 1e3
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
-    """Return the frontier of each kind of block: plans from the one that retains everything to the one that stores the
-    fewest bytes.
+    """Return the frontier of each kind of block: plans in order of falling stored bytes. The first plan retains
+    everything.
 
     Each plan of a frontier is slower than the previous plan. Frontiers do not depend on the budget, so policies for
     different budgets are comparable. Tensors that several blocks share cost no bytes here.
@@ -148,8 +148,8 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
 def _frontier_steps(
     frontiers: Sequence[Sequence[PricedPlan]],
 ) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
-    """Yield (price in ms per byte, index of the kind, index of the larger plan, smaller plan, larger plan) for each
-    pair of neighbouring plans on the frontier of a kind."""
+    """Yield (price in ms per byte, index of the kind of block, index of the larger plan, smaller plan, larger plan) for
+    each pair of neighbouring plans on the frontier of a kind."""
     for kind, frontier in enumerate(frontiers):
         for number, (larger, smaller) in enumerate(pairwise(frontier)):
             yield _price_of_memory(larger, smaller), kind, number, smaller, larger
@@ -171,9 +171,9 @@ def lower_hull(plans: Sequence[PricedPlan]) -> list[PricedPlan]:
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
     """Yield policies: the first one retains everything, and each further one stores fewer bytes and takes more time.
 
-    `kinds[i]` is the kind of block i. `frontiers[k]` contains the plans for blocks of kind k, from the plan that
-    retains everything to the plan that stores the fewest bytes. Each policy gives one more block the next plan of its
-    kind's frontier.
+    `kinds[i]` is the index of the kind (blocks that run the same operators) of block i. `frontiers[k]` contains the
+    plans for blocks of kind k, in order of falling stored bytes. The first plan retains everything. Each policy gives
+    one more block the next plan of its kind's frontier.
 
     The changes are made in the order of their price, the extra ms per freed byte. Therefore, of all policies that
     consist of plans in `frontiers` and store at most as many bytes as a yielded policy, the yielded policy is the
@@ -239,8 +239,8 @@ def overhead_ms(plans: Sequence[PricedPlan]) -> float:
 class MixtureProgram:
     """Integer program that chooses the plans of all blocks.
 
-    In each kind k, `num_free[k]` blocks get one common plan, which need not be on the frontier. All other blocks get
-    plans of their kind's frontier, and may differ from each other.
+    In each kind k (blocks that run the same operators), `num_free[k]` blocks get one common plan, which need not be on
+    the frontier. All other blocks get plans of their kind's frontier, and may differ from each other.
 
     Variables in addition to `BlockVariables`:
       count[k, c]  number of blocks of kind k under plan c of its frontier (integer)
@@ -354,8 +354,8 @@ class MixtureProgram:
         return terms + [(read, self.profile.shared[i].nbytes) for i, read in self.reads.items()]
 
     def _plans(self, solution: Sequence[float]) -> list[PricedPlan]:
-        """Return the plan of each block in `solution`. Within a kind, the first blocks get the plans that store
-        least."""
+        """Return the plan of each block in `solution`. Within a kind (blocks that run the same operators), the first
+        blocks get the plans that store least."""
         pools = [[self.free[k].priced_plan(solution)] * free if free else [] for k, free in enumerate(self.num_free)]
         for (k, c), count in self.counts.items():
             pools[k] += [self.frontiers[k][c]] * round(solution[count])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SolverKind:
-    """One kind of blocks: the solver's model, the frontier, and the outcomes of the plans simulated so far."""
+    """One kind of block: the solver's model, the frontier, and the outcomes of the plans simulated so far."""
 
     def __init__(
         self, kind: KindProfile, model: KindModel, log: SolverLog, outcomes: dict[Plan, BlockOutcome] | None = None
@@ -51,7 +51,7 @@ class SolverKind:
 
     @cached_property
     def by_bytes(self) -> SolverKind:
-        """The same kind with prices in bytes, which do not depend on measured times."""
+        """The same kind of block with prices in bytes, which do not depend on measured times."""
         return SolverKind(self.kind, price_by_bytes(self.model), self._log, self.outcomes)
 
 
@@ -99,5 +99,5 @@ class Kinds:
 
     @cached_property
     def by_bytes(self) -> Kinds:
-        """The same kinds with prices in bytes, which do not depend on measured times."""
+        """The same kinds of blocks with prices in bytes, which do not depend on measured times."""
         return replace(self, members=[member.by_bytes for member in self.members])

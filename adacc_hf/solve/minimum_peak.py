@@ -113,7 +113,7 @@ class PeakOracle:
 
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
         """Return a policy whose peak is at most `budget`, or None if no policy fits. `pools[k]` contains the plans for
-        kind k.
+        blocks of the kind with index k.
 
         Choose a plan for one block after the other, in forward order: of the plans whose own forward and backward fit,
         the plan that stores least. Storing less never hurts a later block, but reading another shared tensor may.
@@ -184,7 +184,7 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans of a kind whose neighbours the local search computes next.
+    """Return the plans, for one kind of block, whose neighbours the local search computes next.
 
     The plans of `policy` come first, then the plans with the least working set.
     """

@@ -1,4 +1,5 @@
-"""Policies without a solver: from given plans, one action for all activations, torch's checkpoint, or at random."""
+"""Policies that need no solver: a policy with the caller's plans, policies with one action for all activations, the
+policy that runs every block under torch's checkpoint, and random policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Keys of a block's calls, and a table that maps each key to a tape, the record of the call's operators (rule R8)."""
+"""Keys of a block's calls, and a table that maps each key to a tape (record of a call's operators).
+
+A call may run on a tape only if there is evidence that the call runs the tape's operators (rule R8). An equal key is a
+part of this evidence.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +75,7 @@ class KnownShape:
 
 
 class Follower(Protocol):
-    """Object that caches data by call key, and that must drop an entry when the block's table drops the key."""
+    """Object with cached data by call key. The object must drop an entry when the block's table drops the key."""
 
     def forget(self, key: CallKey) -> None:
         """Drop the entry cached for `key`, if any."""

@@ -1,8 +1,9 @@
-"""Data that a block reads into Python: tensors whose elements decide which operators run (rule R8).
+"""Data that a block reads into Python: tensors whose elements decide which operators run.
 
-For example, attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls
-with equal lengths run the same operators, so this data can be part of a call's key, like shapes. If the data comes from
-another source (hidden states, parameters, random numbers), the record of the call, its tape, is not trusted.
+A call may run on a tape only if it runs the tape's operators (rule R8), so the data is compared too. For example,
+attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls with equal
+lengths run the same operators, so this data can be part of a call's key, like shapes. If the data comes from another
+source (hidden states, parameters, random numbers), the record of the call, its tape, is not trusted.
 """
 
 from __future__ import annotations

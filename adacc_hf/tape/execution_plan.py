@@ -267,7 +267,11 @@ class ExecutionPlan:
         )
 
     def _place_states(self) -> None:
-        """Determine the saved tensors after which a call captures the random generator's state for replay (rule R5)."""
+        """Determine the saved tensors after which a call captures the random generator's state.
+
+        Replay draws random numbers from the captured state, and so gets the same numbers again (rule R5). A state that
+        precedes all saved tensors is captured when the call begins.
+        """
         for num_saved, value, device in self.tape.generator_states():
             if value in self.roots:
                 self.draws = True
@@ -363,8 +367,8 @@ def choices_by_value(
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Return the values whose choice (such as RECOMPUTE) cannot be used on `tape`.
 
-    A choice cannot be used if it is impossible (`can_follow`), or if a value that must be exact would be recomputed
-    from lossily stored values (rule R14).
+    A choice cannot be used if it is impossible (`can_follow`), or if a value that must be exact, such as the index of a
+    token's expert, would be recomputed from lossily stored values (rule R14).
     """
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
     exact_values = index_values(

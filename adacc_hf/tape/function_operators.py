@@ -61,7 +61,8 @@ class FunctionCall(NamedTuple):
     autocast: tuple[tuple[str, torch.dtype], ...]
     """(device type, dtype) of each device type under autocast."""
     data: tuple[int, ...]
-    """Indices, among the tensor arguments, of the tensors that the forward reads into Python (rule R8)."""
+    """Indices, among the tensor arguments, of the tensors that the forward reads into Python, and on whose elements its
+    operators may depend."""
     results: Any
     """The forward's result, with None in place of each tensor in it."""
 

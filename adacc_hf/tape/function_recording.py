@@ -7,7 +7,8 @@ tensor needs.
 
 In other cases the operators are not enough: a kernel that the recorder does not see fills memory, or Python reads data.
 The Function then becomes one operator, whose target is the class, and replay runs the whole forward again. In both
-cases the replayed results are compared with the original results, bit for bit (rule R7).
+cases the replayed results are compared with the original results, bit for bit. In training, replay recomputes no
+results with other bits (rule R7).
 
 If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
 these operators do not recompute are stored. `refusal_reasons` contains the reason: the Function writes into an input of
@@ -358,7 +359,7 @@ class FunctionRecorder:
 
         A write is allowed only if three conditions hold: an operator of the block has computed the tensor, autograd has
         not saved the tensor, and the write was done by a kernel that the recorder does not see. After an allowed write,
-        the storage gets a new version on the tape, as after an in-place operator (rule R6).
+        the storage gets a new version on the tape, as after every in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]

@@ -1,4 +1,7 @@
-"""Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards (rule R8).
+"""Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards.
+
+A call may run on a tape only if there is evidence that the call runs the tape's operators (rule R8). The guards are the
+usual evidence.
 
 Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
@@ -10,8 +13,8 @@ NOTE [What Dynamo's guards leave out]
    numbers are part of a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, lists in tuples,
    and dicts' orders.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
-3. Tensors that have a name in the block, and that the path reaches in another way: a list of layers, a bound method. A
-   traced path is valid for the recorded names (`TracedPath.fits`).
+3. Tensors that have a name in the block, but are reached in another way on the path: by a list of layers, or a bound
+   method. A traced path is valid for the recorded names (`TracedPath.fits`).
 4. Methods, and attributes that classes inherit: a traced path compares the attributes that the trace looked up on
    classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo_gaps.py`).
 5. Storage offsets, and which tensors share a storage. The key contains the offsets and the sharing of the arguments.
@@ -218,7 +221,7 @@ def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return the settings of torch that decide which operators run, and that Dynamo's guards do not compare.
+    """Return settings of torch on which a block's operators depend, but which Dynamo's guards do not compare.
 
     The settings are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
     """

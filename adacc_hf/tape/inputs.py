@@ -1,7 +1,8 @@
 """Tensors that a block's call reads: arguments, parameters, buffers, and tensors attached to the block.
 
-The layout of these tensors is part of the call's key (rule R8). Each call looks up the tensors that its replay reads
-(rule R12).
+A call may run on a tape only if its tensors have the layout on the tape (rule R8), so the layout is a part of the
+call's key. Each call looks up again the tensors that its replay reads, because they may have been replaced since the
+last call (rule R12).
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def fetch(
 
     `externals` are (value, source) of arguments, parameters, buffers and attached tensors. A source is the place where
     a call finds the tensor. An attached tensor is stored on a module or a parameter without being registered as a
-    parameter or buffer, such as the scales of a quantized weight (rule R12). The tensor in a pair is None if the call
-    has no tensor at the source.
+    parameter or buffer, such as the scales of a quantized weight. The tensor in a pair is None if the call has no
+    tensor at the source.
     """
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 

@@ -1,4 +1,4 @@
-"""Effects of an operator besides its results: in-place writes, random draws, and communication with other ranks."""
+"""Side effects of an operator: in-place writes, random draws, and communication with other ranks."""
 
 from __future__ import annotations
 

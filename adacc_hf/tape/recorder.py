@@ -76,8 +76,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     saves.
 
     All storages stay alive while the recorder runs. An address therefore identifies one storage, and the original
-    tensors are available to check that replay gives the same bits (rule R7). An `autograd.Function` may become one
-    operator (function_recording.py).
+    tensors are available to check that replay gives the same bits, as rule R7 requires. An `autograd.Function` may
+    become one operator (function_recording.py).
     """
 
     def __init__(
@@ -323,8 +323,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         Return None if a call that follows a plan cannot capture the state. Also return None if the random numbers may
         depend on inputs that a plan may compress lossily. Fused attention, operators that read only the tensor that
         they fill, and each `autograd.Function`, whose inputs are stored exactly, have no such inputs. The state of
-        torch's default generator is added. If the operator drew from another generator, the comparison of replayed with
-        recorded bits (rule R7) detects the difference.
+        torch's default generator is added. If the operator drew from another generator, replay gives other bits than
+        the recorded ones, and the values are not recomputed (rule R7).
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -381,7 +381,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
-        """Split a recorded dropout into two operators, because only the mask is random (rule R5).
+        """Split a recorded dropout into two operators, because only the mask is random and depends on the generator's
+        state (rule R5).
 
         The operator `dropout` keeps only the mask as its result. A new operator on the tape computes input * mask *
         scale.

@@ -23,7 +23,8 @@ value. None for a value that is not available."""
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     """Return the tensor that the recorded reference `ref` describes, as a view of `base`, a tensor on the same value.
 
-    The tensor has the size, stride, offset and dtype of `ref` (rule R2).
+    The tensor has the size, stride, offset and dtype of `ref`. Every restored tensor must have those of the saved
+    tensor (rule R2).
     """
     if base.dtype is ref.dtype:
         return base.as_strided(*ref.geometry)
@@ -143,8 +144,8 @@ class ReplayStep:
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values to copy before the operator runs, because the operator overwrites them in place, but they are needed
-        later (rule R6)."""
+        """Values to copy before the operator runs, because the operator overwrites them in place. Replay must not
+        change a version of a storage that is needed later (rule R6)."""
         self.loads: tuple[int, ...] = ()
         """Stored values to fetch immediately before this operator. Fetching decodes a value, and earlier decoding would
         raise the peak of other steps."""

@@ -1,4 +1,7 @@
-"""Verification of replay: the search for values that replay recomputes bit for bit (rule R7), and for equal values."""
+"""Verification of replay: the search for values that replay recomputes bit for bit, and for equal values.
+
+In training, replay recomputes only values that passed this verification (rule R7).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 
 
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-    """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
+    """Replay the whole tape, and return the values for which replay gave the recorded bits. In training, replay
+    recomputes no other values (rule R7).
 
     A value is one storage at one version. `bases` contains the recorded tensors, indexed by value.
 
@@ -235,7 +239,7 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 
     Two values have the same bits if the same operator computed both from the same arguments. Both must also have the
     same layout, be in `recomputable`, and never be changed in place. Replay of a recomputable value gave the recorded
-    bits (rule R7), so the value depends only on the arguments.
+    bits, so the value depends only on the arguments.
 
     The saved value must come before the duplicate on the tape. Autograd must also have saved it first, because the
     first saved tensor decides which storage is kept.

@@ -8,10 +8,11 @@ whether a mask's last dimension is a multiple of 16, so a separate symbolic tape
 The polynomials are fitted to recorded tapes. The first call at a new size may have to be validated against its tape,
 operator by operator (run/validation.py). It is validated at the first AGREED new sizes, at a few later sizes, and at
 any size outside the range of the earlier sizes. Blocks with a common symbolic tape share this work: one of them runs
-the validation. Every call compares the tensors that autograd saves (rule R8).
+the validation. Every call also compares the tensors that autograd saves with the tape, because a call may run on a tape
+only if it runs the tape's operators (rule R8).
 
-If records of one path have different operators, each size is recorded. Replay is compared bit for bit at the 1st, 2nd,
-4th, 8th ... new size (rule R7).
+If records of one path have different operators, each size is recorded. At the 1st, 2nd, 4th, 8th ... new size, the bits
+of replay are compared with the original bits (rule R7), because a library may select another kernel for the size.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ class SymbolicTape:
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
         """Count a new size, and set which validation is due at the first call of this size.
 
-        At the 1st, 2nd, 4th, 8th ... new size, the bits of replay are compared (rule R7).
+        At the 1st, 2nd, 4th, 8th ... new size, the bits of replay are compared with the call's bits (rule R7), because
+        a library may select another kernel for the size.
         """
         self.num_new += 1
         if self.num_new & (self.num_new - 1) == 0:
@@ -363,7 +365,7 @@ class SizeClassRecords:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
     def active_symbolic_tape(self) -> SymbolicTape | None:
-        """Return the symbolic tape (one tape for all sizes), or None if calls at new sizes may not use it."""
+        """Return the symbolic tape (one tape for all sizes), or None if calls at new sizes must not use it."""
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:

@@ -24,7 +24,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 OPERATORS, BITS = "operators", "bits"
 """Kinds of validation of a call. OPERATORS compares each operator with the tape. BITS also compares replayed bits with
-the call's bits (rule R7)."""
+the call's bits, because values with other bits must not be recomputed (rule R7)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -134,7 +134,8 @@ class TapeOperator:
     """Path of the submodule that ran the operator, or "" for the block itself."""
     generator: int | None = None
     """Index of the value that is the random generator's state before the draw. None if the operator draws no random
-    numbers, or if replay may not draw them again (rule R5)."""
+    numbers, or if replay cannot draw the same numbers again, for example numbers from a user's own generator (rule
+    R5)."""
     is_collective: bool = False
     """True if the operator involves other ranks. The arguments on the tape are then only the tensors, without process
     groups."""
@@ -169,8 +170,9 @@ class TapeOperator:
 
     @property
     def may_run_again(self) -> bool:
-        """True if replay may run the operator: its random numbers can be drawn again, and the operator is neither a
-        collective (rules R5, R13) nor a module that runs in tiles (groups of rows)."""
+        """True if replay may run the operator. False if the same random numbers cannot be drawn again (rule R5), for a
+        collective, because other ranks might not take part (rule R13), and for a module that runs in tiles (groups of
+        rows)."""
         if self.is_function and not self.target.may_run_again:
             return False
         return (not self.random or self.generator is not None) and not self.is_collective
@@ -208,8 +210,8 @@ class Tape:
     slots: list[TensorRef]
     """Tensors that autograd saved for backward, in the order of saving."""
     function_slots: frozenset[int] = frozenset()
-    """Indices of the tensors that `autograd.Function`s saved. The Python backward of such a Function may write into
-    them (rule R6)."""
+    """Indices of the tensors that `autograd.Function`s saved. The Python backward of such a Function may write into its
+    tensors, and therefore gets copies of tensors that replay reads (rule R6)."""
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
@@ -225,7 +227,7 @@ class Tape:
     digest: str = ""
     """Digest of `structure`, sizes and constants. Tapes with equal digests are interchangeable in replay."""
     recomputable: frozenset[int] = frozenset()
-    """Values that replay recomputes bit for bit, as a comparison has verified (rule R7)."""
+    """Values for which replay gave the recorded bits. In training, replay recomputes no other values (rule R7)."""
     equal: dict[int, int] = field(default_factory=dict)
     """Dict from each value that duplicates an earlier saved value to the saved value (`equal_values`)."""
     order: tuple[int, ...] | None = None

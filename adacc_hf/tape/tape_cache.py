@@ -218,12 +218,11 @@ class TapeCache:
                 cached_tape.refuse(values)
 
     def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Compare the recorded tape `tape` with the tape predicted for the same sizes by the block's symbolic tape
-        (rule R7).
+        """Compare the recorded tape `tape` with the tape predicted for the same sizes by the block's symbolic tape.
 
-        A symbolic tape is one tape for all sizes. If the operators differ, discard the symbolic tape. If the symbolic
-        tape recomputes a value that replay of the recorded tape cannot recompute exactly, retain this value from now
-        on, at all sizes.
+        A symbolic tape is one tape for all sizes, and its replay must be verified at new sizes (rule R7). If the
+        operators differ, discard the symbolic tape. If the symbolic tape recomputes a value that replay of the recorded
+        tape cannot recompute exactly, retain this value from now on, at all sizes.
         """
         match = self.symbolic_tape_at(key, block)
         if match is None or tape.untrusted is not None:
@@ -348,7 +347,7 @@ class TapeCache:
         """Warn that a block and others of its kind run plainly or under torch's checkpoint, because `tape` cannot be
         replayed.
 
-        Warn once for each kind.
+        Warn once for each kind of block.
         """
         self._warn_once(
             tape,
@@ -358,7 +357,7 @@ class TapeCache:
         )
 
     def warn_varying(self, name: str, tape: Tape, reason: str) -> None:
-        """Warn that the operators of the block `name` vary from call to call. Warn once for each kind."""
+        """Warn that the operators of the block `name` vary from call to call. Warn once for each kind of block."""
         self._warn_once(
             tape,
             "Adacc: block %s and others of its kind %s: their operators, or the operators' numbers, vary from call to "
@@ -472,7 +471,7 @@ def profiled_tapes(model: nn.Module) -> TapeCache:
 def _treatment_of_varying(tape: Tape) -> str:
     """Describe, for a message, how a block whose operators vary from call to call is run.
 
-    A block with collectives must not run again (rule R13).
+    A block with collectives must not run again, because other ranks with another plan would not take part (rule R13).
     """
     return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
 

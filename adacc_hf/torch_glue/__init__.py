@@ -1,2 +1,2 @@
-"""Interface to torch: private names, module hooks, autograd nodes, Dynamo, communication between ranks, state of
-modules."""
+"""Interface to torch. The modules of this package contain all access to private names of torch, module hooks,
+autograd's nodes, Dynamo, communication between ranks, and the state of modules."""

@@ -138,7 +138,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
     mapping = {
         old: new
         for s, t in zip(before, after, strict=True)
-        for old, new in zip(s.size[:2], t.size[:2], strict=True)  # number of samples, and length of a text
+        for old, new in zip(s.size[:2], t.size[:2], strict=True)  # number of samples, and number of tokens of a sample
     }
     return {
         name: _resize_boundaries(value, mapping)

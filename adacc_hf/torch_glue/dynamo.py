@@ -39,8 +39,8 @@ class NotTraceableError(Exception):
 
 
 class TracedGuards:
-    """Dynamo's guards for one traced call of a block, and functions that read the graph inputs that no guard
-    compares."""
+    """Dynamo's guards for one traced call of a block, and functions that read the unguarded inputs of the traced
+    graph."""
 
     def __init__(
         self, manager: Any, global_scope: dict[str, Any], inputs: _UnguardedInputs, dead_objects: _DeadObjects
@@ -133,7 +133,8 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
 
 
 def _without_views(scope: Scope) -> Scope:
-    """Return `scope` with each argument after the hidden states that is a view replaced by a tensor that is not a view.
+    """Return a copy of `scope` in which no argument after the hidden states is a view. Each view is replaced by another
+    tensor on the same memory.
 
     Dynamo would guard the layout of a view's base, on which no operator of the block depends. A later call with an
     equal tensor that is not a view, such as a detached copy, would then be traced again. The hidden states, the first

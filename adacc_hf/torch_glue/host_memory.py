@@ -1,4 +1,4 @@
-"""Memory of the host of a device: a check that the device has memory of its own, and the host's free bytes."""
+"""Host memory: free bytes of the host, and a test whether a device has memory that is separate from the host's."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
     `requires_grad` of all reachable parameters. Hooks that run in backward, such as DeepSpeed's or hooks of optimizers
-    that step in backward, are not called inside the block. Filled tables, such as cached rotary embeddings, stay filled
-    (`Tables`), because a run that fills them calls operators that later runs do not call. Raise UnrestorableError for a
-    change that cannot be undone.
+    that step in backward, are not called inside the block. Tables that the runs fill, such as cached rotary embeddings,
+    stay filled (`Tables`). If they were emptied, the next run would fill them again, with operators that other runs do
+    not call. Raise UnrestorableError for a change that cannot be undone.
     """
 
     def __init__(

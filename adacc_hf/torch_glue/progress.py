@@ -32,15 +32,16 @@ reports."""
 
 
 PROFILING, SOLVING = "profiling", "solving"
-"""Kinds of interruptions, which are work that training waits for. A wait for the solver counts as SOLVING."""
+"""Names of the two kinds of interruptions (periods in which training waits for other work). A wait for the solver
+counts as SOLVING."""
 MAX_INTERRUPTIONS = 64
-"""Number of interruptions (work that training waited for) that a thread remembers, the latest ones. A step makes
-fewer."""
+"""Number of interruptions (periods in which training waited for other work) that a thread remembers, the latest ones. A
+step has fewer."""
 
 
 class Interruption(NamedTuple):
-    """Finished work that training waited for: its kind, its start as `time.perf_counter()`, and its duration in
-    seconds."""
+    """Period in which training waited for other work: the name of the work (PROFILING or SOLVING), the start as
+    `time.perf_counter()`, and the duration in seconds."""
 
     kind: str
     started: float

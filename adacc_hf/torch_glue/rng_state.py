@@ -53,7 +53,8 @@ class RandomStates:
     """Snapshot of the states of all default random generators: of the CPU, of the GPUs among `devices`, of Python and
     of numpy.
 
-    A GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels (rule R10).
+    A GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels. A training
+    step must never wait for the device (rule R10).
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -103,8 +104,8 @@ def generator_of(device: torch.device) -> Any:
 def generator_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the default generator of `device`: 5,056 bytes for a CPU, 16 (seed, offset) for a GPU.
 
-    The state is on the CPU for every device. Reading the state takes a microsecond and does not wait for kernels (rule
-    R10).
+    The state is on the CPU for every device. Reading the state takes a microsecond and does not wait for kernels. A
+    training step must never wait for the device (rule R10).
     """
     generator = generator_of(device)
     return None if generator is None else generator.get_state()
