@@ -46,4 +46,4 @@ def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence
     parts += [f"{len(policy.idle_blocks)} without gradients"] if policy.idle_blocks else []
     reasons = sorted({kind.untrusted for kind in profile.kinds if kind.untrusted}) if profile is not None else []
     why = f" (not replayable: {'; '.join(reasons)})" if reasons else ""
-    return " ".join([f"block calls: {', '.join(parts)}{why}.", *describe_fallbacks(history)])
+    return " ".join([f"block calls per micro-batch: {', '.join(parts)}{why}.", *describe_fallbacks(history)])

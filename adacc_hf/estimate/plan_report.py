@@ -105,14 +105,14 @@ def _plan_verdict(plan: TrainingPlan) -> str:
     budget = format_bytes(plan.request.budget)
     adacc, plain = plan.forecasts["adacc"], plan.forecasts["plain"]
     if plain.fits:
-        return f"fits {budget} without adacc: plain training peaks at {format_bytes(plain.peak_bytes)}"
+        return f"fits the budget of {budget} without adacc: plain training peaks at {format_bytes(plain.peak_bytes)}"
     if plan.policy is not None:
-        return f"fits {budget} with adacc: {plan.policy.summary()}"
+        return f"fits the budget of {budget} with adacc: {plan.policy.summary()}"
     is_proven = plan.bound_bytes == adacc.peak_bytes
     bound = "" if is_proven else f" ({adacc.peak_bytes} bytes; no policy needs less than {plan.bound_bytes} bytes)"
     return (
-        f"does not fit {budget}: the least possible peak is {format_bytes(adacc.peak_bytes)}{bound}. Use a smaller "
-        f"--batch-size or --seq-len, --fsdp N or --zero 3 N, a smaller --optimizer, or --peft lora"
+        f"does not fit the budget of {budget}: the least possible peak is {format_bytes(adacc.peak_bytes)}{bound}. Use "
+        f"a smaller --batch-size or --seq-len, --fsdp N or --zero 3 N, a smaller --optimizer, or --peft lora"
     )
 
 
@@ -124,7 +124,7 @@ def _expected_memory(plan: TrainingPlan) -> str:
     low, high = expected
     text = (
         f"Expected on the device, {_best_method(plan)}: {format_bytes(low)} to {format_bytes(high)}. The peak counts "
-        f"live tensors. 8 of 10 published measurements were {MEASURED_SHARE[0]} to {MEASURED_SHARE[1]} times the "
+        f"live tensors. 80 % of the published measurements were {MEASURED_SHARE[0]} to {MEASURED_SHARE[1]} times the "
         f"prediction (fragments of the allocator, temporary tensors of kernels), and the CUDA context takes up to "
         f"{format_bytes(CONTEXT_BYTES)}. {shape}"
     )

@@ -28,7 +28,11 @@ def test_coverage_names_what_could_not_be_replayed(gpt2_like_profile: Any) -> No
     profile = gpt2_like_profile(num_blocks=4)
     history = [{"event": "policy", "step": 0}]
     text = describe_coverage(solve_policy(profile, 0.5), profile, history)
-    assert text == "block calls: 4 with an action for each activation. All steps followed their policies."
+    assert (
+        text == "block calls per micro-batch: 4 with an action for each activation. All steps followed their policies."
+    )
     untrusted = replace(profile, kinds=tuple(replace(kind, untrusted="it draws numbers") for kind in profile.kinds))
     text = describe_coverage(checkpoint_policy(profile), untrusted, history)
-    assert text.startswith("block calls: 4 under torch's checkpoint (not replayable: it draws numbers).")
+    assert text.startswith(
+        "block calls per micro-batch: 4 under torch's checkpoint (not replayable: it draws numbers)."
+    )

@@ -77,7 +77,7 @@ def _with_config(config):
 
 def test_with_warn_the_same_blocks_are_trained_and_reported(train, make_model, unreplayable, caplog):
     train([AdaccCallback(**LOSSLESS)], model=make_model())
-    assert re.search(r"block calls: .*\(not replayable: .*random generators", caplog.text)
+    assert re.search(r"block calls per micro-batch: .*\(not replayable: .*random generators", caplog.text)
 
 
 class PaddedInStep3(torch.utils.data.Dataset):

@@ -117,7 +117,7 @@ def test_the_report_says_that_nothing_fits(plan, tmp_path):
 def test_the_text_names_sources_and_assumptions(folder, capsys):
     assert main(["plan", "--model", folder, "--device", "v100", "--dtype", "fp16-amp", "--no-largest"]) == 0
     text = capsys.readouterr().out
-    assert "fits 28.31 GiB without adacc" in text
+    assert "fits the budget of 28.31 GiB without adacc" in text
     for part in ("NVIDIA V100", "full recomputation", "largest batch", "peak: head and loss", "roofline", "outliers"):
         assert part in text
 

@@ -50,7 +50,7 @@ def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
     assert plan(*options, str(least))["fits"]
     assert not plan(*options, str(least - 1))["fits"]
     assert main(["plan", "--model", folder, *options, "9MiB"]) == 0
-    assert "does not fit 9.00 MiB: the least possible peak is" in capsys.readouterr().out
+    assert "does not fit the budget of 9.00 MiB: the least possible peak is" in capsys.readouterr().out
 
 
 def test_fsdp_holds_parts_in_float32_and_computes_with_16_bits(plan):
