@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,14 @@ from torch.nn import functional as F
 
 from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
-from adacc_hf.torch_glue.private import DisableTorchFunctionSubclass, keeps_graph, make_wrapper_subclass, tree_map
+from adacc_hf.torch_glue.private import (
+    VIEWED,
+    DisableTorchFunctionSubclass,
+    keeps_graph,
+    make_wrapper_subclass,
+    tree_map,
+)
+from adacc_hf.torch_glue.tensors import is_plain
 
 
 class LogitsListener(Protocol):
@@ -42,8 +50,18 @@ class HeadCall:
     """Dtype of the layer's matrix product."""
     listener: LogitsListener
 
+    def check_weight(self) -> None:
+        """Raise ChunkedHeadError if FSDP has freed the weight since the call."""
+        if is_plain(self.weight) and self.weight.numel() and not self.weight.untyped_storage().nbytes():
+            raise ChunkedHeadError(
+                "FSDP has freed the output layer's weight before the logits are read, because the loss is computed "
+                "after the model's forward: pass reshard_after_forward=False to fully_shard for the whole model (the "
+                'blocks may keep True), or set AdaccConfig(head="plain")'
+            )
+
     def full_logits(self) -> Tensor:
         """Compute the logits with their autograd graph, as the plain layer does, and notify the `LogitsListener`."""
+        self.check_weight()
         self.listener.note_full_logits()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(self.rows.device.type, enabled=False):
@@ -172,7 +190,7 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and first.real_logits is None:
-            if func is Tensor.register_hook and _is_hook_of_deepspeed(*args[1:], **kwargs):
+            if func is Tensor.register_hook and _is_hook_of_sharding(*args[1:], **kwargs):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _UNSUPPORTED:
@@ -258,12 +276,14 @@ def _materialize_detached(leaf: Any) -> Any:
     return leaf.materialize().detach() if isinstance(leaf, LazyLogits) else leaf
 
 
-def _is_hook_of_deepspeed(hook: Any) -> bool:
-    """Return True for DeepSpeed's hook on the outputs of a model, which would read lazy logits and so compute them.
+def _is_hook_of_sharding(hook: Any) -> bool:
+    """Return True for the hook of DeepSpeed or FSDP on the outputs of a model, which would read lazy logits and so
+    compute them.
 
-    The hook can be ignored, because DeepSpeed also puts the hook on the loss.
+    The hook prepares the parameters for backward. It can be ignored, because the loss has it too.
     """
-    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
+    function = hook.func if isinstance(hook, partial) else hook
+    return (getattr(function, "__module__", None) or "").startswith(_SHARDING)  # a builtin method has None
 
 
 def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
@@ -342,6 +362,7 @@ def _cross_entropy(
     is_supported = is_supported and reduction in ("mean", "sum") and not isinstance(target, LazyLogits)
     if not is_supported or lazy.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
         return NotImplemented
+    lazy.call.check_weight()
     loss = LossCall(lazy.call, lazy.rows, target, ignore_index, reduction)
     lazy.call.listener.note_loss(loss)
     return loss.chunked()
@@ -358,6 +379,8 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _index,
 }
 
+_SHARDING = ("deepspeed.", "torch.distributed.fsdp.")
+"""Packages whose hooks on the outputs of a model gather its parameters before backward."""
 _UNSUPPORTED = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
 _METADATA = frozenset(
@@ -365,7 +388,7 @@ _METADATA = frozenset(
         getattr(Tensor, name).__get__
         for name in (
             "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu",
-            "is_meta", "is_sparse", "is_quantized", "is_nested",
+            "is_meta", "is_sparse", "is_quantized", "is_nested", VIEWED,
         )
     }
     | {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,

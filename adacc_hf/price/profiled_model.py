@@ -17,6 +17,7 @@ from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.compat import without_layerdrop
+from adacc_hf.torch_glue.distributed import reshard
 from adacc_hf.torch_glue.memory import distinct_bytes, forward_loss
 from adacc_hf.torch_glue.no_trace import NoTrace
 
@@ -85,6 +86,7 @@ def profiled_model(
                 )
         finally:
             installation.remove()
+            reshard(model)
 
 
 def _base_bytes(model: nn.Module, batch: Batch, step: TrainingStep, measurement: Measurement) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,6 +55,18 @@ def is_sharded(module: nn.Module) -> bool:
         parameter.numel() == 0 or any(hasattr(parameter, name) for name in _SHARD_ATTRIBUTES)
         for parameter in module.parameters()
     )
+
+
+def reshard(model: nn.Module) -> None:
+    """Shard the parameters of all FSDP2 modules in `model`.
+
+    FSDP2 leaves the parameters of the outermost module gathered after a forward, until a backward. Until then,
+    `model.parameters()` does not return the sharded parameters, which an optimizer needs.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long, and who shards a model has imported it
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 class OutOfMemoryOnRankError(torch.OutOfMemoryError):

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 __all__ = [
     "ATTRIBUTES", "BACKWARD_HOOKS", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS",
     "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE",
-    "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException", "DisableTorchFunctionSubclass",
+    "SOFTMAX", "SPEC", "TO_COPY", "VIEWED", "DataDependentOutputException", "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_to_all",
     "attention_name", "attention_operator", "attention_priority", "before_profilers_start", "buffers_of",
     "collective_count", "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node",
@@ -71,7 +71,9 @@ def _attribute_getter(owner: str, attribute: str) -> Callable[[Any], Any]:
 
 version_of = _attribute_getter("Tensor", "_version")
 """Function that returns autograd's version counter of a tensor: the number of in-place writes to its storage."""
-viewed_tensor = _attribute_getter("Tensor", "_base")
+VIEWED = private_name("Tensor", "_base")
+"""Name of the attribute of a tensor that is the tensor that autograd knows it as a view of, or None."""
+viewed_tensor = attrgetter(VIEWED)
 """Function that returns the tensor that autograd knows a tensor as a view of, or None."""
 storage_key = _attribute_getter("UntypedStorage", "_cdata")
 """Function that returns a key of a storage, unique while the storage is alive.
