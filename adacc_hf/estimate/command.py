@@ -39,7 +39,6 @@ _NOT_PLANNED = {
     "--liger": "Liger's kernels cannot be traced without a GPU: leave out --liger for an upper bound of the peak, or "
     "pass a measured --profile",
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
-    "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
 """Options that `adacc plan` refuses, each with the reason and advice."""
 
@@ -90,6 +89,13 @@ def add_parser(commands: Any) -> None:
     shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
     parser.add_argument(
         "--sp", type=int, metavar="N", help="N devices share each sequence by Ulysses (sp_size), with --zero"
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="N devices share each layer by Transformers' tensor parallelism (tp_size), alone or for each of the "
+        "devices of --fsdp",
     )
     parser.add_argument(
         "--image-tokens",
@@ -240,6 +246,7 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
         )
     _check_adapters(arguments)
     _check_sequence_ranks(arguments)
+    _check_layer_ranks(arguments)
     options = _PlanOptions(
         sharding=_plan_sharding(arguments),
         budget_bytes=_option_bytes(arguments.budget, "--budget"),
@@ -274,6 +281,20 @@ def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
         )
     if arguments.attn == "eager":
         raise ValueError("--sp needs fused attention: leave out --attn eager")
+
+
+def _check_layer_ranks(arguments: argparse.Namespace) -> None:
+    if arguments.tp is None:
+        return
+    if arguments.tp < 2:
+        raise ValueError(f"--tp={arguments.tp} must be at least 2: the number of devices that share each layer")
+    for option in ("--ddp", "--zero", "--peft", "--image-tokens", "--profile"):
+        if getattr(arguments, _option_attribute(option)) is not None:
+            raise ValueError(
+                f"--tp is not planned with {option}: leave out one of the two, or combine --tp with --fsdp"
+            )
+    if arguments.optimizer == COMPACT:
+        raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
@@ -327,6 +348,7 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         quantization=quantization,
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
+        ranks_per_layer=arguments.tp or 1,
         image_tokens=arguments.image_tokens or 0,
         trace=arguments.trace or device.trace,
         sharding=options.sharding,

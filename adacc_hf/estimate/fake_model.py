@@ -36,6 +36,7 @@ from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
 from adacc_hf.estimate.sequence_parallel import check_attention, check_heads, shared_sequences
 from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.estimate.tensor_parallel import shard_model
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
 from adacc_hf.price.profiler import profile_model
@@ -93,6 +94,8 @@ class Workload:
     sharding: Sharding = field(default_factory=Sharding)
     ranks_per_sequence: int = 1
     """Number of devices that share each sequence, as in DeepSpeed's Ulysses."""
+    ranks_per_layer: int = 1
+    """Number of devices that share each layer, as in Transformers' tensor parallelism."""
     image_tokens: int = 0
     """Tokens of each sequence that stand for images. If 0, the batches have no images."""
     outlier_share: float = OUTLIER_SHARE
@@ -135,6 +138,11 @@ class FakeModel:
         dtype = str(weights).removeprefix("torch.")
         self.model = empty_model(workload, dtype)
         check_attention(self.model, workload.ranks_per_sequence)
+        self.whole_gradient_bytes = 0
+        """Bytes of gradients that a device holds in addition to those of its parameters."""
+        if workload.ranks_per_layer > 1:
+            num_bytes = shard_model(self.model, workload.ranks_per_layer)
+            self.whole_gradient_bytes = 0 if sharding.method == "fsdp" else num_bytes  # FSDP shards each gradient
         _disable_caches(self.model)
         self.model.train()
         self.images_per_sequence = (

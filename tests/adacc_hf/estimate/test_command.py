@@ -43,7 +43,6 @@ REFUSED = {
     "no images": (["--image-tokens", "0"], "--image-tokens=0 must be at least 1: the tokens of a sequence's images"),
     "images of a language model": (["--image-tokens", "64"], "--image-tokens: GPT2Config has no vision tower"),
     "liger": (["--liger"], "--liger: Liger's kernels cannot be traced without a GPU: leave out --liger"),
-    "tensor parallelism": (["--tp", "2"], "--tp: tensor parallelism is not planned: use --fsdp N or --zero 3 N"),
     "host memory without unit": (
         ["--host-memory", "64"],
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
