@@ -36,8 +36,6 @@ COMPUTED_IN = {
 
 _NOT_PLANNED = {
     "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
-    "--liger": "Liger's kernels cannot be traced without a GPU: leave out --liger for an upper bound of the peak, or "
-    "pass a measured --profile",
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
 }
 """Options that `adacc plan` refuses, each with the reason and advice."""
@@ -96,6 +94,9 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="N devices share each layer by Transformers' tensor parallelism (tp_size), alone or for each of the "
         "devices of --fsdp",
+    )
+    parser.add_argument(
+        "--liger", action="store_true", help="plan with Liger's kernels (use_liger_kernel=True), which are emulated"
     )
     parser.add_argument(
         "--image-tokens",
@@ -247,6 +248,8 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
     _check_adapters(arguments)
     _check_sequence_ranks(arguments)
     _check_layer_ranks(arguments)
+    if arguments.liger:
+        _check_combination(arguments, "--liger", ("--sp", "--tp", "--peft", "--image-tokens", "--profile"))
     options = _PlanOptions(
         sharding=_plan_sharding(arguments),
         budget_bytes=_option_bytes(arguments.budget, "--budget"),
@@ -288,13 +291,15 @@ def _check_layer_ranks(arguments: argparse.Namespace) -> None:
         return
     if arguments.tp < 2:
         raise ValueError(f"--tp={arguments.tp} must be at least 2: the number of devices that share each layer")
-    for option in ("--ddp", "--zero", "--peft", "--image-tokens", "--profile"):
-        if getattr(arguments, _option_attribute(option)) is not None:
-            raise ValueError(
-                f"--tp is not planned with {option}: leave out one of the two, or combine --tp with --fsdp"
-            )
+    _check_combination(arguments, "--tp", ("--ddp", "--zero", "--peft", "--image-tokens", "--profile"))
     if arguments.optimizer == COMPACT:
         raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
+
+
+def _check_combination(arguments: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if getattr(arguments, _option_attribute(other)) is not None:
+            raise ValueError(f"{option} is not planned with {other}: leave out one of the two")
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
@@ -349,6 +354,7 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
         ranks_per_layer=arguments.tp or 1,
+        liger=arguments.liger,
         image_tokens=arguments.image_tokens or 0,
         trace=arguments.trace or device.trace,
         sharding=options.sharding,

@@ -26,7 +26,6 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.plan_report import to_text
@@ -51,8 +50,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count_step(folder: Path) -> dict[str, int]:
-    """Return the bytes of this rank in a plain step and of its parameters and gradients, and a profile's prediction of
-    a recomputed step."""
+    """Return the bytes of this rank in a plain step, and of its parameters and gradients."""
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).train()
     ids = torch.zeros((BATCH, LENGTH), dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -65,15 +63,12 @@ def count_step(folder: Path) -> dict[str, int]:
     tied = {id(parameter): parameter for parameter in model.parameters()}.values()
     storages = [local(parameter).untyped_storage().nbytes() for parameter in tied]
     gradients = sum(local(parameter.grad).untyped_storage().nbytes() for parameter in tied)
-    model.zero_grad()
-    profile = profile_model(model, batch, AdaccConfig())
     # Without a GPU, the loader keeps a whole tensor for its shard.
     unused_bytes = sum(storages) - sum(local(parameter).nbytes for parameter in tied)
     return {
         "parameters": sum(storages) - unused_bytes,
         "gradients": gradients,
         "step": min(peaks),
-        "recomputed": uniform_policy(profile, "recompute").predicted_peak_bytes - profile.static_bytes,
     }
 
 
@@ -111,15 +106,11 @@ def test_a_plan_predicts_the_bytes_of_a_rank(tmp_path: Path) -> None:
             model=name, workload=workload(config, ranks_per_layer=2), batch_size=BATCH, seq_len=LENGTH, optimizer="sgd"
         )
         static, profile = training_profile(request)
-        step, recomputed = (
-            uniform_policy(profile, action).predicted_peak_bytes - profile.static_bytes
-            for action in ("retain", "recompute")
-        )
+        peak = uniform_policy(profile, "retain").predicted_peak_bytes
         assert counted[name] == {
             "parameters": static.parameters_bytes,
             "gradients": static.gradients_bytes,
-            "step": step,
-            "recomputed": recomputed,
+            "step": peak - profile.static_bytes,
         }, name
 
 
