@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adacc_hf.estimate.model_presets import is_classifier
+from adacc_hf.torch_glue.private import FUSED_RMS_NORM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` of the models that are planned."""
@@ -36,7 +37,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         rows = states.contiguous().view(-1, states.shape[-1])
-        result, factors = torch.ops.aten._fused_rms_norm(rows, [rows.shape[-1]], weight, epsilon)
+        result, factors = FUSED_RMS_NORM(rows, [rows.shape[-1]], weight, epsilon)
         ctx.save_for_backward(rows, weight, factors)
         return result.view(states.shape)
 

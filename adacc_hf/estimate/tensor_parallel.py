@@ -160,11 +160,12 @@ _STYLES: Mapping[str, _Style] = {
 def shard_model(model: PreTrainedModel, num_ranks: int) -> int:
     """Replace the weights of `model` by one rank's shards, and add the collectives of the model's `tp_plan`.
 
-    Return the bytes of gradients that a rank holds in addition to those of its shards. Raises ValueError if the model has no plan or a plan with an unknown style, or if `num_ranks` does not divide the
-    attention heads and every sharded dimension.
+    Return the bytes of gradients that a rank holds in addition to those of its shards. Raises ValueError if the model
+    has no plan or a plan with an unknown style, or if `num_ranks` does not divide the attention heads and every sharded
+    dimension.
     """
     styles = _layer_styles(model, num_ranks)
-    layers = {name: model.get_submodule(name) for name in styles}
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in styles}
     sizes = {
         layers[name].weight.shape[style.dimension] for name, style in styles.items() if style.dimension is not None
     }
@@ -219,7 +220,8 @@ def _layer_styles(model: PreTrainedModel, num_ranks: int) -> dict[str, _Style]:
 
 def _check_sizes(config: PretrainedConfig, sizes: set[int], num_ranks: int) -> None:
     text_config = config.get_text_config()
-    heads = {getattr(text_config, name, None) for name in ("num_attention_heads", "num_key_value_heads")} - {None}
+    counts = (getattr(text_config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads = {count for count in counts if count is not None}
     common = math.gcd(*sizes, *heads)
     if common % num_ranks:
         allowed = [str(number) for number in range(2, common + 1) if common % number == 0]

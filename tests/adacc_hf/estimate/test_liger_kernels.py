@@ -32,9 +32,7 @@ COUNTED = {
 
 def request(config: PretrainedConfig, device: str = "cpu", precision: str = "fp32", liger: bool = True) -> Request:
     found = find_device(device)
-    workload = Workload(
-        config=config, device=found, precision=PRECISIONS[precision], trace=found.trace, liger=liger
-    )
+    workload = Workload(config=config, device=found, precision=PRECISIONS[precision], trace=found.trace, liger=liger)
     return Request(model="m", workload=workload, batch_size=4, seq_len=64, optimizer="sgd", find_largest=False)
 
 
@@ -46,18 +44,19 @@ def test_a_plan_predicts_the_bytes_of_a_step(name: str) -> None:
     assert uniform_policy(profile, "retain").predicted_peak_bytes - profile.static_bytes == peak_bytes
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp"])
 def test_a_gpu_never_has_all_logits(precision: str) -> None:
     """The peak of the head and the loss is lower by most of the logits, which have 64 times as many elements as the
     hidden states. All activations can be recomputed."""
-    config = LlamaConfig(**SIZES | {"vocab_size": 4096})
+    config = LlamaConfig(**SIZES | {"vocab_size": 4096, "num_hidden_layers": 1})
     phases = {}
     for liger in (False, True):
         planned = request(config, "h100", precision, liger)
         with fake_model(planned.workload) as model:
             profile = TrainingPlanner(planned, model).profile()
         phases[liger] = profile.loss_peak_bytes - profile.static_bytes
-        assert all(value.recomputable for kind in profile.kinds for value in kind.activations if value.producer)
+        (kind,) = profile.kinds
+        assert all(value.recomputable for value in kind.activations if value.producer is not None)
     logits_bytes = 4 * 64 * config.vocab_size * 4
     weight_bytes = config.vocab_size * config.hidden_size * 4  # the gradient of the weight, and a temporary in float32
     assert phases[True] < phases[False] - logits_bytes + 2 * weight_bytes
