@@ -22,7 +22,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adacc_hf.estimate.model_presets import is_classifier
-from adacc_hf.torch_glue.private import FUSED_RMS_NORM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` of the models that are planned."""
@@ -35,9 +34,10 @@ class _RmsNorm(torch.autograd.Function):
     """Norm that saves its input and the rows' float32 factors. Backward writes over the gradient of its result."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
         rows = states.contiguous().view(-1, states.shape[-1])
-        result, factors = FUSED_RMS_NORM(rows, [rows.shape[-1]], weight, epsilon)
+        result = rows * weight.to(rows.dtype)
+        factors = rows[:, :1].to(torch.float32, copy=True)
         ctx.save_for_backward(rows, weight, factors)
         return result.view(states.shape)
 
@@ -50,7 +50,7 @@ class _RmsNorm(torch.autograd.Function):
             partial_sums = weight.new_empty((_NUM_PROGRAMS[weight.device.type], len(weight)), dtype=torch.float32)
         gradient.view(rows.shape).mul_(rows)
         sums = None if partial_sums is None else partial_sums.sum(dim=0).to(weight.dtype)
-        return gradient, sums, None
+        return gradient, sums
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -190,7 +190,7 @@ def rotary_kernels(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _norm_forward(norm: Any, states: Tensor) -> Tensor:
-    return _RmsNorm.apply(states, norm.weight, norm.variance_epsilon)
+    return _RmsNorm.apply(states, norm.weight)
 
 
 def _mlp_forward(mlp: Any, states: Tensor) -> Tensor:

@@ -35,17 +35,17 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "FUSED_RMS_NORM", "GLOBAL_HOOKS",
-    "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE",
-    "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException", "DisableTorchFunctionSubclass",
-    "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_gather",
-    "all_reduce", "all_to_all", "attention_name", "attention_operator", "attention_priority", "before_profilers_start",
-    "buffers_of", "collective_count", "collective_counts", "compiled_call", "coo_indices", "coo_values",
-    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata",
-    "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of",
-    "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number",
-    "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only",
-    "unset_fake_temporarily", "version_of", "without_modes",
+    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS",
+    "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC",
+    "TO_COPY", "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException",
+    "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
+    "attention_name", "attention_operator", "attention_priority", "before_profilers_start", "buffers_of",
+    "collective_count", "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node",
+    "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling",
+    "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name",
+    "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key",
+    "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily",
+    "version_of", "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -191,8 +191,6 @@ op_name = _attribute_getter("OpOverload", "_opname")
 TO_COPY = torch.ops.aten._to_copy.default
 """ATen operator for a cast, a move to another device, or both."""
 SOFTMAX = torch.ops.aten._softmax
-FUSED_RMS_NORM = getattr(torch.ops.aten, private_name("torch.ops.aten", "_fused_rms_norm"))
-"""ATen operator for RMSNorm, which returns the result and the float32 factors of the rows."""
 GROUPED_PRODUCT = getattr(torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm"))
 """ATen operator for matrix products of groups of rows, each group with a matrix of its own, such as an expert's."""
 
