@@ -36,10 +36,7 @@ COMPUTED_IN = {
 
 _NOT_PLANNED = {
     "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
-    "--liger": "Liger's kernels cannot be traced without a GPU: leave out --liger for an upper bound of the peak, or "
-    "pass a measured --profile",
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
-    "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
 """Options that `adacc plan` refuses, each with the reason and advice."""
 
@@ -90,6 +87,16 @@ def add_parser(commands: Any) -> None:
     shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
     parser.add_argument(
         "--sp", type=int, metavar="N", help="N devices share each sequence by Ulysses (sp_size), with --zero"
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="N devices share each layer by Transformers' tensor parallelism (tp_size), alone or for each of the "
+        "devices of --fsdp",
+    )
+    parser.add_argument(
+        "--liger", action="store_true", help="plan with Liger's kernels (use_liger_kernel=True), which are emulated"
     )
     parser.add_argument(
         "--image-tokens",
@@ -240,6 +247,9 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
         )
     _check_adapters(arguments)
     _check_sequence_ranks(arguments)
+    _check_layer_ranks(arguments)
+    if arguments.liger:
+        _check_combination(arguments, "--liger", ("--sp", "--tp", "--peft", "--image-tokens", "--profile"))
     options = _PlanOptions(
         sharding=_plan_sharding(arguments),
         budget_bytes=_option_bytes(arguments.budget, "--budget"),
@@ -274,6 +284,22 @@ def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
         )
     if arguments.attn == "eager":
         raise ValueError("--sp needs fused attention: leave out --attn eager")
+
+
+def _check_layer_ranks(arguments: argparse.Namespace) -> None:
+    if arguments.tp is None:
+        return
+    if arguments.tp < 2:
+        raise ValueError(f"--tp={arguments.tp} must be at least 2: the number of devices that share each layer")
+    _check_combination(arguments, "--tp", ("--ddp", "--zero", "--peft", "--image-tokens", "--profile"))
+    if arguments.optimizer == COMPACT:
+        raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
+
+
+def _check_combination(arguments: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if getattr(arguments, _option_attribute(other)) is not None:
+            raise ValueError(f"{option} is not planned with {other}: leave out one of the two")
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
@@ -327,11 +353,16 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         quantization=quantization,
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
+        ranks_per_layer=arguments.tp or 1,
+        liger=arguments.liger,
         image_tokens=arguments.image_tokens or 0,
         trace=arguments.trace or device.trace,
         sharding=options.sharding,
         outlier_share=arguments.outlier_share,
-        adacc=AdaccConfig(host_memory=options.host_bytes),
+        # ZeRO 3 has the output layer's weight only during the layer's forward, before the loss is computed.
+        adacc=AdaccConfig(
+            host_memory=options.host_bytes, head="plain" if options.sharding.method == "zero3" else "auto"
+        ),
     )
     return Request(
         model=arguments.model,

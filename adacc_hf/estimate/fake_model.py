@@ -32,10 +32,12 @@ from adacc_hf.estimate.images import (
     pixel_values,
     unchecked_placeholders,
 )
+from adacc_hf.estimate.liger_kernels import check_family, rotary_kernels, use_kernels
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
 from adacc_hf.estimate.sequence_parallel import check_attention, check_heads, shared_sequences
 from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.estimate.tensor_parallel import shard_model
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
 from adacc_hf.price.profiler import profile_model
@@ -93,6 +95,10 @@ class Workload:
     sharding: Sharding = field(default_factory=Sharding)
     ranks_per_sequence: int = 1
     """Number of devices that share each sequence, as in DeepSpeed's Ulysses."""
+    ranks_per_layer: int = 1
+    """Number of devices that share each layer, as in Transformers' tensor parallelism."""
+    liger: bool = False
+    """True if Liger's kernels run, as with `use_liger_kernel=True` of the Trainer. Stand-ins are traced."""
     image_tokens: int = 0
     """Tokens of each sequence that stand for images. If 0, the batches have no images."""
     outlier_share: float = OUTLIER_SHARE
@@ -106,6 +112,8 @@ class Workload:
     def __post_init__(self) -> None:
         self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
         check_heads(self.config, self.ranks_per_sequence)
+        if self.liger:
+            check_family(self.config)
         if self.image_tokens:
             image_size(self.config)
             option = "--peft" if self.adapters is not None else "--sp" if self.ranks_per_sequence > 1 else None
@@ -135,11 +143,18 @@ class FakeModel:
         dtype = str(weights).removeprefix("torch.")
         self.model = empty_model(workload, dtype)
         check_attention(self.model, workload.ranks_per_sequence)
+        self.whole_gradient_bytes = 0
+        """Bytes of gradients that a device holds in addition to those of its parameters."""
+        if workload.ranks_per_layer > 1:
+            num_bytes = shard_model(self.model, workload.ranks_per_layer)
+            self.whole_gradient_bytes = 0 if sharding.method == "fsdp" else num_bytes  # FSDP shards each gradient
         _disable_caches(self.model)
         self.model.train()
         self.images_per_sequence = (
             images_per_sequence(self.model, workload.config, workload.image_tokens) if workload.image_tokens else 0
         )
+        if workload.liger:
+            use_kernels(self.model)
         if workload.compact_rank is not None:
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
                 layer.clear_core()  # the state after the first step
@@ -198,7 +213,8 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
     placeholders = unchecked_placeholders() if workload.image_tokens else nullcontext()
-    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence), placeholders:
+    rotations = rotary_kernels(workload.config) if workload.liger else nullcontext()
+    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence), placeholders, rotations:
         try:
             yield FakeModel(workload)
         except AdaccError:

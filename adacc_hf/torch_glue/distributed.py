@@ -64,7 +64,9 @@ def reshard(model: nn.Module) -> None:
     `model.parameters()` does not return the sharded parameters, which an optimizer needs.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long, and who shards a model has imported it
-    for module in model.modules() if fsdp is not None else ():
+    if fsdp is None:
+        return
+    for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 

@@ -38,14 +38,14 @@ __all__ = [
     "ATTRIBUTES", "BACKWARD_HOOKS", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS",
     "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE",
     "SOFTMAX", "SPEC", "TO_COPY", "VIEWED", "DataDependentOutputException", "DisableTorchFunctionSubclass",
-    "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_to_all",
-    "attention_name", "attention_operator", "attention_priority", "before_profilers_start", "buffers_of",
-    "collective_count", "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node",
-    "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling",
-    "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name",
-    "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key",
-    "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily",
-    "version_of", "viewed_tensor", "without_modes",
+    "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_gather",
+    "all_reduce", "all_to_all", "attention_name", "attention_operator", "attention_priority", "before_profilers_start",
+    "buffers_of", "collective_count", "collective_counts", "compiled_call", "coo_indices", "coo_values",
+    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata",
+    "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of",
+    "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number",
+    "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only",
+    "unset_fake_temporarily", "version_of", "viewed_tensor", "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -171,6 +171,21 @@ def all_to_all(parts: Tensor, num_ranks: int, group_name: str) -> Tensor:
 
     sizes = [parts.shape[0] // num_ranks] * num_ranks
     return torch.ops._c10d_functional_autograd.all_to_all_single(parts, sizes, sizes, group_name)
+
+
+def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
+    """Return the sum of the ranks' tensors, without autograd. Fake tensors need no process group."""
+    import torch.distributed._functional_collectives  # defines the results for fake tensors
+
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", group_name)
+
+
+def all_gather(tensor: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """Return the ranks' tensors, concatenated along dimension 0, without autograd. Fake tensors need no process
+    group."""
+    import torch.distributed._functional_collectives  # defines the results for fake tensors
+
+    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, num_ranks, group_name)
 
 
 # Operators.

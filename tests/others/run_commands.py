@@ -78,7 +78,6 @@ def transformers_commands(examples: Path) -> list[Command]:
         Command("run_clm, torchrun", torchrun, clm.options),
         Command("run_clm, accelerate", (*accelerate, "--dynamo_backend=no", *clm.words[1:]), clm.options),
         python("language-modeling/run_mlm", bert, **lines),
-        python("language-modeling/run_fim", gpt2, **text),
         python("text-classification/run_glue", bert, max_seq_length=32, **both("feelings")),
         python("text-classification/run_classification", bert, max_seq_length=32, **both("feelings")),
         python("question-answering/run_qa", bert, train_file=data["answers"], **answers),

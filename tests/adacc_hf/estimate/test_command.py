@@ -42,8 +42,6 @@ REFUSED = {
     "8 bits": (["--load-in-8bit"], "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
     "no images": (["--image-tokens", "0"], "--image-tokens=0 must be at least 1: the tokens of a sequence's images"),
     "images of a language model": (["--image-tokens", "64"], "--image-tokens: GPT2Config has no vision tower"),
-    "liger": (["--liger"], "--liger: Liger's kernels cannot be traced without a GPU: leave out --liger"),
-    "tensor parallelism": (["--tp", "2"], "--tp: tensor parallelism is not planned: use --fsdp N or --zero 3 N"),
     "host memory without unit": (
         ["--host-memory", "64"],
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
@@ -137,7 +135,7 @@ def test_precisions_compute_in_the_dtype_that_is_checked_without_torch() -> None
 def test_wrong_options_are_refused_before_torch_is_imported() -> None:
     wrong = (
         ["--device", "b200"], ["--optimizer", "adam"], ["--zero", "4", "2"], ["--fsdp", "1"], ["--budget", "20"],
-        ["--budget", "much"], ["--device", "v100"], ["--liger"], ["--model", "/no/such/folder"],
+        ["--budget", "much"], ["--device", "v100"], ["--liger", "--tp", "2"], ["--model", "/no/such/folder"],
     )  # fmt: skip
     code = (
         "import sys; from adacc_hf.cli import main\n"
@@ -180,3 +178,17 @@ def test_an_unknown_model_is_refused(refusal_of, tmp_path: Path):
 
 def test_a_model_without_a_context_needs_a_length(refusal_of):
     assert "--seq-len must be set" in refusal_of(model="demo-t5")
+
+
+@pytest.mark.parametrize(("options", "head"), [(["--zero", "3", "2"], "plain"), (["--fsdp", "2"], "auto")])
+def test_zero_3_is_planned_with_the_plain_head(folder, monkeypatch, options, head):
+    """ZeRO 3 has the output layer's weight only during the layer's forward."""
+    heads = []
+
+    def note_head(request):
+        heads.append(request.workload.adacc.head)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("adacc_hf.estimate.planning.plan", note_head)
+    main(["plan", "--model", folder, *options])
+    assert heads == [head]
