@@ -20,7 +20,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from adacc_hf.artifacts.call_names import call_name, calls_per_block
-from adacc_hf.artifacts.errors import CompiledBlockError, ConcurrentCallError, NestedHooksError, NoBlocksError
+from adacc_hf.artifacts.errors import (
+    CompiledBlockError,
+    ConcurrentCallError,
+    NestedHooksError,
+    NoBlocksError,
+    PolicyMismatchError,
+)
 from adacc_hf.torch_glue.caching_warning import CachingWarning
 from adacc_hf.torch_glue.compat import (
     FLAG,
@@ -42,7 +48,7 @@ from adacc_hf.torch_glue.compat import (
     without_caches,
 )
 from adacc_hf.torch_glue.private import transform_level, tree_leaves
-from adacc_hf.torch_glue.zero3 import BlockGathering
+from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +170,11 @@ class BlockFunction:
                 f"backend='adacc' and without adacc_hf around it"
             )
         self.num_calls += 1
+        if self.num_calls == 1 and gathers_inside(self.block):
+            raise PolicyMismatchError(
+                f"ZeRO 3 has divided the parameters of block {self.name} among ranks after the policy was applied: "
+                f"apply the policy after deepspeed.initialize or accelerator.prepare"
+            )
         if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
         if has_cache(fn, args) and not only_reads_cache(self.block):

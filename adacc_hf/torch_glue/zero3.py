@@ -80,7 +80,7 @@ class BlockGathering:
         """(module, name, earlier value) of each attribute that was changed."""
         if not any(map(_is_of_zero3, forward_pre_hooks(block).values())):
             return
-        inner = [module for module in block.modules() if module is not block]
+        inner = _inner_modules(block)
         others = [vars(module).get(_OTHERS_PARAMETERS) or {} for module in (block, *inner)]
         self._set(block, _OTHERS_PARAMETERS, {key: value for each in others for key, value in each.items()})
         self._set(block, _IS_LEAF, True)
@@ -117,6 +117,19 @@ class BlockGathering:
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._attributes.append((module, name, vars(module).get(name)))
         setattr(module, name, value)
+
+
+def gathers_inside(block: nn.Module) -> bool:
+    """Return True if ZeRO 3 gathers the parameters of single modules in `block`, which has no `BlockGathering`."""
+    return any(
+        _is_of_zero3(hook) and not is_identity_hook(hook)
+        for module in _inner_modules(block)
+        for hook in forward_pre_hooks(module).values()
+    )
+
+
+def _inner_modules(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if module is not block]
 
 
 def _is_of_zero3(hook: Any) -> bool:

@@ -12,6 +12,9 @@ from deepspeed_runs import needs_deepspeed, run_script
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue import zero3
 from adacc_hf.torch_glue.zero3 import BlockGathering, PartitionedView, without_zero3
 
@@ -218,3 +221,13 @@ def test_hooks_that_add_identities_are_recognized():
     assert zero3.is_identity_hook(hook_of_zero3("_post_backward_module_hook"))
     assert not zero3.is_identity_hook(hook_of_zero3("_post_forward_module_hook"))
     assert not zero3.is_identity_hook(print)
+
+
+def test_a_policy_that_was_applied_before_zero3_is_refused(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(), AdaccConfig())
+    with apply_policy(model, uniform_policy(profile, "recompute")):
+        for module in model.modules():
+            module.register_forward_pre_hook(hook_of_zero3("_pre_forward_module_hook"))
+        with pytest.raises(PolicyMismatchError, match=r"apply the policy after deepspeed.initialize"):
+            model(**token_batch())
