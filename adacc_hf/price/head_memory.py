@@ -179,7 +179,7 @@ class _BridgeStrategy:
         outputs = _differentiable_tensors(result)
         if not outputs:
             return result
-        bridged = _Bridge.apply(_Outputs(outputs), self._anchor, *inputs)
+        bridged = _Bridge.apply(self._anchor, *inputs, _Outputs(outputs))
         replacements = {id(output): tensor for output, tensor in zip(outputs, bridged, strict=True)}
         return tree_map(lambda leaf: replacements.get(id(leaf), leaf), result)
 
@@ -204,7 +204,8 @@ class _Bridge(torch.autograd.Function):
     zeros to the block's inputs."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: _Outputs, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, anchor: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        *inputs, outputs = arguments  # tensors first, as FakeBackward expects
         ctx.set_materialize_grads(False)
         ctx.nodes = outputs.nodes
         ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
@@ -214,4 +215,4 @@ class _Bridge(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.nodes = []
-        return (None, None, *(torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.inputs))
+        return (None, *(torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.inputs), None)

@@ -52,6 +52,9 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
         self.profiled_head = config.heads[0]
         """Name of the head ("plain" or "chunked") with which the model runs while it is profiled."""
         self._head: ChunkedHead | None = None
+        self._is_rejected = False
+        """True if the model cannot run with the chunked head. The head stays installed until the exit, because its layer
+        is part of the state that extra runs restore."""
         if "chunked" not in config.heads:
             return
         try:
@@ -78,7 +81,7 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
         Return None if the model is profiled with the chunked head anyway, or if the model cannot have a chunked head.
         """
         head = self._head
-        if head is None or self.profiled_head == "chunked":
+        if head is None or self._is_rejected or self.profiled_head == "chunked":
             return None
         head.is_on = True
         try:
@@ -87,8 +90,7 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             return result
         except ChunkedHeadError as error:
             log.info("Adacc: the head uses full logits (head='plain'): %s", error)
-            head.remove()
-            self._head = None
+            self._is_rejected = True
             return None
         finally:
             head.is_on = False
