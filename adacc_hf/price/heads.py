@@ -53,8 +53,8 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
         """Name of the head ("plain" or "chunked") with which the model runs while it is profiled."""
         self._head: ChunkedHead | None = None
         self._is_rejected = False
-        """True if the model cannot run with the chunked head. The head stays installed until the exit, because its layer
-        is part of the state that extra runs restore."""
+        """True if the model cannot run with the chunked head. The head stays installed until the exit, because its
+        layer is part of the state that extra runs restore."""
         if "chunked" not in config.heads:
             return
         try:

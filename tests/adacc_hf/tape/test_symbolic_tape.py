@@ -375,7 +375,7 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
 
 
 def test_three_sizes_need_more_than_three_records(library):
-    """Three records of a batch size and two lengths determine no polynomial: the lengths' products may fit by chance."""
+    """Three records of a batch size and two lengths determine no polynomial: products may fit by chance."""
     block = Pair()
     for samples, tokens, others in ((2, 6, 4), (3, 12, 8), (4, 10, 14)):
         record_block(block, text(samples, tokens), text(samples, others), library=library)
