@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.training_step import NoSync, TrainingStep
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, bucket_of, describe, resize_batch
@@ -206,30 +206,30 @@ class RunProfiler:
             model.train(was_training)
 
     def _training_step(self, model: nn.Module, optimizer: Any, compute_loss: ComputeLoss | None) -> TrainingStep:
-        return TrainingStep(
+        step = TrainingStep(
             optimizer=optimizer,
             gradient_accumulation_steps=self._loop.num_micro,
             prefetched_batches=self._loop.num_prefetched(next(model.parameters()).device),
             optimizer_step_bytes=self.optimizer.nbytes,
-            optimizer_state_bytes=self._state_bytes(model, optimizer),
             compute_loss=compute_loss,
             no_sync=self._no_sync(model),
         )
+        return replace(step, optimizer_state_bytes=self._state_bytes(model, step))
 
-    def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
+    def _state_bytes(self, model: nn.Module, step: TrainingStep) -> int | None:
         """Return 0 to leave optimizer state that is not allocated yet out of the profile, or None to predict its bytes.
 
-        The result is the value of `TrainingStep.optimizer_state_bytes`. The result is 0 if there is no optimizer, if
-        steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted.
-        With 0, policies take the state into account only after the memory of a step has been measured.
+        The result is the value of `TrainingStep.optimizer_state_bytes` for `step`. The result is 0 if there is no
+        optimizer, if steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be
+        predicted. With 0, policies take the state into account only after the memory of a step has been measured.
 
         After `profile_steps` steps the optimizer usually has all of its state. In fp16 the optimizer may have no state
         yet, because the Trainer skips the updates of steps whose gradients overflow.
         """
-        if optimizer is None or self.inner_steps.has_detected:
+        if step.optimizer is None or self.inner_steps.has_detected:
             return 0
         try:
-            coming_state_bytes(optimizer, model.parameters())
+            step.coming_bytes(model.parameters())
         except OptimizerStateError as error:
             log.warning("Adacc: %s; until the memory of a step is measured, the plan leaves this state out", error)
             return 0

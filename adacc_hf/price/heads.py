@@ -4,8 +4,8 @@ loss."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -52,6 +52,9 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
         self.profiled_head = config.heads[0]
         """Name of the head ("plain" or "chunked") with which the model runs while it is profiled."""
         self._head: ChunkedHead | None = None
+        self._is_rejected = False
+        """True if the model cannot run with the chunked head. The head stays installed until the exit, because its
+        layer is part of the state that extra runs restore."""
         if "chunked" not in config.heads:
             return
         try:
@@ -72,25 +75,47 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
         if self._head is not None and self.profiled_head == "chunked":
             self._head.check_used()
 
-    def measure_chunked_head(
-        self, measure: Callable[[], T], run_forward: Callable[[], object], measurement: Measurement
-    ) -> tuple[T, dict[str, float]] | None:
-        """Measure the chunked head. Return the result of `measure()` with this head, and the times of both heads.
+    def try_chunked(self, measure: Callable[[], T]) -> T | None:
+        """Return the result of `measure()` with the chunked head. Run the model with the profiled head afterwards.
 
-        The plain and the chunked head are timed on the losses that `run_forward()` computes. Return None if the model
-        is profiled with the chunked head anyway, or if the model cannot have a chunked head.
+        Return None if the model is profiled with the chunked head anyway, or if the model cannot have a chunked head.
         """
         head = self._head
-        if head is None or self.profiled_head == "chunked":
+        if head is None or self._is_rejected or self.profiled_head == "chunked":
             return None
         head.is_on = True
         try:
             result = measure()
             head.check_used()
-            return result, measurement.head_times(partial(_losses_of_head, head, run_forward))
+            return result
         except ChunkedHeadError as error:
             log.info("Adacc: the head uses full logits (head='plain'): %s", error)
+            self._is_rejected = True
             return None
+        finally:
+            head.is_on = False
+
+    @contextmanager
+    def calling(self, call: Callable[[], object]) -> Iterator[None]:
+        """Call `call` at each call of the output layer in the `with` block, if the model may have a chunked head."""
+        if self._head is not None:
+            self._head.on_call = call
+        try:
+            yield
+        finally:
+            if self._head is not None:
+                self._head.on_call = None
+
+    def times(self, run_forward: Callable[[], object], measurement: Measurement) -> dict[str, float]:
+        """Return the times of the plain and the chunked head, measured on the losses that `run_forward()` computes.
+
+        Call this method only after `try_chunked` has returned a result.
+        """
+        head = self._head
+        assert head is not None
+        head.is_on = True
+        try:
+            return measurement.head_times(partial(_losses_of_head, head, run_forward))
         finally:
             head.is_on = False
 

@@ -2,10 +2,11 @@
 
 One forward records every block's operators, verifies that they can be replayed, and measures times and codec costs.
 
-Further passes measure memory. The first of them is a forward alone. Each other pass is a forward and backward for a
-group of kinds (blocks of one kind run the same operators). One block of each kind in the group, the watched block,
-retains its activations, and its memory is recorded. All other blocks are recomputed. The first forward and backward is
-also timed.
+Further passes measure memory. The first of them is a forward alone. If the model can have a chunked head, this forward
+uses the chunked head, and the backward of the head follows (head_memory.py). Each other pass is a forward and backward
+for a group of kinds (blocks of one kind run the same operators). One block of each kind in the group, the watched
+block, retains its activations, and its memory is recorded. All other blocks are recomputed. The first forward and
+backward is also timed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from adacc_hf.price.batch_subsampling import (
     is_encoder_decoder,
     profiled_parts,
 )
+from adacc_hf.price.head_memory import can_bridge_blocks, measure_forward_and_head
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
 from adacc_hf.price.memory_profile import ForwardLayout, StepLayout, measure_forward, measure_step
@@ -98,13 +100,16 @@ class _Readings:
 
     forward: ForwardLayout
     step: StepLayout
+    forward_step: StepLayout
+    """The memory of the step with the head that the model used when the forward was measured."""
     step_ms: float
     """Milliseconds of a step in which every block is recomputed."""
     coming_bytes: int
     """Bytes of state that the optimizer has yet to create."""
-    chunked_head: tuple[StepLayout, dict[str, float]] | None
-    """The memory of the step with the chunked head, and the milliseconds of each head. A head is the output layer and
-    loss. None if only one head was measured."""
+    chunked_step: StepLayout | None
+    """The memory of the step with the chunked head (output layer and loss). None if only one head was measured."""
+    head_ms: dict[str, float]
+    """Milliseconds of each head. Empty if only one head was measured."""
 
 
 def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
@@ -114,21 +119,30 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
     original = recording
     names = tuple(recording.watched_names)
     groups = _watched_groups(recording) if measurement.watches_one_block else [names]
-    recording, forward, step = _measure_blocks(profiled, batch, recording, groups)
+    try_chunked, can_bridge = profiled.heads.try_chunked, can_bridge_blocks(profiled, recording)
+    with_head = try_chunked(partial(measure_forward_and_head, profiled, batch, recording)) if can_bridge else None
+    forward, head_memory = with_head or (None, None)
+    recording, forward, step = _measure_blocks(profiled, batch, recording, groups, forward)
     kinds = recording.kinds
     recording.set_full_recompute_strategies(installation.functions, ())
     # The timed step retained the watched blocks. Full recomputation adds the time of their replay.
     retained_kinds = [kind for kind, name in zip(kinds, names, strict=True) if name in groups[0] and not kind.untrusted]
     replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained_kinds)
+    if head_memory is not None:
+        chunked_step: StepLayout | None = head_memory.layout(step)
+    else:
+        chunked_step = try_chunked(partial(measure_step, profiled, batch, recording))
     installation.begin_step()
     readings = _Readings(
         forward=forward,
         step=step,
+        forward_step=step if with_head is None or chunked_step is None else chunked_step,
         step_ms=measurement.step_ms(profiled.model, batch.tensors, step.ms + replay_ms),
         coming_bytes=profiled.step.coming_bytes(step.trained),
-        chunked_head=profiled.heads.measure_chunked_head(
-            partial(measure_step, profiled, batch, recording), partial(profiled.forward_loss, batch), measurement
-        ),
+        chunked_step=chunked_step,
+        head_ms={}
+        if chunked_step is None
+        else profiled.heads.times(partial(profiled.forward_loss, batch), measurement),
     )
     profiled.model.zero_grad(set_to_none=True)  # each measurement left its gradients for the next one
     profile = _assemble(profiled, batch, recording, readings)
@@ -139,14 +153,19 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 
 
 def _measure_blocks(
-    profiled: ProfiledModel, batch: Batch, recording: ModelRecording, groups: Sequence[tuple[str, ...]]
+    profiled: ProfiledModel,
+    batch: Batch,
+    recording: ModelRecording,
+    groups: Sequence[tuple[str, ...]],
+    forward: ForwardLayout | None = None,
 ) -> tuple[ModelRecording, ForwardLayout, StepLayout]:
     """Measure the memory of all blocks, in a forward and in whole steps.
 
-    Each of `groups` contains the names of blocks that retain their activations in the same measured step. Return a copy
-    of `recording` with the measured memory, the memory of the forward, and the memory of the steps.
+    Each of `groups` contains the names of blocks that retain their activations in the same measured step. `forward` is
+    the memory of the forward if it was measured before, else None. Return a copy of `recording` with the measured
+    memory, the memory of the forward, and the memory of the steps.
     """
-    forward = measure_forward(profiled, batch, recording)
+    forward = forward or measure_forward(profiled, batch, recording)
     recording = recording.with_forwards(forward.events)
     step = StepLayout.merged({group: measure_step(profiled, batch, recording, group) for group in groups})
     recording.learn_orders(step.events)
@@ -203,8 +222,9 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
     host_link, host_free_bytes = profiled.measurement.host_link(
         profiled.device, profiled.config, profiled.installation.model
     )
+    forward_step = readings.forward_step
     names = [block.name for block in recording.blocks]
-    head, chunked_head = profiled.heads.profiled_head, readings.chunked_head
+    head, chunked_step = profiled.heads.profiled_head, readings.chunked_step
 
     def fields_of_head(layout: StepLayout) -> dict[str, Any]:
         """Return the fields of a profile that depend on the head (output layer and loss). `layout` is the memory of a
@@ -217,10 +237,9 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
         }
 
     other_heads: list[Head] = []
-    if chunked_head is not None:
-        layout, head_ms = chunked_head
-        bases = tuple(static_bytes + layout.bases[name] for name in names)
-        other_heads = [Head(name="chunked", ms=head_ms["chunked"], backward_base_bytes=bases, **fields_of_head(layout))]
+    if chunked_step is not None:
+        bases, ms = tuple(static_bytes + chunked_step.bases[name] for name in names), readings.head_ms["chunked"]
+        other_heads = [Head(name="chunked", ms=ms, backward_base_bytes=bases, **fields_of_head(chunked_step))]
     return Profile(
         model_class=type(profiled.installation.model).__name__,
         kinds=tuple(replace(kind, host_link=host_link) for kind in recording.kinds),
@@ -235,14 +254,14 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
         ),
         shared=shared,
         static_bytes=static_bytes,
-        outside_live_bytes=min(replay_bytes, max(0, step.outside_peak_bytes - forward.outside_peak_bytes)),
+        outside_live_bytes=min(replay_bytes, max(0, forward_step.outside_peak_bytes - forward.outside_peak_bytes)),
         available_bytes=profiled.measurement.available_bytes(profiled.device, resident_bytes),
         host_free_bytes=host_free_bytes,
         step_ms=readings.step_ms,
         device=str(profiled.device),
         optimizer_peak_bytes=0 if profiled.step.optimizer is None else between_steps_bytes + optimizer_bytes,
         head=head,
-        head_ms=0.0 if chunked_head is None else chunked_head[1][head],
+        head_ms=readings.head_ms.get(head, 0.0),
         other_heads=tuple(other_heads),
         measured=((batch.sizes, ()),),
         **fields_of_head(step),

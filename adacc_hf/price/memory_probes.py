@@ -4,11 +4,12 @@ freed."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.profile import KindProfile, Shared
 from adacc_hf.price.measurement import Measurement
@@ -17,7 +18,7 @@ from adacc_hf.tape.inputs import find_external
 from adacc_hf.tape.tape import Source
 from adacc_hf.tape.tiled_rows import in_tiles, watching_tiles
 from adacc_hf.torch_glue.memory import MemoryMeter
-from adacc_hf.torch_glue.private import tree_leaves
+from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import local_of
 from adacc_hf.torch_glue.zero3 import PartitionedView
 
@@ -100,6 +101,31 @@ class ForwardPass:
         """Name of the last block call in the forward."""
         self.replay_inputs: list[torch.Tensor | None] = []
         """Inputs that several blocks share and that replay would read, kept alive until the last block call ends."""
+        self.replay_storages = LiveStorages()
+        """Storages of the replay inputs. Empty before the last block call ends."""
+
+    def free_replay_inputs(self) -> None:
+        """Keep the replay inputs alive no longer."""
+        self.replay_storages.add(self.replay_inputs)
+        self.replay_inputs.clear()
+
+
+class LiveStorages:
+    """Storages of tensors that other code may keep alive, with weak references."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Add the storages of `tensors`."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = local_of(tensor).untyped_storage()
+                self._storages[storage_key(storage)] = StorageWeakRef(storage), storage.nbytes()
+
+    def live(self) -> dict[int, int]:
+        """Return the bytes of each storage that is still alive, by storage key."""
+        return {key: nbytes for key, (storage, nbytes) in self._storages.items() if not storage.expired()}
 
 
 class ForwardProbe:
@@ -144,7 +170,7 @@ class ForwardProbe:
             with watching_tiles(lambda moment, module: self._mark((f"{moment} tiles", module))):
                 result = in_tiles(block, self.kind.tiling, fn)(*args)
         if self.name == self.forward_pass.last_name:
-            replay_inputs.clear()
+            self.forward_pass.free_replay_inputs()
         self._mark(("leave", -1))
         return result
 

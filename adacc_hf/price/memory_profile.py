@@ -10,9 +10,11 @@ tensor, and how much memory gradients and temporaries take at that time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,10 +23,10 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile
 from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_probes import CallMarker, ForwardPass, ForwardProbe, SlotProbe
+from adacc_hf.price.memory_probes import CallMarker, ForwardPass, ForwardProbe, LiveStorages, SlotProbe
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
-from adacc_hf.run.blocks import BlockFunction, LaterCall
+from adacc_hf.run.blocks import BlockFunction, LaterCall, Strategy
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes, garbage_collection_disabled
 
 
@@ -37,10 +39,24 @@ class ForwardLayout:
     bases: dict[str, int]
     """Live bytes at the start of each block's forward, by block call."""
     outside_peak_bytes: int
-    """Peak from the end of the last block on. Inputs that several blocks share are kept for replay during the pass, but
-    are freed before the last block ends."""
+    """Peak from the end of the last block to the loss. Inputs that several blocks share are kept for replay during the
+    pass, but are freed before the last block ends."""
     events: dict[str, tuple[ForwardEvent, ...]]
     """Memory events in the forward of each watched block (the last block of each kind), by block call."""
+
+
+HEAD = ("head",)
+"""Label that a meter gets when the output layer is called."""
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """The memory when the output layer was called, without the tensors that blocks stored."""
+
+    live_bytes: int
+    peak_bytes: int
+    """Peak from the end of the last block to the call. If the last block was watched, its input may be included, which
+    the block need not have saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +65,14 @@ class StepLayout:
 
     bases: dict[str, int]
     """Live bytes at the start of each block's backward, without the tensors that blocks stored."""
+    head_start: HeadStart | None
+    """Memory when the output layer was called. None if this call was not marked."""
     outside_stored_bytes: int
     """Live bytes at the start of backward, without the tensors that blocks stored and without the loss."""
     outside_peak_bytes: int
     loss_peak_bytes: int
+    tail_start_bytes: int
+    """Live bytes after the backward of all blocks. 0 if no operator runs then."""
     tail_peak_bytes: int
     gradient_bytes: int
     """Bytes of all gradients at the end of backward."""
@@ -90,25 +110,64 @@ TILES = ("begin tiles", "end tiles")
 rows). The second part is the module's index in `Tiling.modules`."""
 
 
-def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> ForwardLayout:
-    """Run one forward of `batch` that stores nothing, and return the measured memory by block."""
+class HeadObserver(Protocol):
+    """Object that measures the memory of the head (output layer and loss) in the same forward as the blocks."""
+
+    def strategy(self, name: str, probe: Strategy, meter: MemoryMeter) -> Strategy:
+        """Return the strategy that runs the block call `name` in place of `probe`."""
+
+    def note_head_start(self, replay_storages: LiveStorages) -> None:
+        """Handle a call of the output layer. `replay_storages` are the storages of `ForwardPass`'s replay inputs."""
+
+    def run_backward(self, loss: torch.Tensor, replay_storages: LiveStorages) -> None:
+        """Run the backward from `loss`, while memory is measured."""
+
+    def note(self, points: Sequence[MemoryPoint]) -> None:
+        """Take the readings of the meter."""
+
+
+def measure_forward(
+    profiled: ProfiledModel, batch: Batch, recording: ModelRecording, observer: HeadObserver | None = None
+) -> ForwardLayout:
+    """Run one forward of `batch` in which blocks store nothing, and return the measured memory by block.
+
+    If `observer` is given, it also measures the memory of the head.
+    """
     installation = profiled.installation
     last_name = list(installation.functions)[-1]
     installation.begin_step()
-    with garbage_collection_disabled(), profiled.measurement.meter(profiled.device) as meter:
+    with (
+        garbage_collection_disabled(),
+        profiled.measurement.meter(profiled.device) as meter,
+        ExitStack() as stack,
+    ):
         forward_pass = ForwardPass(meter, recording.shared, last_name)
+
+        def mark_head() -> None:
+            meter.mark(HEAD)
+            if observer is not None:
+                observer.note_head_start(forward_pass.replay_storages)
+
+        stack.enter_context(profiled.heads.calling(mark_head))
         for name, function in installation.functions.items():
             sources = recording.replay_sources[name]
-            function.strategy = ForwardProbe(name, recording.kind_of(name), sources, forward_pass)
+            probe = ForwardProbe(name, recording.kind_of(name), sources, forward_pass)
+            function.strategy = probe if observer is None else observer.strategy(name, probe, meter)
         meter.mark(("begin",))
-        profiled.forward_loss(batch)
+        loss = profiled.forward_loss(batch)
+        meter.mark(("loss",))
+        if observer is not None:
+            observer.run_backward(loss, forward_pass.replay_storages)
+        del loss
+    if observer is not None:
+        observer.note(meter.points)
     first_enter = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
     last_leave = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last_name))
     bases = {point.label[2]: point.live_bytes for point in meter.points if point.label[0] == "enter"}
     return ForwardLayout(
         first_peak_bytes=max(point.max_bytes for point in meter.points[:first_enter]),
         bases=bases,
-        outside_peak_bytes=max(point.max_bytes for point in meter.points[last_leave:]),
+        outside_peak_bytes=peak_between(meter.points, meter.points[last_leave].label, "loss"),
         events={
             name: _forward_events(meter.points, name, name in recording.calls_before_rest)
             for name in recording.watched_names
@@ -169,7 +228,11 @@ def measure_step(
         earlier_bytes = meter.points[-1].live_bytes
         profiled.installation.begin_step()
     strategies = {name: function.strategy for name, function in functions.items()}
-    with garbage_collection_disabled(), measurement.meter(device) as meter:
+    with (
+        garbage_collection_disabled(),
+        measurement.meter(device) as meter,
+        profiled.heads.calling(lambda: meter.mark(HEAD)),
+    ):
         for index, (name, function) in enumerate(functions.items()):
             function.strategy = CallMarker(name, strategies[name], meter, measurement, is_first=index == 0)
         for probe in probes:
@@ -202,6 +265,25 @@ def _gradient_bytes(model: nn.Module) -> int:
     return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
+def head_point(points: Sequence[MemoryPoint], last_end: tuple[str, ...]) -> MemoryPoint | None:
+    """Return the first call of the output layer after the mark labelled `last_end`, or None if no call was marked."""
+    start = next(i for i, point in enumerate(points) if point.label == last_end)
+    return next((point for point in points[start:] if point.label == HEAD), None)
+
+
+def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: str | None) -> int:
+    """Return the peak from the mark labelled `first` to the next mark whose label begins with `until`, or to the end.
+
+    Return 0 if there is no mark `first`.
+    """
+    labels = [point.label for point in points]
+    if first not in labels:
+        return 0
+    segment = points[labels.index(first) :]
+    end = next((i for i, point in enumerate(segment) if point.label[0] == until), len(segment))
+    return max(point.max_bytes for point in segment[:end])
+
+
 @dataclass
 class _StepReadings:
     """Readings of a memory meter in a measured step, and the bytes that each block stored in the step."""
@@ -222,12 +304,17 @@ class _StepReadings:
         loss = next(self._all("loss"))
         all_stored = sum(self.stored.values())
         all_live = sum(self.live.values())
+        last_end = ("leave", self.names[-1])
+        head = head_point(self.points, last_end)
+        before_bytes = peak_between(self.points, last_end, HEAD[0]) - all_live
         return StepLayout(
             bases=bases,
+            head_start=None if head is None else HeadStart(head.live_bytes - all_live, before_bytes),
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
-            outside_peak_bytes=self._peak(("leave", self.names[-1]), "loss") - all_live,
-            loss_peak_bytes=self._peak(("loss",), "backward") - all_stored,
-            tail_peak_bytes=self._peak(("tail", self.names[0]), None),
+            outside_peak_bytes=peak_between(self.points, last_end, "loss") - all_live,
+            loss_peak_bytes=peak_between(self.points, ("loss",), "backward") - all_stored,
+            tail_start_bytes=next((point.live_bytes for point in self._all("tail")), 0),
+            tail_peak_bytes=peak_between(self.points, ("tail", self.names[0]), None),
             gradient_bytes=gradient_bytes,
             earlier_bytes=earlier_bytes,
             trained=trained,
@@ -247,19 +334,6 @@ class _StepReadings:
 
     def _all(self, moment: str) -> Iterator[MemoryPoint]:
         return (point for point in self.points if point.label[0] == moment)
-
-    def _peak(self, first: tuple[str, ...], until: str | None) -> int:
-        """Return the peak from the mark labelled `first` to the next mark whose label begins with `until`, or to the
-        end.
-
-        Return 0 if there is no mark `first`.
-        """
-        labels = [point.label for point in self.points]
-        if first not in labels:
-            return 0
-        segment = self.points[labels.index(first) :]
-        end = next((i for i, point in enumerate(segment) if point.label[0] == until), len(segment))
-        return max(point.max_bytes for point in segment[:end])
 
     def _stored_up_to(self, name: str) -> int:
         return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
@@ -76,7 +76,9 @@ def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
     return meter.nbytes
 
 
-def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter]) -> int:
+def coming_state_bytes(
+    optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter], known: dict[Hashable, int] | None = None
+) -> int:
     """Return the bytes of state that `optimizer` has yet to create for the `trained` parameters, on their device.
 
     Before the first step, the whole state is missing. Later, only the state of parameters that no step has trained so
@@ -85,11 +87,14 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
     To measure the state, a copy of the optimizer takes a step on one stand-in tensor for each size of parameter. The
     stand-ins come one after the other, so that this takes less memory than the missing state. Raises
     OptimizerStateError if the copy cannot step.
+
+    `known` is a dict that keeps the results, so that later calls with the same dict do not repeat the steps for the
+    same parameters. Use it only as long as the optimizer's settings do not change.
     """
     trained = list(trained)
     members = component_optimizers(optimizer)
     if len(members) > 1:
-        return sum(coming_state_bytes(member, trained) for member in members)
+        return sum(coming_state_bytes(member, trained, known) for member in members)
     (optimizer,) = members
     if _bare_step(optimizer) is _bare_step(torch.optim.Optimizer):
         return 0  # LOMO and AdaLomo step inside backward, and already have their state
@@ -102,6 +107,15 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
                 slots_by_size.setdefault(slot.size, []).append(slot)
     if not slots_by_size:
         return 0
+    known = {} if known is None else known
+    key = id(optimizer), tuple((size, *(id(slot.parameter) for slot in slots)) for size, slots in slots_by_size.items())
+    if key not in known:
+        known[key] = _measure_state(optimizer, slots_by_size)
+    return known[key]
+
+
+def _measure_state(optimizer: torch.optim.Optimizer, slots_by_size: Mapping[Hashable, Sequence[_StateSlot]]) -> int:
+    """Return the bytes of state that `optimizer` creates in a step for the parameters in `slots_by_size`."""
     optimizer_copy = _OptimizerCopy(optimizer)
     return (
         sum(len(slots) * optimizer_copy.state_bytes(slots[0]) for slots in slots_by_size.values())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class TrainingStep:
     """Function that returns the loss. None for a model whose output has a loss."""
     no_sync: NoSync | None = None
     """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
+    known_state_bytes: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
+    """Predicted bytes of optimizer state (see `coming_state_bytes`)."""
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if a field is out of range, and OptimizerStateError if the optimizer's future state for
@@ -53,7 +55,9 @@ class TrainingStep:
         """Return the bytes of state that the optimizer has yet to create for the parameters `trained`."""
         if self.optimizer_state_bytes is not None:
             return self.optimizer_state_bytes
-        return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
+        if self.optimizer is None:
+            return 0
+        return coming_state_bytes(self.optimizer, trained, self.known_state_bytes)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
         """Return the bytes of all batches on the device except the profiled batch, if each batch takes

@@ -11,7 +11,12 @@ from transformers.training_args import OptimizerNames
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.errors import OptimizerStateError
-from adacc_hf.price.optimizer_memory import coming_state_bytes, measure_clipping, measure_optimizer_step
+from adacc_hf.price.optimizer_memory import (
+    coming_state_bytes,
+    measure_clipping,
+    measure_optimizer_step,
+)
+from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes, forward_loss
 
@@ -304,3 +309,20 @@ def test_no_room_for_a_stand_in_is_no_state_that_is_unknown():
     model = tiny_llama()
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         coming_state_bytes(Full(model.parameters()), model.parameters())
+
+
+def test_the_state_is_measured_once(monkeypatch, tiny_gpt2):
+    """A training step measures the missing state once for the same parameters, and again after they have a state."""
+    model, sizes, ones_like = tiny_gpt2(), [], torch.ones_like
+    monkeypatch.setattr(torch, "ones_like", lambda tensor: sizes.append(tensor.shape) or ones_like(tensor))  # stand-ins
+    step = TrainingStep(optimizer=torch.optim.AdamW(model.parameters()))
+    nbytes, num_measured = step.coming_bytes(model.parameters()), len(sizes)
+    assert num_measured
+    step.check(model.parameters())
+    assert step.coming_bytes(model.parameters()) == nbytes == coming_state_bytes(step.optimizer, model.parameters())
+    assert len(sizes) == 2 * num_measured  # of the training step, and of the last call without one
+    assert step.coming_bytes(model.transformer.ln_f.parameters()) < nbytes
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step.optimizer.step()
+    assert step.coming_bytes(model.parameters()) == 0
