@@ -74,11 +74,11 @@ class TrainerLoop(TrainingLoop):
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """Restore the attributes of `trainer`, and their contents, after the model was profiled in the `with` block.
+    """Restore the attributes of `trainer`, such as collected metrics, after the model was profiled in the `with` block.
 
-    Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Trainers of
-    preferences and rewards collect metrics in `compute_loss`, and users log metrics there. Metrics must come from
-    training alone. The Trainer's models are not restored here, because the profiler restores models.
+    Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Some Trainers, such
+    as TRL's DPOTrainer, collect metrics in `compute_loss`, and users log metrics there. Metrics must come from training
+    alone. The Trainer's models are not restored here, because the profiler restores models.
     """
     if trainer is None:
         yield

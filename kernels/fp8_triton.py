@@ -120,7 +120,10 @@ def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to the results of `fp8.encode_ref`."""
+    """Encode a contiguous matrix in FP8 on a GPU. Return (codes, peaks), equal to the results of `fp8.encode_ref`.
+
+    A peak is the largest absolute value of a group.
+    """
     columns, groups, is_ragged = _launch_shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))

@@ -49,10 +49,10 @@ class BudgetWarnings:
         self._compare(shapes, sizes, replanner.predicted_peak_bytes(), replanner, size_policy.due)
 
     def before_untracked(self, shapes: BatchShapes, sizes: BatchShapes, policy: Policy, reference: SizePolicy) -> None:
-        """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`, which is not adapted to
-        the data.
+        """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`.
 
-        `policy` was made for batches of `sizes`. The budget is read from `reference`, the policy of another batch size.
+        `policy` was made for batches of `sizes` and is untracked: it is not adapted to the data and has no replanner.
+        The budget is therefore read from the replanner of `reference`, the size policy of a similar batch size.
         """
         if sizes not in self._sizes:
             self._compare(shapes, sizes, policy.predicted_peak_bytes, reference.replanner)
@@ -84,8 +84,8 @@ class BudgetWarnings:
     def before_checkpointing(self, shapes: BatchShapes, reference: SizePolicy) -> None:
         """Warn, if the budget is a limit on peak memory, that a micro-batch of `shapes` runs under torch's checkpoint.
 
-        The peak in the warning is an estimate. The peak of full recomputation is taken from the profile of `reference`
-        (the policy of another batch size), and scaled to `shapes`.
+        The peak in the warning is an estimate: the peak of full recomputation in the profile of `reference`, the size
+        policy of a similar batch size, scaled to `shapes`.
         """
         replanner, sizes = reference.replanner, bucket_of(shapes)
         budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)

@@ -73,9 +73,11 @@ class ExtrapolatedPolicies:
         return profile, fastest
 
     def leaves_budget_unused(self, profile: Profile, policy: Policy) -> bool:
-        """Return True if `policy` needs less than `USED_UP` of the budget once the bits of a call have been compared.
+        """Return True if `policy` needs less than the fraction `USED_UP` of the budget, so that a solver run for
+        `profile` may find a faster policy.
 
-        A solver run for `profile` may then find a faster policy.
+        The first steps at a size need more memory, because they run operators twice to verify replay bit for bit. This
+        additional memory is not counted. For plain training, return False, because no policy is faster.
         """
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
         return not policy.is_plain and budget.needed_bytes(current_policy(profile, policy)) < USED_UP * budget.nbytes
@@ -117,8 +119,8 @@ class ExtrapolatedPolicies:
         """Return the predicted profile for batches of `sizes`.
 
         If a measured step took more bytes than its profile predicted (for metrics of the outputs, for example), the
-        excess, scaled to the batch, is included. The memory for the comparison of bits in the first step at a size is
-        not part of the profile (`Profile.with_comparison`).
+        excess, scaled to the batch, is included. The first steps at a size run operators twice, to verify replay bit
+        for bit. Their additional memory is not included (`Profile.with_comparison`).
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
         missing, counted = self._context.missing_bytes, self._context.counted_elements

@@ -1,13 +1,15 @@
 """FixedPolicyPhase and AdaptivePhase: training under one policy, or under policies that are adapted during the run.
 
-NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step consists only of part 2.
-1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
+NOTE [Timetable of a step]. All ranks do the same at the same step. Part 2 runs in every step, and parts 1 and 3 only
+when they are due.
+1. Step begins: if a tracking step is due, the measurement of outliers and gradient errors starts. Otherwise, if the
+   policy has changed, the measurement of the step's memory starts.
 2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
    runs again under a tighter policy.
 3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
    solver runs that began `takeover_steps` steps ago are applied; c) solver runs start where predictions have changed
-   (replanning.py); d) sizes that occurred often, and batches that train more blocks, are requested for a profile
-   (profile_requests.py).
+   (replanning.py); d) a profile is requested for a batch size that occurs often, or if the model now trains more blocks
+   than the profile contains, or runs other operators (profile_requests.py).
 """
 
 from __future__ import annotations
@@ -163,7 +165,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
         self._report: SlowReport | None = None
-        """Object that logs the current step if the step is slow. None in steps that only train."""
+        """Object that logs the current step if the step is slow. None in normal steps."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -342,8 +344,9 @@ class AdaptivePhase(FixedPolicyPhase):
     def _add_time(self, step_ms: float) -> None:
         """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
 
-        The time of a step that only trained counts as a normal time. For a step that also tracked outliers, measured
-        memory or prepared a policy, the time above a normal step's time is added to the run's `extra_ms`.
+        If the step tracked outliers, measured memory or was the first under a new policy, the time above the median of
+        normal steps is added to the run's `extra_ms`. All other steps are normal, except the first RECORDED_STEPS steps
+        under a size policy and steps with several policies, whose times are not recorded.
         """
         current = self.choice.current
         for size_policy in self.choice.used():

@@ -24,7 +24,7 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
 def _checkpointed_outcome(kind: KindProfile, plan: Plan) -> BlockOutcome:
     """Return the memory and time of one block under torch's checkpoint, which stores only the inputs for backward.
 
-    - An input lives until the block's backward ends. A compressed input is encoded at the end of the forward and
+    - An input lives until the block's backward ends. An input with a codec is encoded at the end of the forward and
       decoded before the second forward; the payload lives until the block's backward ends too. A payload in host memory
       is on the device only while the payload is copied.
     - A saved tensor with a reference outside the block (`Value.is_kept`) stays live, and the second forward computes a
@@ -79,9 +79,10 @@ def rerun_ms(kind: KindProfile) -> float:
 
 
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
-    """Return the live bytes at each moment of a checkpointed forward, which encodes compressed inputs at the end.
+    """Return the live bytes at each moment of a checkpointed forward.
 
-    `payload_bytes` are the bytes of the payloads on the device, also while they are copied to the host.
+    If the plan compresses inputs of the block, the last moment is after their encoding. `payload_bytes` are the bytes
+    of the encoded inputs on the device, including payloads that are being copied to host memory.
     """
     externally_held = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
     # The measured forward frees every value at its last release. Here, inputs and externally held values stay live and

@@ -1,8 +1,8 @@
-"""A model of how the numbers of a profile (bytes, shapes) depend on the sizes of a batch, fitted to a few batches.
+"""Model of the byte counts and tensor sizes in a profile as functions of the batch's sizes, fitted to a few batches.
 
-A profile is taken at one size, and memory is measured at three more sizes (price/batch_subsampling.py). Each number has
-a rule that gives its value at other sizes (`number_rules.py`). The time of an operator scales with the bytes that it
-reads and writes.
+A profile is taken at one size, and memory is measured at three more sizes (price/batch_subsampling.py). For each number
+of the profile, a rule gives the value at other sizes (`number_rules.py`). The time of an operator scales with the bytes
+that it reads and writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_EXACT_SIZE = 16
 
 
 def size_dependent_numbers(profile: Profile) -> list[int]:
-    """Return all numbers of `profile` that depend on the batch's sizes, in a fixed order.
+    """Return all byte counts and tensor sizes in `profile` that depend on the batch's sizes, in a fixed order.
 
     Payload sizes of codecs are left out, because they follow from the shapes.
     """
@@ -80,8 +80,9 @@ def profile_structure(profile: Profile) -> Any:
 class SizeModel:
     """Prediction of one model's profile at other sizes of a batch.
 
-    `measured` is `Profile.measured`: shapes of the profiled batch and its numbers in the profile (bytes, shapes of
-    tensors), followed by shapes and numbers of measured parts of this batch.
+    `measured` is `Profile.measured`, a list of (shapes, numbers). The first item is for the profiled batch, the others
+    for measured parts of this batch. The numbers are the byte counts and tensor sizes in the profile of a batch of
+    these shapes (`size_dependent_numbers`).
     """
 
     def __init__(self, measured: Sequence[tuple[Shapes, Sequence[int]]]) -> None:
@@ -188,7 +189,7 @@ def _num_batch_elements(shapes: Shapes) -> int:
 
 
 def _map_numbers(profile: Profile, change: NumberMap) -> Profile:
-    """Return `profile` with `change` applied to each number that depends on the batch's sizes."""
+    """Return `profile` with `change` applied to each byte count and tensor size that depends on the batch's sizes."""
     return replace(
         profile,
         kinds=tuple(_map_kind(kind, change) for kind in profile.kinds),

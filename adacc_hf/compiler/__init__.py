@@ -1,7 +1,8 @@
 """Adacc in torch.compile: a partitioner for compiled graphs, its integer program, a controller, and reports.
 
 AOTAutograd calls the partitioner for each region (compiled graph). The partitioner retains, compresses or recomputes
-every value of the graph. The controller of a compiled run sets the share of memory that all regions may store.
+every value of the graph. The controller of a compiled run sets the share: the fraction of the bytes stored by plain
+torch.compile that each region may store.
 
     torch.compile(model, backend="adacc", options={"memory_budget": 0.5})
 

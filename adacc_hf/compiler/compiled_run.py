@@ -391,9 +391,10 @@ def begin_compiled_run(
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
     """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
-    The checkpoint's policy is followed only if its run had finished adjusting the regions' share of memory for the same
-    budget. The history contains the events of that earlier run. `note` reports events of the new run. Raises ValueError
-    for a policy of runs without torch_compile.
+    The policy in `checkpoint` is followed only if the run that saved it had finished adjusting the share for the same
+    budget. The share is the fraction of bytes that each compiled graph may store for backward. The history contains the
+    events of the run that saved `checkpoint`. `note` reports events of the new run. Raises ValueError if `policy_file`
+    is not a path, but a policy for runs without torch_compile.
     """
     from adacc_hf.compiler import CompiledPolicy
 

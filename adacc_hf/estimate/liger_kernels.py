@@ -162,9 +162,9 @@ def check_family(config: PretrainedConfig) -> None:
 
 
 def use_kernels(model: PreTrainedModel) -> None:
-    """Replace the norms, MLPs and loss of `model` by stand-ins, as Liger does by default.
+    """Replace the norms, MLPs and loss of `model` by stand-ins for Liger's default kernels.
 
-    Rotary embeddings are replaced by `rotary_kernels`.
+    The stand-in for rotary embeddings is installed by `rotary_kernels`.
     """
     layers = model.model.layers
     norms = [model.model.norm]
@@ -179,7 +179,8 @@ def use_kernels(model: PreTrainedModel) -> None:
 
 @contextmanager
 def rotary_kernels(config: PretrainedConfig) -> Iterator[None]:
-    """Replace the rotary embeddings of the model of `config` inside the `with` block."""
+    """Replace the function for rotary embeddings in Transformers' module of `config.model_type` by a stand-in for
+    Liger's kernel, inside the `with` block."""
     module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     rotate = module.apply_rotary_pos_emb
     module.apply_rotary_pos_emb = lambda *args, **kwargs: _Rotation.apply(*args[:4])  # type: ignore[attr-defined]

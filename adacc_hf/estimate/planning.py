@@ -339,7 +339,8 @@ class TrainingPlanner:
     def longest_seq_len(self, method: str, start: int) -> int:
         """Return the longest sequence, in tokens, whose peak under `method` is within the budget, or 0.
 
-        The search begins at `start` tokens. Call `trace` first, to trace the batch shape of the request.
+        The batch size is that of `self.request`. The search begins at `start` tokens. Call `trace` first, because the
+        search uses the peaks of batch shapes that were traced already.
         """
         request = self.request
         longest = request.longest_seq_len or SEARCH_LIMIT

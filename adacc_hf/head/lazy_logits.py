@@ -277,10 +277,10 @@ def _materialize_detached(leaf: Any) -> Any:
 
 
 def _is_hook_of_sharding(hook: Any) -> bool:
-    """Return True for the hook of DeepSpeed or FSDP on the outputs of a model, which would read lazy logits and so
-    compute them.
+    """Return True if `hook` is the hook that DeepSpeed or FSDP registers on the outputs of a model.
 
-    The hook prepares the parameters for backward. It can be ignored, because the loss has it too.
+    The hook prepares the parameters for backward. Lazy logits need not be computed for the hook, because it is also
+    registered on the loss, another output of the model.
     """
     function = hook.func if isinstance(hook, partial) else hook
     return (getattr(function, "__module__", None) or "").startswith(_SHARDING)  # a builtin method has None

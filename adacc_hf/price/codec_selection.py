@@ -1,4 +1,4 @@
-"""Selection of codecs for each activation by its role (paper, section 3.2), and measurement of the codecs' costs.
+"""Selection of codecs for each activation by its role (Adacc paper, section 3.2), and measurement of the codecs' costs.
 
 The costs are measured on recorded tensors while the model is profiled.
 """
@@ -57,7 +57,7 @@ def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool
 
 
 def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-    """Return the number of outlier channels (paper, equation 1) of each activation for which a codec that stores
+    """Return the number of outlier channels (Adacc paper, equation 1) of each activation for which a codec that stores
     outliers separately is considered."""
     if not config.outliers:
         return {}
@@ -169,7 +169,7 @@ def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
     return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
-# Roles of values. A value's role decides which codecs suit it (paper, section 3.2).
+# Roles of values. A value's role decides which codecs suit it (Adacc paper, section 3.2).
 
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
 _MATMUL = ("mm", "addmm", "linear")
@@ -218,7 +218,7 @@ def _is_random_draw(tape: Tape, value: int) -> bool:
 
 
 def _is_softmax_value(tape: Tape, value: int) -> bool:
-    """Return True if a recorded value is a softmax, with or without dropout applied (the paper's score)."""
+    """Return True if a recorded value is a softmax, such as attention's probabilities, with or without dropout."""
     producer = tape.values[value].producer
     if producer is None:
         return False

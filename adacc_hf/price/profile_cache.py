@@ -61,8 +61,8 @@ class Row:
 def default_folder() -> Path:
     """Return the cache's folder: $ADACC_HF_PROFILES if it is set, else $XDG_CACHE_HOME/adacc_hf/profiles.
 
-    The parent of the second folder also contains the compiled kernels. Raises ProfileCacheError for a user without a
-    home folder, for example in containers that run under an arbitrary user ID.
+    The default of $XDG_CACHE_HOME is ~/.cache. Raises ProfileCacheError for a user without a home folder, for example
+    in containers that run under an arbitrary user ID.
     """
     configured_folder = os.environ.get(PROFILES_VARIABLE)
     if configured_folder:

@@ -64,10 +64,12 @@ def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]])
 def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
     """Predict the peak of memory while the batch `other` is profiled without timing.
 
-    The prediction is computed from `profile`, the profile of the batch `part`. Recording keeps all values that a block
-    computes alive. The passes that measure memory recompute all blocks but one, which retains its activations. The
-    prediction is an upper estimate, for two reasons: a dimension of a value that equals a length of the batch by chance
-    is scaled too, and parameters' gradients are scaled like activations.
+    `profile` is the profile of the batch `part`. Its byte counts are scaled by the growth from `part` to `other`. The
+    peak occurs either while a block is recorded, which keeps all values of the block alive, or while memory is
+    measured. The measurement recomputes all blocks but one, which retains its activations.
+
+    The prediction may be too high, for two reasons: a dimension that equals a sequence length only by chance is scaled
+    like this length, and the gradients of parameters are scaled like activations.
     """
     growth = _Growth.between(part, other)
     static_bytes = profile.static_bytes

@@ -178,8 +178,11 @@ class _PriceSource:
         ).in_tiles(0)
 
     def _priced_value(self, value: Value, index: int | None) -> Value:
-        """Return a copy of `value`, a value of a block that runs in tiles, with codecs copied from the block without
-        tiles. There, the same value has the index `index`. If `index` is None, return `value` itself."""
+        """Return a copy of `value`, a value of a block in tiles, with the codecs of the same value in the block without
+        tiles.
+
+        `index` is the value's index in the block without tiles. If `index` is None, return `value` itself.
+        """
         if index is None:
             return value
         source = self._kind.values[index]

@@ -49,10 +49,10 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
-    """Return a copy of `kind` with a simplified forward.
+    """Return a copy of `kind`, whose operators cannot be replayed, with a simplified forward.
 
-    All saved bytes are stored from the start, and the peak is the largest number of extra bytes in `forward`, the
-    measured events.
+    One event stores all saved tensors. In addition, the largest `extra_bytes` of the measured events `forward` are live
+    during the whole forward.
     """
     max_extra_bytes = max(event.extra_bytes for event in forward)
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
@@ -60,12 +60,14 @@ def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -
 
 
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
-    """Return a copy of `kind` with a backward in which at most `extra_bytes` are live on top of all saved bytes.
+    """Return a copy of `kind`, whose operators cannot be replayed, with a backward that needs `extra_bytes` in addition
+    to the saved tensors.
 
-    `extra_bytes` was measured under torch's checkpoint, whose backward includes a second forward. The number is
-    therefore an upper bound on the memory of the first forward too, except for the block's result. The result is
-    assumed to take as many bytes as the largest input. If `extra_bytes` is None (no backward was measured), or if the
-    recorded block saved nothing, return `kind` unchanged.
+    `extra_bytes` was measured in a backward under torch's checkpoint, which runs the block's forward a second time. So
+    the first forward also needs at most `extra_bytes`, plus the block's result, because the second forward may stop
+    before the result is computed. The result is assumed to be as large as the largest input. The last event of the
+    copy's forward, at which all saved tensors are stored, is limited to this sum. If `extra_bytes` is None (no backward
+    was measured), or if the recorded block saved nothing, return `kind` unchanged.
     """
     if extra_bytes is None or not kind.slots:
         return kind

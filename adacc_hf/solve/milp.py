@@ -211,7 +211,8 @@ def _is_readable_in_replay(
 ) -> bool:
     """Return True if a replayed operator can read `value`.
 
-    This is so if the value exists, can be stored, or can be recomputed by an operator in `runnable`.
+    The value must be readable whatever the choices are (`_is_always_readable`), or have a menu of stored forms in
+    `menus`, or be recomputable by an operator in `runnable`.
     """
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
     return _is_always_readable(value) or value.index in menus or is_recomputable
@@ -220,8 +221,7 @@ def _is_readable_in_replay(
 def _is_always_readable(value: Value) -> bool:
     """Return True if a replay can read `value` whatever the choices for the activations.
 
-    This is so for a tensor that several blocks share, and for the state of a random generator, which is stored for the
-    replay.
+    Such values are tensors that several blocks share, and states of random generators, which are stored for the replay.
     """
     return value.shared is not None or value.is_generator_state
 

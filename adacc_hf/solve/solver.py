@@ -87,7 +87,7 @@ def solve_policy(
 
 
 def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return the fastest policy whose peak is the least that the solver finds."""
+    """Return the fastest policy among those with the lowest peak that the solver finds."""
     return solve_policy(profile, quick_least_policy(profile, config).predicted_peak_bytes, config)
 
 
@@ -127,9 +127,9 @@ def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | 
 def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
     """Return a policy for the first steps of a run, with a peak of at most `nbytes` if possible.
 
-    The policy is provisional: it is replaced once the memory of a step has been measured during the run. No solver runs
-    if recomputing everything fits, activation by activation or with torch's checkpoint on all blocks. The function then
-    takes some milliseconds. If no policy fits, return a policy with the least peak.
+    The policy is provisional: it is replaced once the memory of a step has been measured during the run. If a policy
+    that recomputes every block (`recomputing_policies`) fits, return this policy. The solver then does not run, and the
+    function takes only milliseconds. If no policy fits, return a policy with the lowest peak that the solver finds.
     """
     config = config or AdaccConfig()
     policies = recomputing_policies(profile, config)
@@ -156,7 +156,7 @@ def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
 def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
     """Return the fastest policy whose peak is at most `nbytes`.
 
-    If no policy fits, return a policy with the least peak.
+    If no policy fits, return a policy with the lowest peak that the solver finds.
     """
     try:
         return solve_policy(profile, nbytes, config)
@@ -250,7 +250,7 @@ def _fastest(
 
 
 def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None) -> InfeasibleBudgetError:
-    """Return the error with the lowest feasible budget, with a lower bound on the budget that any policy needs.
+    """Return an error that reports the lowest feasible budget in `errors`, and a lower bound on all feasible budgets.
 
     The lower bound is `bound_bytes` or, if this is None, the lowest bound in `errors`.
     """

@@ -78,10 +78,11 @@ def _working_bytes(kind: KindProfile, number: int) -> int:
 
 
 def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> tuple[Profile, list[Plan]]:
-    """Return the profile and the plans, with the number of tiles of each block reduced as far as the peak still fits
+    """Return (profile, plans) with the number of tiles of each block reduced as far as the peak still fits
     `budget_bytes`.
 
-    `profile` is for the tiles of `plans`, with which the peak fits. Numbers of tiles are powers of two.
+    Row-wise modules run on one tile (group of rows) at a time. `profile` and `plans` must have the same numbers of
+    tiles, with which the peak fits `budget_bytes`. Numbers of tiles are powers of two.
     """
     most = [0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans]
     if not any(most):

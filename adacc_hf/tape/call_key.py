@@ -182,9 +182,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return True if calls of this shape were recorded, and this call's data occurs for the first time.
 
         The data is the elements of tensors that the block reads into Python. The first call with new data is not
-        recorded, for two reasons: the budget reserves the memory for recording only for new shapes, and the time for
-        recording is worthwhile only if the data occurs again. For this purpose, the method remembers `key`, and returns
-        False the second time.
+        recorded, for two reasons: the budget reserves the memory for recording only for new shapes, and recording pays
+        off only if the data occurs again. The method stores `key`, so the second call with the same data returns False
+        and can be recorded.
         """
         known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
         if not known_data or key.data in known_data or key in self._new_data:
@@ -213,7 +213,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
         """Return the entry that counts calls of the block at all sizes that `symbolic_tape` covers.
 
-        The entry's `num_calls` starts at 2, because calls at some sizes were recorded already.
+        The entry's `num_calls` starts at 2, so the validation of a key's 2nd call (`is_checked_call`) is skipped. The
+        first calls of a symbolic tape are validated by size instead (`Tape.due_check`).
         """
         return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
 

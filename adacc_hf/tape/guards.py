@@ -257,8 +257,9 @@ def _exact_number(number: Any) -> Hashable:
 
 
 def untraced_key(block: nn.Module) -> Hashable:
-    """Return a key of `block`, which Dynamo cannot trace. The key stands in for the number of a traced path in call
-    keys.
+    """Return a key of `block` for a call that Dynamo cannot trace.
+
+    This key is a part of the call's key (`CallKey`), in place of the number of a traced path (`TracedPath.number`).
 
     The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
     parameters require gradients. Computing the key takes a few microseconds per module, little compared with validating

@@ -188,7 +188,7 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bytes_in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
+    """Return the bytes of `tensor` in the order of its strides, without a copy if the tensor is dense (has no gaps)."""
     in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return in_order.contiguous().reshape(-1).view(torch.uint8)
 

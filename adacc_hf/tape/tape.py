@@ -104,7 +104,7 @@ class TapeValue:
     def is_encodable(self) -> bool:
         """True if a codec that encodes the value's first recorded tensor stores the whole value.
 
-        That is the case if the tensor is dense, fills its storage, and is never overwritten.
+        The tensor must be dense, fill its storage, and never be overwritten.
         """
         size, stride, offset = self.ref.geometry
         return (
@@ -215,8 +215,8 @@ class Tape:
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
-    """Data of the arguments that the block read into Python, by the argument's path. The tape is valid only for calls
-    with equal data."""
+    """Data of the arguments that the block read into Python, for example by `.item()`, by the argument's path. The tape
+    is valid only for calls with equal data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
     """(value, source, geometry) of each further existing tensor on the storage of a value, for example flattened or
     tied weights. The source says where a call finds the tensor."""
@@ -313,7 +313,8 @@ class Tape:
         self.digest = _tape_digest([self.structure, constants, slots, outside, sharing, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
-        """Return a copy of the tape for a call that runs the same operators, but reads the data `reads` into Python."""
+        """Return a copy of the tape for a call in which the block reads the data `reads` into Python, for example by
+        `.item()`. The operators are the same."""
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:

@@ -60,8 +60,8 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
     (`torch.addmm(out_dtype=...)`).
 
     The function tries a small product. Some releases of torch support such sums for half types on CUDA, but not on CPUs
-    and ROCm. `is_fake` is True for fake tensors, whose device may be absent. The flag only separates the results for
-    fake tensors in this function's cache.
+    and ROCm. `is_fake` only makes the results for fake and for real tensors separate entries of this function's cache:
+    fake tensors may be on a device that the machine lacks, so their result does not apply to real tensors.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -293,9 +293,9 @@ def checkpoint_call(
     torch's hooks are removed even if `fn` raises. Before torch 2.13 the hooks would stay active as long as the error is
     referenced.
 
-    By default `fn` and `args` are kept until backward. If `hold` is given, `hold()` is called after the first run, and
-    the function that it returns is kept in their place. In backward, this function returns the function and the
-    arguments of the second run.
+    By default, `fn` and `args` stay alive until backward, and the second run is `fn(*args)`. If `hold` is given,
+    `hold()` is called after the first run, and the returned `SecondCall` stays alive in place of `fn` and `args`. In
+    backward, the `SecondCall` returns the function and the arguments of the second run.
     """
     errors: list[BaseException] = []
     in_forward = True

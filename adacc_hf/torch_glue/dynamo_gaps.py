@@ -53,9 +53,11 @@ class ClassReads:
 
 
 def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return suffixes for the expression `owner.name` such that each evaluation gives the same object.
+    """Return (suffix,) such that the expression `owner.name` + suffix gives the same object at each evaluation.
 
-    Return ("",) if no suffix is needed, (".__func__",) for a class method, and () if no suffix helps.
+    The guard compares these objects. For a class method, Python creates a new bound method at each evaluation, so the
+    suffix is ".__func__". The suffix is "" if `owner.name` itself always gives the same object. Return () if no suffix
+    gives the same object.
     """
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):

@@ -44,9 +44,12 @@ class Tables:
         """True after the last of the model's extra runs has ended."""
 
     def retained_entries(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of the dict `now` that must not be restored, such as filled tables.
+        """Return the entries that the dict `now` must keep when the dict is restored to `before`, its copy from before
+        the run.
 
-        `before` is a copy of the dict from a snapshot before the run.
+        - Tables: the entries that runs fill with tensors (see the class).
+        - Entries of Transformers' hooks that collect hidden states.
+        - A copy of the earlier tensor for each tensor that the run has replaced, unless the last run has ended.
         """
         retained = {}
         for name, value in now.items():
