@@ -144,9 +144,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if checkpoint is not None and not self._is_policy_given:
             # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
             config, host_limit = self.config, common_host_limit(self.config, session.state.model)
-            saved = broadcast_from_first_rank(
-                lambda: load_from_checkpoint(checkpoint, config.memory_budget, config.host_memory, host_limit)
-            )
+            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config, host_limit))
         session.begin(saved, state.global_step)
 
     def on_step_begin(

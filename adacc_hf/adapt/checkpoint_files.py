@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adacc_hf.adapt.profile_updates import SwitchedOff, in_all_blocks, lossy_options
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
@@ -23,6 +24,7 @@ from adacc_hf.artifacts.files import (
     read_json,
     write_json,
 )
+from adacc_hf.artifacts.memory_simulator import recording_peak_bytes
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -219,18 +221,15 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
         size_policy.save(folder, number)
 
 
-def load_from_checkpoint(
-    folder: str | Path,
-    memory_budget: str | float | int,
-    host_memory: str | float | int | None = None,
-    host_limit_bytes: int = 0,
-) -> Saved | None:
+def load_from_checkpoint(folder: str | Path, config: AdaccConfig, host_limit_bytes: int = 0) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`.
 
     Return None if the checkpoint has no policy, or if its policies are for another `memory_budget`, `host_memory` or
-    number of ranks, or store more than `host_limit_bytes` in host memory. In these cases a message with the reason is
-    logged. Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
+    number of ranks, store more than `host_limit_bytes` in host memory, or leave no room in the budget to record the
+    operators of blocks. In these cases a message with the reason is logged. Raises PolicyMismatchError or AdaccError
+    for a damaged file, and FileNotFoundError for a missing file.
     """
+    memory_budget, host_memory = config.memory_budget, config.host_memory
     folder = Path(folder)
     if not (folder / POLICY_FILE).is_file():
         return None
@@ -262,7 +261,24 @@ def load_from_checkpoint(
     if saved.num_ranks != num_ranks():
         announce("Adacc: %s was written by %d ranks, not %d: profiling again", folder, saved.num_ranks, num_ranks())
         return None
+    if not _has_room_to_record(saved.size_policies[0], config):
+        announce(
+            "Adacc: memory_budget=%r has no room to record the operators of a whole block, which %s does not contain: "
+            "profiling again, from small parts of the first batch",
+            memory_budget,
+            folder,
+        )
+        return None
     return saved
+
+
+def _has_room_to_record(first: SavedSizePolicy, config: AdaccConfig) -> bool:
+    """Return True if the budget has room for the first step of a run that resumes with the policy `first`, in which
+    the first block of each kind is recorded."""
+    if first.profile is None:
+        return True
+    budget = Budget.resolve(config.memory_budget, first.profile, config)
+    return not budget.limits_peak or recording_peak_bytes(first.profile, first.policy) <= budget.nbytes
 
 
 def _record_fields(record: Any, *excluded: str) -> list[str]:

@@ -262,9 +262,10 @@ class AdaccSession:
         """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
 
         Return False if the folder has no policy, or a policy for another `memory_budget`, `host_memory` or number of
-        ranks, or if its policies store more in host memory than is allowed and free. The model is then profiled again.
-        Call this method before the first step. Raises AdaccError for a damaged file, and FileNotFoundError if the
-        folder does not exist or a file next to the policy is missing.
+        ranks, if its policies store more in host memory than is allowed and free, or if the budget has no room to
+        record the operators of blocks. The model is then profiled again. Call this method before the first step. Raises
+        AdaccError for a damaged file, and FileNotFoundError if the folder does not exist or a file next to the policy
+        is missing.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
@@ -476,4 +477,4 @@ def _loaded_session_state(folder: str | Path, config: AdaccConfig, host_limit_by
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
-    return load_from_checkpoint(folder, config.memory_budget, config.host_memory, host_limit_bytes)
+    return load_from_checkpoint(folder, config, host_limit_bytes)

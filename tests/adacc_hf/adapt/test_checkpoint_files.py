@@ -159,12 +159,12 @@ def test_what_was_switched_off_comes_back(train, tmp_path):
     assert record.pop("switched_off") == []
     assert record.pop("is_unproven") is False
     (checkpoint / STATE_FILE).write_text(json.dumps(record | {"exact_blocks": ["transformer.h.1"]}))
-    checkpoint_state = load_from_checkpoint(checkpoint, 0.6)
+    checkpoint_state = load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6))
     assert (set(checkpoint_state.switched_off), checkpoint_state.is_unproven) == (everything, False)
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
     save_in_checkpoint(folder, replace(checkpoint_state, is_unproven=True))
-    again = load_from_checkpoint(folder, 0.6)
+    again = load_from_checkpoint(folder, AdaccConfig(memory_budget=0.6))
     assert (set(again.switched_off), again.is_unproven) == (everything, True)
 
 
@@ -241,7 +241,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_pa
     assert Policy.load(tmp_path / "run" / POLICY_FILE) == callback.policy
     assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
     checkpoint = tmp_path / "run" / "checkpoint-3"
-    assert load_from_checkpoint(checkpoint, 0.6) is None
+    assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
     train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
 
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossles
 @pytest.mark.parametrize("num_written", range(3))
 def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, monkeypatch, num_written):
     """Without the state a run would use codecs that were switched off. Without a profile it would not be tracked."""
-    checkpoint_state, writes_left = load_from_checkpoint(checkpoint, 0.6), [num_written]
+    checkpoint_state, writes_left = load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)), [num_written]
     drop_files(checkpoint)
 
     def interrupted_replace(*args):
@@ -276,14 +276,14 @@ def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, mo
         save_in_checkpoint(checkpoint, checkpoint_state)
     monkeypatch.undo()
     assert len(list(checkpoint.glob("adacc_*"))) == num_written
-    assert load_from_checkpoint(checkpoint, 0.6) is None
+    assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
 
 
 def test_a_policy_that_is_missing_among_several_is_named_with_the_next_step(checkpoint):
     record = json.loads((checkpoint / STATE_FILE).read_text())
     (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": 2 * record["shape_policies"]}))
     with pytest.raises(FileNotFoundError, match=rf"adacc_policy_2\.json does not exist.*delete {POLICY_FILE} and"):
-        load_from_checkpoint(checkpoint, 0.6)
+        load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6))
 
 
 @pytest.mark.parametrize("size_policies", [[], [5], 5], ids=repr)
@@ -291,13 +291,13 @@ def test_a_damaged_state_is_named_with_the_next_step(checkpoint, size_policies):
     record = json.loads((checkpoint / STATE_FILE).read_text())
     (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": size_policies}))
     with pytest.raises(AdaccError, match=rf"{STATE_FILE} is damaged .*delete {POLICY_FILE} and"):
-        load_from_checkpoint(checkpoint, 0.6)
+        load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6))
 
 
 def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
     policy = Policy.load(checkpoint / POLICY_FILE)
     save_files(tmp_path / "new", policy, None)
-    checkpoint_state = load_from_checkpoint(tmp_path / "new", 0.6)
+    checkpoint_state = load_from_checkpoint(tmp_path / "new", AdaccConfig(memory_budget=0.6))
     assert checkpoint_state == Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
-    assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
-    assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None
+    assert load_from_checkpoint(tmp_path / "new", AdaccConfig()) is None
+    assert load_from_checkpoint(tmp_path / "nothing", AdaccConfig(memory_budget=0.6)) is None

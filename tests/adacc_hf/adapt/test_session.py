@@ -11,7 +11,7 @@ import torch
 from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from adacc_hf import AdaccConfig, AdaccSession, remove_policy
+from adacc_hf import AdaccConfig, AdaccSession, profile_model, remove_policy
 from adacc_hf.adapt import run_profiler
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.policy_phases import AdaptivePhase
@@ -769,6 +769,33 @@ def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
     train_on(resumed, model, optimizer, [batch_of(0, tokens=50), batch_of(0, tokens=30)])
     resumed.close()
     assert not [event for event in resumed.history if event["event"] == "fallback"]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.45, 0.6, 0.9])
+def test_the_first_step_of_a_resumed_run_keeps_to_the_budget(tmp_path, share):
+    """The first block is recorded with all its tensors alive. If the budget has no room for this, the run profiles."""
+    model, batch = make_model(dropout=0.0), batch_of(0, tokens=48)
+    model.set_attn_implementation("eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = profile_model(model, batch, AdaccConfig(**LOSSLESS, min_compress_bytes=0), optimizer)
+    least, most = (uniform_policy(profile, action).predicted_peak_bytes for action in ("recompute", "retain"))
+    budget = int(least + share * (most - least))
+    settings = {**LOSSLESS, "memory_budget": budget, "min_compress_bytes": 0, "tracking": "off"}
+    session = AdaccSession(model, optimizer, **settings)
+    train_on(session, model, optimizer, [batch] * 4)
+    session.save(tmp_path)
+    session.close()
+    resumed = AdaccSession(model, optimizer, **settings)
+    if not resumed.load(tmp_path):  # the profile of a new run has tests of its own, and cannot run within a meter
+        assert share <= 0.45
+        resumed.detach()
+        return
+    assert share >= 0.45
+    static = static_bytes(model, batch, optimizer)
+    with CpuMemoryMeter() as meter:
+        train_on(resumed, model, optimizer, [batch])
+    assert static + meter.peak_bytes <= budget
+    resumed.close()
 
 
 def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):

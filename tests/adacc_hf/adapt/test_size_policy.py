@@ -26,7 +26,7 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, gpt2_like_profi
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
     save_in_checkpoint(folder, Saved(size_policies=[size_policy.saved()], memory_budget=0.6))
-    (record,) = load_from_checkpoint(folder, 0.6).size_policies
+    (record,) = load_from_checkpoint(folder, AdaccConfig(memory_budget=0.6)).size_policies
     resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
     assert resumed.replanner.searched == profile
     resumed.resume(record)
