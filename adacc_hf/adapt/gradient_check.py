@@ -31,8 +31,9 @@ from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 if TYPE_CHECKING:
+    from adacc_hf.artifacts.kind_profile import KindProfile
     from adacc_hf.artifacts.policy import Policy
-    from adacc_hf.artifacts.profile import KindProfile, Profile
+    from adacc_hf.artifacts.profile import Profile
     from adacc_hf.run.block_executor import BlockExecutor
 
 log = logging.getLogger(__name__)

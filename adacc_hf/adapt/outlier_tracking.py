@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from adacc_hf.artifacts.config import AdaccConfig
-    from adacc_hf.artifacts.profile import CodecOption, Profile, Value
+    from adacc_hf.artifacts.kind_profile import CodecOption, Value
+    from adacc_hf.artifacts.profile import Profile
 
 TrackedKey = tuple[int, int]
 """Key of an activation in a profile: (index of the kind of block, index of the value in the kind's profile)."""

@@ -15,8 +15,8 @@ from adacc_hf.adapt.profile_updates import repriced_choice
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
+from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.solve.simple_policies import policy_of_plans
 from adacc_hf.solve.solver import solve_policy
 

@@ -12,8 +12,9 @@ from adacc_hf.price.codec_selection import make_codec
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
     from adacc_hf.artifacts.policy import Choice
-    from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
+    from adacc_hf.artifacts.profile import Profile
 
 
 FINER_STEPS = 16

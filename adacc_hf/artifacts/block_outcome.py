@@ -10,7 +10,7 @@ from adacc_hf.artifacts.plans import plain_plan
 from adacc_hf.artifacts.policy import RETAIN, Plan
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import KindProfile
+    from adacc_hf.artifacts.kind_profile import KindProfile
 
 
 def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:

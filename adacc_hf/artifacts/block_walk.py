@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from adacc_hf.artifacts.policy import Action
 
 if TYPE_CHECKING:
+    from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Operator
     from adacc_hf.artifacts.policy import Plan
-    from adacc_hf.artifacts.profile import CodecOption, KindProfile, Operator
 
 
 DECODED_CACHE_UNPACKS = 4

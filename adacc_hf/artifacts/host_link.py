@@ -9,7 +9,7 @@ from adacc_hf.kernels._host_names import HOST, on_host
 from adacc_hf.kernels._host_sizes import MOST_TENSORS, most_pool_bytes
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import CodecOption
+    from adacc_hf.artifacts.kind_profile import CodecOption
 
 
 @dataclass(frozen=True, kw_only=True)

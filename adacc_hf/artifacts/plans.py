@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import KindProfile, Value
+    from adacc_hf.artifacts.kind_profile import KindProfile, Value
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:

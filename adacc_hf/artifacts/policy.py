@@ -23,7 +23,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_names import is_on_host
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import CodecOption
+    from adacc_hf.artifacts.kind_profile import CodecOption
     from adacc_hf.artifacts.size_model import Shapes
 
 FORMAT_VERSION = 3

@@ -18,7 +18,8 @@ from adacc_hf.artifacts.number_rules import LeastSquares, RuleFit
 from adacc_hf.artifacts.polynomials import Basis, independent_sizes
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import Head, KindProfile, Operator, Profile, Value
+    from adacc_hf.artifacts.kind_profile import KindProfile, Operator, Value
+    from adacc_hf.artifacts.profile import Head, Profile
     from adacc_hf.artifacts.tiles import RowTiles
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

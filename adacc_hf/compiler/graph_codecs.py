@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.compiler.compress_pass import memory_order
 from adacc_hf.compiler.functorch import has_unknown_sizes, is_view, op_types
 from adacc_hf.compiler.graph_cost import coding_ms

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
+from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile
 from adacc_hf.artifacts.policy import RETAIN, Choice
-from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.kernels.codecs import precise_codec
 from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, Terms
 from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm, lossy_values

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
-from adacc_hf.artifacts.profile import KindProfile, Operator, Value
+from adacc_hf.artifacts.kind_profile import KindProfile, Operator, Value
 from adacc_hf.compiler.functorch import (
     NodeInfo,
     hint,

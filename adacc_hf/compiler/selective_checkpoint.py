@@ -16,8 +16,9 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.policy import Action, Plan, Policy
-from adacc_hf.artifacts.profile import KindProfile, Profile
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.private import schema_of
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.host_link import HostLink
-from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter

@@ -14,7 +14,7 @@ import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import PROFILES_VARIABLE, __version__
-from adacc_hf.artifacts.profile import codec_option_from_json
+from adacc_hf.artifacts.kind_profile import codec_option_from_json
 from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec, replacements
 from adacc_hf.price.precision_sensitive import precision_sensitive_values
 from adacc_hf.price.timing import Bottleneck, time_of

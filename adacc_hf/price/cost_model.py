@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_accurate_enough
 from adacc_hf.price.codec_selection import codec_options, precise_codec_options

@@ -12,7 +12,8 @@ from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
-from adacc_hf.artifacts.profile import CodecOption, Profile, Value
+from adacc_hf.artifacts.kind_profile import CodecOption, Value
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes, profile_structure, size_dependent_numbers
 from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.kernels.codecs import get_codec

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.policy import IDLE_KIND
-from adacc_hf.artifacts.profile import BlockProfile, KindProfile, Profile
+from adacc_hf.artifacts.profile import BlockProfile, Profile
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.compat import class_name
 

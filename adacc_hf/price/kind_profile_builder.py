@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
+from adacc_hf.artifacts.kind_profile import KindProfile, Operator, Value
 from adacc_hf.artifacts.policy import BlockAction, Place
-from adacc_hf.artifacts.profile import KindProfile, Operator, Value
 from adacc_hf.price.codec_selection import role_of, storable_values, with_outliers
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors

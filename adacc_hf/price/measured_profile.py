@@ -20,7 +20,8 @@ from typing import Any, Literal
 from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
+from adacc_hf.artifacts.kind_profile import KindProfile
+from adacc_hf.artifacts.profile import BlockProfile, Head, Profile
 from adacc_hf.artifacts.size_model import profile_structure, size_dependent_numbers
 from adacc_hf.price.batch_subsampling import (
     UNSUPPORTED_BATCH_ERRORS,

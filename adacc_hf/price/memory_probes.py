@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adacc_hf.artifacts.profile import KindProfile, Shared
+from adacc_hf.artifacts.kind_profile import KindProfile
+from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.tape.inputs import find_external

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindProfile
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_probes import CallMarker, ForwardPass, ForwardProbe, LiveStorages, SlotProbe

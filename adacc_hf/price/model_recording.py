@@ -11,8 +11,9 @@ from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.call_names import calls_per_block, split_call
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindProfile, unpack_order
 from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Shared, unpack_order
+from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.kind_profile_builder import KindProfileBuilder
 from adacc_hf.price.memory_probes import SlotProbe

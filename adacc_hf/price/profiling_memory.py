@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from math import prod
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.kind_profile import Value
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.artifacts.profile import Profile, Value
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import parse_bytes
 from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.torch_glue.batch_shapes import num_elements

@@ -14,8 +14,9 @@ import torch
 
 from adacc_hf.artifacts.call_names import block_of_call
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.kind_profile import KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
-from adacc_hf.artifacts.profile import KindProfile, Profile, Value
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import MEASURED_TILES, ModuleTiles, RowTiles, Tiling
 from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.codec_selection import with_outliers

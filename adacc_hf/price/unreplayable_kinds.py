@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from adacc_hf.artifacts.kind_profile import WHOLE, BackwardEvent, ForwardEvent, KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
-from adacc_hf.artifacts.profile import WHOLE, BackwardEvent, ForwardEvent, KindProfile, Value
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.torch_glue.tensors import storage_of
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
+from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
 from adacc_hf.artifacts.policy import (
     IDLE_KIND,
@@ -17,7 +18,7 @@ from adacc_hf.artifacts.policy import (
     Plan,
     Policy,
 )
-from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import tile_rows
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.text_table import table_lines

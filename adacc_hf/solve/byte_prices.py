@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from adacc_hf.artifacts.policy import RETAIN
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import KindProfile, Operator
+    from adacc_hf.artifacts.kind_profile import KindProfile, Operator
     from adacc_hf.solve.milp import KindModel, StoredForm
 
 MS_PER_BYTE = 1e-6

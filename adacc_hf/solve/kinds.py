@@ -19,8 +19,9 @@ from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model
 if TYPE_CHECKING:
     from adacc_hf.artifacts.block_walk import BlockOutcome
     from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.kind_profile import KindProfile
     from adacc_hf.artifacts.policy import Plan
-    from adacc_hf.artifacts.profile import KindProfile, Profile
+    from adacc_hf.artifacts.profile import Profile
 
 
 class SolverKind:

@@ -30,7 +30,7 @@ from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
-    from adacc_hf.artifacts.profile import KindProfile, Value
+    from adacc_hf.artifacts.kind_profile import KindProfile, Value
 
 
 @dataclass(frozen=True)

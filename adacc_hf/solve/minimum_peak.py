@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Outcomes = Sequence[dict[Plan, BlockOutcome]]
     Pools = dict[frozenset[int], list[tuple[PricedPlan, BlockOutcome]]]
-    from adacc_hf.artifacts.profile import KindProfile
+    from adacc_hf.artifacts.kind_profile import KindProfile
 
     _Needs = tuple[tuple[int, ...], frozenset[int]]
 

@@ -19,8 +19,9 @@ from adacc_hf.artifacts.tiles import most_tiles
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.kind_profile import KindProfile
     from adacc_hf.artifacts.policy import Plan
-    from adacc_hf.artifacts.profile import KindProfile, Profile
+    from adacc_hf.artifacts.profile import Profile
 
 ENOUGH = 0.01
 """Relative difference of two peaks of a block. If more tiles reduce the peak by less than this fraction, fewer tiles

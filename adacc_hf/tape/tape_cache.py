@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.files import put_latest
+from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
 from adacc_hf.artifacts.policy import Choice
-from adacc_hf.artifacts.profile import KindProfile, unpack_order
 from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.fallbacks import Fallbacks

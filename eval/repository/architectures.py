@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.policy import Action
-from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.eval.zoo.architecture import Architecture, Batch
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec

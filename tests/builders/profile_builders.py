@@ -8,20 +8,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import strategies as st
 
+from adacc_hf.artifacts.kind_profile import BackwardEvent, CodecOption, ForwardEvent, KindProfile, Operator, Value
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, BlockAction, Choice, Plan
-from adacc_hf.artifacts.profile import (
-    BackwardEvent,
-    BlockProfile,
-    CodecOption,
-    ForwardEvent,
-    Head,
-    KindProfile,
-    Operator,
-    Profile,
-    Shared,
-    Value,
-)
+from adacc_hf.artifacts.profile import BlockProfile, Head, Profile, Shared
 
 
 @dataclass

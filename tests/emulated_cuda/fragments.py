@@ -11,8 +11,8 @@ from emulated_cuda import memory, set_limit, shrink_segments
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import FRAGMENTATION_SHARE
 

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from functools import lru_cache
 
 from adacc_hf.artifacts.block_outcome import rerun_ms
-from adacc_hf.artifacts.profile import KindProfile, Operator, Profile
+from adacc_hf.artifacts.kind_profile import KindProfile, Operator
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.estimate.planning import plain_ms, training_profile
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Pair, Setting

@@ -36,15 +36,6 @@ def test_shared_tensors_that_autograd_does_not_save_are_not_plain_training_s(pro
     assert profile.plain_stored_bytes == 2 * 10 + 100
 
 
-def test_activations_are_what_is_saved_and_the_block_input(profile):
-    kind = profile.kinds[0]
-    assert kind.values[0].name == "hidden_states"
-    assert {value.index for value in kind.activations} == {0, *kind.slots} - {
-        value.index for value in kind.values if value.shared is not None
-    }
-    assert profile.kind_of(profile.blocks[1]) is kind
-
-
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"profile file .*none\.json does not exist"):
         Profile.load(tmp_path / "none.json")
@@ -87,9 +78,3 @@ def test_a_damaged_file_is_refused(profile, tmp_path, damage):
     path.write_text(json.dumps(record))
     with pytest.raises(AdaccError, match="is a damaged profile"):
         Profile.load(path)
-
-
-def test_values_of_one_name_are_numbered(tape_builder):
-    tape = tape_builder()
-    tape.operator("norm", [tape.value("start", 8)], [("norm", 8), ("norm", 4)], 1.0, save=[0, -2, -1])
-    assert tape.kind().names == ["start", "norm", "norm#2"]

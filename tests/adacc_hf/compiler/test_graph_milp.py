@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.artifacts.profile import CodecOption, KindProfile, Operator, Value
+from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Operator, Value
 from adacc_hf.compiler.graph_milp import (
     GraphModel,
     cut_into_segments,

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from adacc_hf import AdaccConfig, Profile, profile_model, solve_policy
-from adacc_hf.artifacts.profile import KindProfile
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors

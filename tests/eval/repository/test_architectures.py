@@ -15,7 +15,7 @@ import torch
 from transformers.models.deberta import modeling_deberta
 
 from adacc_hf.artifacts.errors import NoBlocksError
-from adacc_hf.artifacts.profile import KindProfile
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.eval.repository import architectures as architectures_module
 from adacc_hf.eval.repository.architectures import REGION, Verdict, check, main, same_bits, support_table
 from adacc_hf.eval.zoo.configs import architectures

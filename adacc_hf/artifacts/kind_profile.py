@@ -1,0 +1,460 @@
+"""Profile of one kind of block: the tensors that the block saves for backward, its operators and events of memory, and
+the cost of each action. The records do not need torch.
+
+Blocks whose calls run the same operators on tensors of the same sizes are of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from adacc_hf.artifacts.call_names import numbered_names
+from adacc_hf.artifacts.exact_recompute_rules import (
+    DEGRADED_ERROR,
+    index_values,
+    is_function,
+    is_index,
+    is_statistic,
+    source_activations,
+    upstream_activations,
+)
+from adacc_hf.artifacts.host_link import HostLink
+from adacc_hf.artifacts.policy import BlockAction, Choice, Place
+from adacc_hf.artifacts.tiles import ModuleTiles, RowTiles, Tiling
+from adacc_hf.kernels._host_names import HOST
+
+WHOLE = "whole"
+"""Role of the single activation that represents all saved tensors of a block whose operators cannot be replayed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecOption:
+    """One codec that may compress an activation, with the codec's cost, measured on the profiled data."""
+
+    codec: str
+    options: tuple[tuple[str, Any], ...]
+    nbytes: int
+    """Payload bytes on the device, scales and indices included (M_i * CRate_i of the paper's equation 8)."""
+    encode_ms: float
+    decode_ms: float
+    error: float
+    """Relative L2 error of encoding and decoding the tensor, or 0 for a lossless codec."""
+    lossless: bool
+    host_bytes: int = 0
+    """Payload bytes in host memory. 0 if the payload stays on the device."""
+    staging_bytes: int = 0
+    """Bytes on the device while the payload is copied to the host, and back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One storage, at one version, that a block reads or writes.
+
+    An *activation* is a value that the block stores or recomputes for backward: a tensor that autograd saves, or the
+    block input that replay starts from.
+    """
+
+    index: int
+    name: str
+    """Origin of the value: module path and operator, or the place of the argument."""
+    shape: tuple[int, ...]
+    encoded_shape: tuple[int, ...]
+    """Shape as passed to codecs: dimensions in memory order."""
+    dtype: str
+    nbytes: int
+    """Bytes of the whole storage."""
+    producer: int | None
+    """Index of the operator that computes the value, or None for a block input."""
+    saved: bool
+    """True if autograd saves the value in this block."""
+    activation: bool
+    """True if a policy has an action for the value: a value that only this block saves, or the block input."""
+    shared: int | None
+    """Index into `Profile.shared` of an input that other blocks or the caller also hold, and that is therefore always
+    live. None for all other values."""
+    recomputable: bool
+    """True if replay from stored values gave the original bits. In training, replay recomputes no other values (rule
+    R7)."""
+    role: str
+    """Role of the tensor, by which codecs are selected (paper, section 3.2): linear, norm, activation, qkv, softmax,
+    mask, input, parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
+    cached: bool = False
+    """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
+    cache, or a value that a module or an autograd Function references."""
+    is_kept: bool = False
+    """True if the value stays alive even without the saved tensors of this block, because something else refers to it.
+    The value is then an output that another block or the rest of the model holds, a cast parameter in autocast's cache,
+    or a value that a module or autograd Function references."""
+    codecs: tuple[CodecOption, ...] = ()
+    equal_to: int | None = None
+    """Index of an earlier activation with the same bits, computed by the same operator from the same input, or None. If
+    the value is to be recomputed, backward reads the earlier activation instead."""
+    replay_error: float = 0.0
+    """Largest relative error in an operator's gradient if the value is recomputed from lossily compressed activations.
+    0 if not measured."""
+    taken_after: int = 0
+    """For the state of a random generator: number of tensors that autograd saves before the block stores the state."""
+    place: Place = ()
+    """For a block input that codecs can encode: its place among the arguments of a call. Otherwise ()."""
+    too_coarse: tuple[tuple[str, float], ...] = ()
+    """Excluded codecs, each with the relative error that it causes in the gradient of an operator."""
+    is_movable: bool = False
+    """True if the value may be stored in host memory."""
+
+    @property
+    def is_generator_state(self) -> bool:
+        """True if the value is the state of a random generator, which a block stores to replay random operators."""
+        return self.role == "generator"
+
+    @property
+    def is_index(self) -> bool:
+        """True if the value has integers that may be indices (see `exact_recompute_rules.is_index`)."""
+        return is_index(self.dtype)
+
+    @property
+    def is_statistic(self) -> bool:
+        """True if the value has one number per row of another tensor, such as the standard deviations of a norm."""
+        return is_statistic(self.shape)
+
+    @property
+    def is_far_recomputed(self) -> bool:
+        """True if `replay_error` is above DEGRADED_ERROR: a replay from lossily stored activations would degrade a
+        gradient."""
+        return self.replay_error > DEGRADED_ERROR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One recorded operator of a block, with its inputs and outputs by value index."""
+
+    index: int
+    name: str
+    module: str
+    inputs: tuple[int, ...]
+    """Values that the operator reads, without parameters and buffers."""
+    outputs: tuple[int, ...]
+    ms: float
+    """Median time of one execution (T_comp_i of the paper's equation 4)."""
+    replayable: bool
+    extra_bytes: int = 0
+    """Bytes that an execution allocates in addition to its outputs. Negative if outputs share the storage of inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardEvent:
+    """One event of a block's forward that changes memory.
+
+    The event is the start of the forward, the first time that a value is saved for backward, or the release of the last
+    reference to a value except autograd's. If other modules of the model run before the next block call, their events
+    are appended. `value` is -1 for the start, and for events of other calls or modules. `death` is True for a release.
+    """
+
+    value: int
+    death: bool
+    extra_bytes: int
+    """Peak between this event and the next, in bytes above the live bytes at the start of the block. Stored values are
+    left out."""
+    tiled: int | None = None
+    """Index, in `RowTiles.modules`, of the module that runs in tiles (some rows at a time) until the next event. None
+    if no module does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardEvent:
+    """One event of a block's backward: autograd unpacks a saved-tensor slot, or releases the slot.
+
+    If a module runs in tiles (some rows at a time), releases of slot -1 mark the start and the end of this run.
+    """
+
+    slot: int
+    release: bool
+    entry_bytes: int
+    """Live bytes when the event occurs, without stored and replayed values: gradients that are not used up yet."""
+    extra_bytes: int
+    """Peak in bytes between this event and the next, without stored and replayed values: gradients and temporaries."""
+    tiled: int | None = None
+    """Index, in `RowTiles.modules`, of the module that runs in tiles (some rows at a time) until the next event. None
+    if no module does."""
+
+
+def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
+    """Return the saved-tensor slots in the order in which backward first unpacks each slot."""
+    return tuple(dict.fromkeys(event.slot for event in events if not event.release))
+
+
+MAX_MERGED = 64
+"""Maximum number of results of `KindProfile.with_merged_values` that are cached for each kind of block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindProfile:
+    """Profile of one kind of block. Blocks of the same class, parameter shapes and recorded operators are of one
+    kind."""
+
+    digest: str
+    block_class: str
+    values: tuple[Value, ...]
+    operators: tuple[Operator, ...]
+    slots: tuple[int, ...]
+    """Index of the value in each saved-tensor slot, in the order in which autograd saves. -1 for parameters and
+    buffers."""
+    backward: tuple[BackwardEvent, ...]
+    """Events at which autograd unpacks or releases saved-tensor slots, in the order of the backward."""
+    forward: tuple[ForwardEvent, ...]
+    """Events at which values are saved for backward or freed, in the order of a forward that stores nothing."""
+    forward_ms: float
+    """Sum of the times of the operators in a block's forward."""
+    held: tuple[int, ...] = ()
+    """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if the block's replay
+    reads them. Memory was measured under full recomputation, in which replay reads all these tensors."""
+    given: tuple[int, ...] = ()
+    """Indices into `Profile.shared` of all arguments of a call, unused arguments included. Torch's checkpoint keeps
+    them alive."""
+    copied_slots: tuple[int, ...] = ()
+    """Slots of autograd Functions written in Python. The Functions' backward may write into saved tensors. To protect
+    the tensors that a replay reads later (rule R6), the backward gets copies of them."""
+    untrusted: str | None = None
+    """Reason why the block's operators cannot be replayed, or None if replay is possible. Without replay, all saved
+    tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
+    block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
+    """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
+    if no operator can be replayed. For blocks with collectives, the actions are restricted, because collectives must
+    run again on all ranks or on none."""
+    elsewhere_bytes: int = 0
+    """Bytes of those cast parameters saved by the block that an earlier call computed and autocast cached. The second
+    forward of torch's checkpoint computes the casts again."""
+    generator_bytes: int = 0
+    """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
+    host_link: HostLink | None = None
+    """Cost of payloads in host memory. None if payloads must stay on the device."""
+    untraced: str | None = None
+    """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
+    operator by operator. None if guards can check that a call runs the recorded operators."""
+    tiled: int | None = None
+    """Index into `Profile.kinds` of the variant of this kind in which modules run in tiles (some rows at a time), or
+    None. Blocks have the variant only if a policy chooses it (`Profile.with_tiles`)."""
+    tiles: RowTiles | None = None
+    """The row-wise modules that run in tiles (some rows at a time). None for a kind without tiles."""
+    extra_ms: float = 0.0
+    """Time in ms that is added, under every plan of this kind, by running modules in tiles (some rows at a time). 0
+    for a kind without tiles."""
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The tiles (groups of rows) in which modules run under every plan for this kind of block. None for a kind
+        without tiles."""
+        return self.tiles.tiling if self.tiles else None
+
+    def in_tiles(self, num_tiles: int) -> KindProfile:
+        """Return a copy of this kind with the memory and time of running its row-wise modules in `num_tiles` tiles. The
+        kind's `tiles` must not be None.
+
+        With 0 tiles, no memory of a tile is included.
+        """
+        tiles = self.tiles
+        assert tiles is not None  # the caller has checked
+        before = tiles.num_tiles
+        forward = [m.forward_bytes(num_tiles) - m.forward_bytes(before) for m in tiles.modules]
+        backward = [m.backward_bytes(num_tiles) - m.backward_bytes(before) for m in tiles.modules]
+        launch_ms = min((operator.ms for operator in self.operators if operator.ms > 0), default=0.0)
+        module_ms = [sum(self.operators[index].ms for index in module.operators) for module in tiles.modules]
+        extra_ms = (m.extra_ms(num_tiles, ms, launch_ms) for m, ms in zip(tiles.modules, module_ms, strict=True))
+        return replace(
+            self,
+            forward=tuple(
+                event if event.tiled is None else replace(event, extra_bytes=event.extra_bytes + forward[event.tiled])
+                for event in self.forward
+            ),
+            backward=tuple(
+                event if event.tiled is None else replace(event, extra_bytes=event.extra_bytes + backward[event.tiled])
+                for event in self.backward
+            ),
+            tiles=replace(tiles, num_tiles=num_tiles),
+            extra_ms=sum(extra_ms) if num_tiles else 0.0,
+        )
+
+    @cached_property
+    def activations(self) -> tuple[Value, ...]:
+        """Values that a policy has an action for."""
+        return tuple(value for value in self.values if value.activation)
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """Inputs that torch's checkpoint of the block must store, because nothing else keeps them alive."""
+        return tuple(value for value in self.activations if value.producer is None and value.role != WHOLE)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Unique name of each value, the same for batches of all sizes: "attn:clone", "attn:clone#2"."""
+        return numbered_names(value.name for value in self.values)
+
+    @cached_property
+    def equal(self) -> dict[int, int]:
+        """Map from duplicate values to originals, by value index. A duplicate has the same bits as an earlier
+        activation, its original."""
+        return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
+
+    def index_values(self, lossy: Collection[int]) -> frozenset[int]:
+        """Return the values that contain indices and must not be recomputed if the values in `lossy` are stored
+        lossily.
+
+        Such indices are, for example, the numbers of the experts that a layer chose for each token. A value is
+        represented by its position in the field `values`. See `exact_recompute_rules.py`.
+        """
+        return index_values(
+            ((operator.inputs, operator.outputs) for operator in self.operators),
+            self._counts_as_index,
+            lossy,
+            {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
+        )
+
+    def _counts_as_index(self, value: int) -> bool:
+        producer = self.values[value].producer
+        if self.values[value].is_index or producer is None:
+            return self.values[value].is_index
+        operator = self.operators[producer]
+        return is_function(operator.name) and any(self.values[read].is_generator_state for read in operator.inputs)
+
+    @cached_property
+    def exactness_dependents(self) -> dict[int, frozenset[int]]:
+        """Saved activations that may be recomputed only from exact values, as a dict from each activation to the values
+        that must be exact.
+
+        For a statistic (a tensor with one number per row of another tensor), the tensor with the rows must be exact.
+        For an activation whose replay error is too large, all upstream activations must be exact. See
+        `exact_recompute_rules.py`.
+        """
+        saved = [value for value in self.activations if value.saved]
+        imprecise = {
+            v.index: upstream_activations(v.index, self._reads, self._is_activation)
+            for v in saved
+            if v.is_far_recomputed
+        }
+        # If a statistic's rows are recomputed, the statistic is recomputed with them, because it must match the rows.
+        rows = {v.index: source_activations(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
+        return imprecise | rows
+
+    @cached_property
+    def allows_lossy_inputs(self) -> bool:
+        """True if the block may run again on inputs that were stored lossily.
+
+        False in three cases. The block cannot be replayed: its operators may then depend on data. Indices are computed
+        from the inputs (`exact_recompute_rules.py`). Or the replay error of a saved value is too large.
+        """
+        inputs = {value.index for value in self.inputs}
+        is_imprecise = any(value.saved and value.is_far_recomputed for value in self.values)
+        return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
+
+    def codec_options(self, value: int) -> tuple[CodecOption, ...]:
+        """Return the codecs that may compress `value`: the measured codecs, and codecs that store their payload in host
+        memory."""
+        record, link = self.values[value], self.host_link
+        if link is None or not record.is_movable:
+            return record.codecs
+        unencoded = CodecOption(
+            codec=HOST, options=(), nbytes=record.nbytes, encode_ms=0.0, decode_ms=0.0, error=0.0, lossless=True
+        )
+        return (*record.codecs, *(link.moved(option) for option in (unencoded, *record.codecs)))
+
+    def codec_option(self, value: int, choice: Choice) -> CodecOption:
+        """Return the cost of compressing `value` with the codec of `choice`.
+
+        Raises ValueError if the codec was not measured.
+        """
+        for option in self.codec_options(value):
+            if (option.codec, option.options) == (choice.codec, choice.options):
+                return option
+        raise ValueError(
+            f"activation {value} ({self.values[value].name}) has no price for codec {choice.codec!r} with "
+            f"{dict(choice.options)}: profile again with that codec"
+        )
+
+    def _reads(self, value: int) -> tuple[int, ...]:
+        producer = self.values[value].producer
+        return () if producer is None else self.operators[producer].inputs
+
+    def _is_activation(self, value: int) -> bool:
+        return self.values[value].activation
+
+    def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
+        """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily.
+
+        See `exactness_dependents`.
+        """
+        return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
+
+    def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
+        """Return a copy in which operators and saved tensors refer to the value `equal[v]` wherever they referred to a
+        value `v` in `equal`."""
+        if not equal:
+            return self
+        key = frozenset(equal.items())
+        if key not in self._merged:
+            if len(self._merged) >= MAX_MERGED:
+                self._merged.clear()
+            self._merged[key] = self._merge_values(equal)
+        return self._merged[key]
+
+    @cached_property
+    def _merged(self) -> dict[frozenset[tuple[int, int]], KindProfile]:
+        """Cache of `with_merged_values`. The solver's search calls this method with few distinct arguments."""
+        return {}
+
+    def _merge_values(self, equal: Mapping[int, int]) -> KindProfile:
+        operators = (
+            replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
+            for operator in self.operators
+        )
+        replaced = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
+        return replace(
+            self,
+            values=tuple(replaced.get(value.index, value) for value in self.values),
+            operators=tuple(operators),
+            slots=tuple(equal.get(value, value) for value in self.slots),
+        )
+
+
+def kind_from_json(record: dict[str, Any]) -> KindProfile:
+    """Convert a dictionary from a JSON file to the profile of a kind of block."""
+    fields = dict(record)
+    fields["values"] = tuple(_value_from_json(value) for value in fields["values"])
+    fields["operators"] = tuple(
+        Operator(**{**operator, "inputs": tuple(operator["inputs"]), "outputs": tuple(operator["outputs"])})
+        for operator in fields["operators"]
+    )
+    fields["forward"] = tuple(ForwardEvent(**event) for event in fields["forward"])
+    fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
+    fields["slots"] = tuple(fields["slots"])
+    fields["held"] = tuple(fields["held"])
+    fields["given"] = tuple(fields["given"])
+    fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
+    fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
+    tiles = fields.get("tiles")
+    if tiles is not None:
+        fields["tiles"] = RowTiles(**{**tiles, "modules": tuple(map(_module_tiles_from_json, tiles["modules"]))})
+    link = fields.get("host_link")
+    fields["host_link"] = None if link is None else HostLink(**link)
+    return KindProfile(**fields)
+
+
+def _module_tiles_from_json(record: dict[str, Any]) -> ModuleTiles:
+    lines = {name: tuple(tuple(line) for line in record[name]) for name in ("forward", "backward")}
+    return ModuleTiles(**{**record, **lines, "operators": tuple(record["operators"])})
+
+
+def _value_from_json(record: dict[str, Any]) -> Value:
+    codecs = tuple(codec_option_from_json(option) for option in record["codecs"])
+    shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape", "place")}
+    return Value(**{**record, **shapes, "codecs": codecs, "too_coarse": _pairs(record.get("too_coarse", ()))})
+
+
+def codec_option_from_json(record: dict[str, Any]) -> CodecOption:
+    """Convert a dictionary from a JSON file or from `asdict` to a codec option."""
+    return CodecOption(**{**record, "options": _pairs(record["options"])})
+
+
+def _pairs(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[str, Any], ...]:
+    return tuple((str(name), value) for name, value in pairs)
