@@ -191,7 +191,7 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
     events = []
     tiled_module: int | None = None
     for point in points[begin:end]:
-        moment, index, call_name = point.label
+        moment, index, call_name = (*point.label, -1, None) if point.label == HEAD else point.label
         is_own, is_tile = call_name == name, moment in TILES
         if is_own and is_tile:
             tiled_module = index if moment == TILES[0] else None
