@@ -144,12 +144,12 @@ class _HeadReadings:
         self._points = points
 
     def memory(self) -> HeadMemory | None:
-        """Return the memory of the head, or None if a step may keep tensors alive that this forward has freed."""
-        if self._has_freed_inputs:
-            return None
+        """Return the memory of the head, or None if a step may keep tensors alive that this forward has freed, or if
+        the model did not call its output layer."""
         points, last = self._points, ("leave", self._names[-1])
         head = head_point(points, last)
-        assert head is not None  # the chunked head was used
+        if self._has_freed_inputs or head is None:
+            return None
         start = head.live_bytes
         backward_start = start - self._freed_replay_bytes
         loss = next(point for point in points if point.label == ("loss",))

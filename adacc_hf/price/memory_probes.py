@@ -120,7 +120,7 @@ class LiveStorages:
     def add(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Add the storages of `tensors`."""
         for tensor in tensors:
-            if tensor is not None:
+            if tensor is not None and has_storage(local_of(tensor)):
                 storage = local_of(tensor).untyped_storage()
                 self._storages[storage_key(storage)] = StorageWeakRef(storage), storage.nbytes()
 

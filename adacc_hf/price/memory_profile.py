@@ -144,6 +144,7 @@ def measure_forward(
     ):
         forward_pass = ForwardPass(meter, recording.shared, last_name)
 
+        @torch.compiler.disable  # inside a compiled model, Dynamo would trace the mark
         def mark_head() -> None:
             meter.mark(HEAD)
             if observer is not None:

@@ -150,8 +150,7 @@ class SymbolicTape:
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
         symbols = independent_sizes(calls)
-        # With as many records as symbols, products of different sizes may fit the same numbers by chance.
-        if symbols is None or len(records) <= len(symbols):
+        if symbols is None:
             return None
         tape_numbers = [TapeNumbers(tape) for tape in tapes]
         size_numbers = [record.sizes.dimensions + record.sizes.layout for record in records]

@@ -374,19 +374,6 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
         assert_equal_tapes(library.tape_of(family, sizes), tape)
 
 
-def test_three_sizes_need_more_than_three_records(library):
-    """Three records of a batch size and two lengths determine no polynomial: products may fit by chance."""
-    block = Pair()
-    for samples, tokens, others in ((2, 6, 4), (3, 12, 8), (4, 10, 14)):
-        record_block(block, text(samples, tokens), text(samples, others), library=library)
-    assert library.symbolic_tape_at(given_pair(block, 5, 9, 7), "block") is None
-    for samples, tokens, others in ((5, 9, 7), (2, 15, 11), (7, 8, 13), (3, 5, 17)):
-        record_block(block, text(samples, tokens), text(samples, others), library=library)
-    family, sizes = library.symbolic_tape_at(given_pair(block, 6, 18, 9), "block")
-    _, tape = record_block(block, text(6, 18), text(6, 9))
-    assert_equal_tapes(library.tape_of(family, sizes), tape)
-
-
 # Results that show later
 
 
