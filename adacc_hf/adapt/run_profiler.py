@@ -214,7 +214,9 @@ class RunProfiler:
             compute_loss=compute_loss,
             no_sync=self._no_sync(model),
         )
-        return replace(step, optimizer_state_bytes=self._state_bytes(model, step))
+        complete_step = replace(step, optimizer_state_bytes=self._state_bytes(model, step))
+        complete_step.known_state_bytes.update(step.known_state_bytes)
+        return complete_step
 
     def _state_bytes(self, model: nn.Module, step: TrainingStep) -> int | None:
         """Return 0 to leave optimizer state that is not allocated yet out of the profile, or None to predict its bytes.

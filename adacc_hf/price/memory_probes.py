@@ -16,7 +16,7 @@ from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.tape.inputs import find_external
-from adacc_hf.tape.tape import Source
+from adacc_hf.tape.tape import Source, has_storage
 from adacc_hf.tape.tiled_rows import in_tiles, watching_tiles
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import storage_key, tree_leaves

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,8 +37,11 @@ class TrainingStep:
     """Function that returns the loss. None for a model whose output has a loss."""
     no_sync: NoSync | None = None
     """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
-    known_state_bytes: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
-    """Predicted bytes of optimizer state (see `coming_state_bytes`)."""
+
+    @cached_property
+    def known_state_bytes(self) -> dict[Hashable, int]:
+        """Predicted bytes of optimizer state (see `coming_state_bytes`)."""
+        return {}
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if a field is out of range, and OptimizerStateError if the optimizer's future state for
