@@ -137,3 +137,16 @@ class NoGradientErrors(Measurement):
 def measurement_without_errors():
     """Measurement for a profile in which every codec stays available."""
     return NoGradientErrors()
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Reset Accelerate's state, which lasts for the whole process. An earlier test's Trainer may have left in it that
+    models are compiled."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    yield
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()

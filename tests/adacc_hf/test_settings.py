@@ -397,7 +397,7 @@ def test_float8_training_of_torchao(tiny_llama, padded_batch, assert_same_traini
     assert all("consist of others" in kind.untrusted for kind in profile.kinds)
 
 
-def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training):
+def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training, fresh_accelerate):
     from accelerate import Accelerator
 
     def loop(model):

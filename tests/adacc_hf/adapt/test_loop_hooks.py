@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from adacc_hf import AdaccSession
@@ -20,14 +19,7 @@ HALF = {"memory_budget": 0.5, "actions": ("retain", "recompute"), "head": "plain
 NUM_STEPS = 8
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Reset Accelerate's state, which lasts for the whole process."""
-    for state in (AcceleratorState, GradientState):  # from Trainers of earlier tests
-        state._reset_state()
-    yield
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def batches_of(samples: int, rank: int = 0) -> list[dict[str, torch.Tensor]]:
