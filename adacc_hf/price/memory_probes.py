@@ -21,7 +21,7 @@ from adacc_hf.tape.tiled_rows import in_tiles, watching_tiles
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import local_of
-from adacc_hf.torch_glue.zero3 import PartitionedView
+from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
 
 class TrackedTensor:
@@ -31,7 +31,7 @@ class TrackedTensor:
 
     def __init__(self, slot: int, tensor: torch.Tensor, companion: Any, mark: Callable[[Any], None]) -> None:
         self.slot = slot
-        self.tensor = PartitionedView.of(tensor) or tensor.detach()
+        self.tensor = without_gathered_memory(tensor)
         self.companion = companion
         """Inputs that replay of the block reads, kept alive until autograd has freed all saved tensors of the block."""
         self.mark = mark
@@ -66,7 +66,7 @@ class SlotProbe:
         @torch.compiler.disable
         def unpack(packed: TrackedTensor) -> torch.Tensor:
             self._mark(("unpack", packed.slot))
-            return packed.tensor.tensor() if isinstance(packed.tensor, PartitionedView) else packed.tensor
+            return saved_tensor(packed.tensor)
 
         fn = in_tiles(block, self.kind.tiling, fn)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(self._mark_tiles):

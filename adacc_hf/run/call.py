@@ -42,7 +42,7 @@ from adacc_hf.torch_glue.tensors import (
     to_dtensor,
     wait_if_async,
 )
-from adacc_hf.torch_glue.zero3 import PartitionedView
+from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
 PackedSlot = tuple[int, Any, "int | None", Any]
 
@@ -151,9 +151,8 @@ class Call:
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
         if expected.needs is None:
-            if expected.is_parameter and (partitioned := PartitionedView.of(tensor)) is not None:
-                return slot, partitioned, None, None
-            return slot, tensor.detach(), version_of(tensor), None
+            content = without_gathered_memory(tensor) if expected.is_parameter else tensor.detach()
+            return slot, content, version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
@@ -210,13 +209,12 @@ class Call:
         if version is not None:
             if version_of(content) != version:
                 raise self._modified(self.plan.slots[slot].value)
+            content = saved_tensor(content)
             return (
                 clone_with_storage(content)
                 if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten()
                 else content
             )
-        if type(content) is PartitionedView:
-            return content.tensor()
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
                 recomputed = self._run(program, slot, content)
@@ -348,12 +346,7 @@ class RecordedSlot:
     __slots__ = ("__weakref__", "content")
 
     def __init__(self, slot: int, tensor: torch.Tensor) -> None:
-        partitioned = PartitionedView.of(tensor)
-        self.content: PackedSlot = (
-            (slot, tensor.detach(), version_of(tensor), None)
-            if partitioned is None
-            else (slot, partitioned, None, None)
-        )
+        self.content: PackedSlot = (slot, without_gathered_memory(tensor), version_of(tensor), None)
 
 
 class Recording:
@@ -401,10 +394,9 @@ class Recording:
         self._call.unpacked_slots = []
         for packed in self._packed:
             _, tensor, version, _ = packed.content
-            is_partitioned = type(tensor) is PartitionedView
-            content = self._call.pack(tensor.tensor() if is_partitioned else tensor)
+            content = self._call.pack(saved_tensor(tensor))
             # Keep a tensor that the block has changed since: backward refuses it, as plain autograd does.
-            if is_partitioned or version_of(tensor) == version:
+            if version_of(tensor) == version:
                 packed.content = content
         self._call.finish()
         return self._call.unpacked_slots
@@ -444,8 +436,6 @@ class Recording:
         Plain backward reads the changed tensor, and replay cannot reproduce the change.
         """
         slot, tensor, version, _ = packed.content
-        if type(tensor) is PartitionedView:
-            return False
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
@@ -458,8 +448,6 @@ class Recording:
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version, _ = packed.content
-        if type(tensor) is PartitionedView:
-            return tensor.tensor()
         if version_of(tensor) != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
-        return tensor
+        return saved_tensor(tensor)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, viewed_tensor
+from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, version_of, viewed_tensor
 
 _HOOK_MODULES = ("deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.nvtx")
 """Python modules that define ZeRO 3's hooks on modules, and a wrapper around some of these hooks."""
@@ -142,6 +142,17 @@ def is_identity_hook(hook: Any) -> bool:
     return _is_of_zero3(hook) and hook.__name__ in _GRAPH_HOOKS
 
 
+def without_gathered_memory(tensor: torch.Tensor) -> torch.Tensor | PartitionedView:
+    """Return an object from which `saved_tensor` returns `tensor` again: a detached tensor, or a view of a parameter
+    that ZeRO 3 divides among ranks. A view does not keep the gathered memory alive."""
+    return PartitionedView.of(tensor) or tensor.detach()
+
+
+def saved_tensor(content: torch.Tensor | PartitionedView) -> torch.Tensor:
+    """Return the tensor for the result of `without_gathered_memory`. A parameter must be gathered."""
+    return content.tensor() if isinstance(content, PartitionedView) else content
+
+
 class PartitionedView:
     """View of a parameter that ZeRO 3 divides among ranks, without a reference to the gathered memory.
 
@@ -161,6 +172,11 @@ class PartitionedView:
             if parameter is not None and is_partitioned(parameter):
                 return cls(parameter, tensor)
         return None
+
+    @property
+    def _version(self) -> int:
+        """Autograd's version counter of the parameter. Gathering the parameter does not change the counter."""
+        return version_of(self._parameter)
 
     def tensor(self) -> torch.Tensor:
         """Return the view of the parameter as it is gathered now."""

@@ -231,3 +231,22 @@ def test_a_policy_that_was_applied_before_zero3_is_refused(tiny_gpt2, token_batc
             module.register_forward_pre_hook(hook_of_zero3("_pre_forward_module_hook"))
         with pytest.raises(PolicyMismatchError, match=r"apply the policy after deepspeed.initialize"):
             model(**token_batch())
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_a_partitioned_parameter_that_changes_before_backward_is_refused(tiny_gpt2, token_batch, action, num_steps):
+    """Plain autograd refuses such a change too, in the first call of a block, which is recorded, and in later ones."""
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(), AdaccConfig())
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+    policy = uniform_policy(profile, action)
+    with apply_policy(model, policy):
+        for _ in range(num_steps):
+            model(**token_batch()).loss.backward()
+        loss = model(**token_batch()).loss
+        with torch.no_grad():
+            model.transformer.h[0].mlp.c_fc.weight.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+            loss.backward()
