@@ -26,6 +26,7 @@ from adacc_hf.compact.layer import (
 )
 from adacc_hf.run.blocks import find_blocks
 from adacc_hf.torch_glue.compat import class_name
+from adacc_hf.torch_glue.zero3 import is_partitioned
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +267,7 @@ def _target_layers(model: nn.Module, target_modules: str | Collection[str]) -> I
 def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
     weight = module.weight
     where = f"CompAct cannot train {name} ({class_name(module)})"
-    if hasattr(weight, "ds_id") or hasattr(weight, "to_local"):
+    if is_partitioned(weight) or hasattr(weight, "to_local"):
         raise ValueError(
             f"{where}: its weight is sharded over several ranks (ZeRO 3, tensor parallelism, or FSDP applied before "
             f"this optimizer was created): train with DDP, or with FSDP2 applied after this optimizer, as the Trainer "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.lazy_logits import HeadCall, LazyLogits, LossCall, product_dtype
+from adacc_hf.torch_glue.zero3 import is_partitioned
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def output_layer(model: nn.Module) -> nn.Linear:
         raise ChunkedHeadError(
             f"the output layer is a {type(layer).__name__}, not a plain nn.Linear: its head is plain"
         )
-    if hasattr(layer.weight, "ds_id"):  # DeepSpeed's attribute of sharded parameters, on all ranks
+    if is_partitioned(layer.weight):
         raise ChunkedHeadError(
             "the output layer has its weight only during its forward (ZeRO 3), and not when the loss is computed: its "
             "head is plain"

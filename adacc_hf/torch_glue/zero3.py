@@ -108,7 +108,7 @@ class BlockGathering:
                 setattr(module, name, value)
 
     def _remove_gathering(self, hooks: dict[int, Any]) -> None:
-        unwanted = [key for key, hook in hooks.items() if _is_of_zero3(hook) and not is_identity_hook(hook)]
+        unwanted = [key for key, hook in hooks.items() if _gathers(hook)]
         if unwanted:
             self._hooks.append((hooks, dict(hooks)))
             for key in unwanted:
@@ -121,11 +121,7 @@ class BlockGathering:
 
 def gathers_inside(block: nn.Module) -> bool:
     """Return True if ZeRO 3 gathers the parameters of single modules in `block`, which has no `BlockGathering`."""
-    return any(
-        _is_of_zero3(hook) and not is_identity_hook(hook)
-        for module in _inner_modules(block)
-        for hook in forward_pre_hooks(module).values()
-    )
+    return any(_gathers(hook) for module in _inner_modules(block) for hook in forward_pre_hooks(module).values())
 
 
 def _inner_modules(block: nn.Module) -> list[nn.Module]:
@@ -134,6 +130,11 @@ def _inner_modules(block: nn.Module) -> list[nn.Module]:
 
 def _is_of_zero3(hook: Any) -> bool:
     return getattr(hook, "__module__", None) in _HOOK_MODULES
+
+
+def _gathers(hook: Any) -> bool:
+    """Return True for a hook with which ZeRO 3 gathers or frees the parameters of a module."""
+    return _is_of_zero3(hook) and not is_identity_hook(hook)
 
 
 def is_identity_hook(hook: Any) -> bool:
