@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 
-from adacc_hf.adapt.policy_cache import MAX_UNTRACKED, PolicyCache
-from adacc_hf.adapt.policy_selection import UNCERTAINTY, current_policy, over_bound, with_margin
+from adacc_hf.adapt.policy_cache import PolicyCache
+from adacc_hf.adapt.policy_selection import UNCERTAINTY, current_policy, has_same_actions, over_bound, with_margin
 from adacc_hf.adapt.profile_updates import without_codecs
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.run_context import RunContext
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
@@ -30,9 +30,10 @@ counts as using up the budget, and is used permanently. If it needs less, it is 
 its time (`PolicyChoice`)."""
 
 FAR_ABOVE = 0.05
-"""Fraction of the budget. At a new batch size, the solver is not called if even the policy that needs the least memory
-at another size exceeds the budget by more than this fraction. A fraction of 0 would be too strict, because the best
-policy at the new size may need slightly less memory."""
+"""Fraction of the budget. For a batch's own sizes, the solver is not called if even the policy that needs the least
+memory at another size exceeds the budget by more than this fraction. A fraction of 0 would be too strict, because the
+best policy at the new sizes may need slightly less memory. For the bounds of a size class it is 0, because the batch
+gets a policy for its own sizes if none fits there."""
 
 
 class ExtrapolatedPolicies:
@@ -53,58 +54,64 @@ class ExtrapolatedPolicies:
             return 1e3 * float(facts.get("seconds", 0.0))
         return self._solver_ms
 
-    def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
-        """Return (profile, policy) for the size class `sizes`, without a solver run.
+    def policy_for(
+        self, sizes: BatchShapes, shapes: BatchShapes, may_borrow: bool
+    ) -> tuple[BatchShapes, Profile, Policy]:
+        """Return (sizes, profile, policy) for a batch of `shapes` in the size class `sizes`.
 
-        The policy is the fastest that fits the budget, among the policies of other size classes and full recomputation.
-        Return None if no policy fits, if the fastest policy is plain training, or if the fastest policy uses up the
-        budget (USED_UP). In these cases, call `solve` instead.
+        `sizes` are the upper bounds of the class. If no policy for these sizes fits the budget, the result is for the
+        batch's own sizes instead. If `may_borrow`, the policy may be one that leaves budget unused: that of another
+        size class, or full recomputation.
         """
+        settings = self._context.memory_budget, self._context.switched_off
+        if not self._cache.is_above_budget(sizes, settings):
+            profile = self.profile_at(sizes)
+            compared = profile.with_comparison()
+            others = self._others(compared)
+            policy = self._borrow(compared, others) if may_borrow else None
+            try:
+                return sizes, profile, policy or self._within(compared, self._with_room(profile), others, far=0.0)
+            except InfeasibleBudgetError:
+                self._cache.note_above_budget(sizes, settings)
+        sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
         profile = self.profile_at(sizes)
-        compared = profile.with_comparison()
-        budget = Budget.resolve(self._with_room(compared), compared, self._config)
-        policies = self._others(compared)
+        return sizes, profile, self.solve_or_least(sizes, profile.with_comparison())
+
+    def _borrow(self, profile: Profile, others: list[Policy]) -> Policy | None:
+        """Return the fastest policy that fits the budget without a solver run: one of `others`, the policies of other
+        size classes, or full recomputation.
+
+        Return None if no policy fits, if the fastest policy is plain training, or if the fastest policy uses up the
+        budget (USED_UP). `profile` contains the memory of the comparison of bits.
+        """
+        budget = Budget.resolve(self._with_room(profile), profile, self._config)
+        policies = list(others)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
-            policies += recomputing_policies(self._allowed(compared), self._config)
+            policies += recomputing_policies(self._allowed(profile), self._config)
         fitting = [policy for policy in policies if budget.needed_bytes(policy) <= budget.nbytes]
         fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
         if fastest is None or fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes:
             return None
-        return profile, fastest
+        return fastest
 
-    def leaves_budget_unused(self, profile: Profile, policy: Policy) -> bool:
-        """Return True if `policy` needs less than the fraction `USED_UP` of the budget, so that a solver run for
-        `profile` may find a faster policy.
+    def can_improve(self, profile: Profile, policy: Policy) -> bool:
+        """Return True if a solver run for `profile` may find a faster policy than `policy`.
 
-        The first steps at a size need more memory, because they run operators twice to verify replay bit for bit. This
-        additional memory is not counted. For plain training, return False, because no policy is faster.
+        It may if `policy` needs less than the fraction `USED_UP` of the budget, or was chosen because it needs the
+        least memory. The first steps at a size need more memory, because they run operators twice to verify replay bit
+        for bit. This additional memory is not counted. For plain training, return False, because no policy is faster.
         """
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
-        return not policy.is_plain and budget.needed_bytes(current_policy(profile, policy)) < USED_UP * budget.nbytes
+        current, least = current_policy(profile, policy), self._least_at(profile)
+        is_least = least is not None and has_same_actions(current, least)
+        return not policy.is_plain and (is_least or budget.needed_bytes(current) < USED_UP * budget.nbytes)
 
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Run the solver for a size class whose policy leaves budget unused. Return None if no policy fits."""
+        """Run the solver for a size class whose policy it may improve. Return None if no policy fits."""
         try:
             return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:
             return None
-
-    def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
-        """Return (sizes, profile, policy) for a batch of `shapes` in the size class `sizes`.
-
-        `sizes` are the upper bounds of the class. If no policy for these sizes fits the budget, solve for the batch's
-        own sizes instead.
-        """
-        key = sizes, self._context.memory_budget, self._context.switched_off
-        if key not in self._cache.above_budget:
-            profile = self.profile_at(sizes)
-            try:
-                return sizes, profile, self._within(profile.with_comparison(), self._with_room(profile))
-            except InfeasibleBudgetError:
-                put_latest(self._cache.above_budget, key, None, MAX_UNTRACKED)
-        sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
-        profile = self.profile_at(sizes)
-        return sizes, profile, self.solve_or_least(sizes, profile.with_comparison())
 
     def provisional(self, profile: Profile) -> Policy:
         """Return a policy that needs little memory, for use until the memory of a step has been measured.
@@ -136,12 +143,14 @@ class ExtrapolatedPolicies:
         that needs the least memory, or raise InfeasibleBudgetError if `on_over_budget` is "error".
         """
         with_room = self._with_room(profile)
+        others = self._others(profile)
+        far = math.inf if self._config.on_over_budget == "error" else FAR_ABOVE  # the run would end: the solver decides
         least, floor, bound, why = None, 0, 0, ""
         for candidate in dict.fromkeys((with_room, self._context.memory_budget)):
             if least is not None and floor > Budget.resolve(candidate, profile, self._config).nbytes:
                 break
             try:
-                policy = self._within(profile, candidate)
+                policy = self._within(profile, candidate, others, far)
             except InfeasibleBudgetError as error:
                 floor, bound, why, least = error.smallest_budget_bytes, error.bound_bytes, str(error), error.least
                 continue
@@ -163,22 +172,24 @@ class ExtrapolatedPolicies:
         """Return `profile` without switched-off codecs, and without codecs for values below `min_compress_bytes`."""
         return without_codecs(profile, self._context.switched_off).without_codecs_below(self._config.min_compress_bytes)
 
-    def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
+    def _within(self, profile: Profile, memory_budget: str | float | int, others: list[Policy], far: float) -> Policy:
         """Return a policy for `profile` that fits `memory_budget`.
 
-        A policy that was solved for other batch sizes is reused if it fits and nearly uses up the budget. Otherwise the
-        solver runs. Raises InfeasibleBudgetError if no policy fits the budget.
+        One of `others` (the policies of other batch sizes), or the policy that needs the least memory at another size,
+        is reused if it fits and nearly uses up the budget. Otherwise the solver runs.
+
+        Raises InfeasibleBudgetError if no policy fits the budget. Raises it without a solver run if the policy that
+        needs the least memory at another size exceeds the budget by more than the fraction `far`.
         """
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
-        self._refuse_far_above(allowed, budget)
-        candidates = [
-            policy
-            for policy in self._others(profile)
-            if USED_UP * budget.nbytes <= budget.needed_bytes(policy) <= budget.nbytes
-        ]
+        least = self._least_at(allowed)
+        known = others if least is None else [*others, least]
+        candidates = [p for p in known if USED_UP * budget.nbytes <= budget.needed_bytes(p) <= budget.nbytes]
         if candidates:
             return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
+        if least is not None:
+            _refuse_above(least, budget, far)
         try:
             return self._solve(allowed, memory_budget)
         except InfeasibleBudgetError as error:
@@ -196,27 +207,30 @@ class ExtrapolatedPolicies:
         """Return the policies of other batch sizes that may be used for `profile`, with memory and time predicted by
         `profile`."""
         allowed = self._allowed(profile)
-        policies = [s.replanner.policy for s in self._cache.all if _is_policy_for(s.replanner.policy, profile)]
-        return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
+        policies = {(p.plans, p.blocks, p.head): p for p in (s.replanner.policy for s in self._cache.all)}
+        return [current_policy(allowed, p) for p in policies.values() if self._is_usable(p, allowed)]
 
-    def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
-        """Raise InfeasibleBudgetError without a run of the solver if `budget` is far too small for `profile`.
+    def _least_at(self, profile: Profile) -> Policy | None:
+        """Return the policy that needs the least memory at another batch size, with memory and time predicted by
+        `profile`.
 
-        The policy of another batch size that needs the least memory is predicted for `profile`. The budget counts as
-        far too small if this policy exceeds it by more than the fraction FAR_ABOVE. The solver would take several
-        seconds to find a policy that needs hardly less memory.
+        Return None if no such policy is known, or if it cannot be used for `profile`.
         """
-        other = self._cache.least
-        if self._config.on_over_budget == "error":  # the run would end, so the solver decides
-            return
-        if other is None or not _is_policy_for(other, profile) or over_bound(profile, other, self._config):
-            return
-        least = current_policy(profile, other)
-        needed = budget.needed_bytes(least)
-        if needed > (1 + FAR_ABOVE) * budget.nbytes:
-            what = "peak" if budget.limits_peak else "stored bytes"
-            message = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
-            raise InfeasibleBudgetError(message, needed, bound_bytes=0, least=least)
+        least = self._cache.least
+        return None if least is None or not self._is_usable(least, profile) else current_policy(profile, least)
+
+    def _is_usable(self, policy: Policy, profile: Profile) -> bool:
+        """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`, and uses
+        only codecs that `profile` and the config allow.
+
+        The answer may be False for a policy of the same model: on a batch of one sample, blocks may run other
+        operators.
+        """
+        pairs = [(block, policy.plan_of(block.name)) for block in profile.blocks]
+        has_same_operators = all(
+            plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs
+        )
+        return has_same_operators and not over_bound(profile, policy, self._config)
 
     def _with_room(self, profile: Profile) -> str | float | int:
         """Return a memory budget for `profile`: the run's budget, reduced by the uncertainty of predicted peaks."""
@@ -263,10 +277,14 @@ class ExtrapolatedPolicies:
         return None
 
 
-def _is_policy_for(policy: Policy, profile: Profile) -> bool:
-    """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`.
+def _refuse_above(least: Policy, budget: Budget, far: float) -> None:
+    """Raise InfeasibleBudgetError if `least`, the policy that needs the least memory at another batch size, exceeds
+    `budget` by more than the fraction `far`.
 
-    The answer may be False for a policy of the same model: on a batch of one sample, blocks may run other operators.
+    The solver would take several seconds to find a policy that needs hardly less memory.
     """
-    pairs = [(block, policy.plan_of(block.name)) for block in profile.blocks]
-    return all(plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs)
+    needed = budget.needed_bytes(least)
+    if needed > (1 + far) * budget.nbytes:
+        what = "peak" if budget.limits_peak else "stored bytes"
+        message = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
+        raise InfeasibleBudgetError(message, needed, bound_bytes=0, least=least)

@@ -12,7 +12,7 @@ Buckets (torch_glue/batch_shapes.py) group the batches that belong to no size cl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.files import put_latest
@@ -57,8 +57,9 @@ class PolicyCache:
         """Counts for each bucket (group of similar batch sizes) without a policy: (smallest sizes that all batches of
         the bucket fit in, number of batches)."""
         self._refused: set[BatchShapes] = set()
-        self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
-        """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
+        self._above_budget: OrderedDict[tuple[BatchShapes, Hashable], None] = OrderedDict()
+        """Pairs (size class, settings) for which no policy fits the budget. The settings are the run's budget and the
+        codecs that are switched off."""
         self.least: Policy | None = None
         """Policy that needs the least memory, from the most recent solver run at a size at which no policy fits the
         budget."""
@@ -125,9 +126,34 @@ class PolicyCache:
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
         """Return the untracked plans (plans that are not adapted to the data) for the size class `sizes`.
 
-        If the class has no untracked plans, return the plans for the exact `shapes` of a batch, or None.
+        If the class has no untracked plans, return the plans for the smallest sizes of the class in which a batch of
+        `shapes` fits, or None.
         """
-        return self.untracked.get(sizes) or self.untracked.get(shapes)
+        plans = self.untracked.get(sizes)
+        return plans or self.untracked.get(_smallest_around(shapes, sizes, self.untracked) or sizes)
+
+    def within_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
+        """Return the policy for the size class `sizes`.
+
+        A class for whose upper bounds no policy fits the budget has policies for smaller sizes. Return the policy for
+        the smallest of these sizes in which a batch of `shapes` fits, or None.
+        """
+        size_policy = self.at(sizes) or self.at(shapes)
+        if size_policy is None and any(fits_in(smaller, sizes) for smaller, _ in self._above_budget):
+            known = [size_policy.shapes for size_policy in self.all if size_policy.shapes is not None]
+            size_policy = self.at(_smallest_around(shapes, sizes, known) or sizes)
+        return size_policy
+
+    def is_above_budget(self, sizes: BatchShapes, settings: Hashable) -> bool:
+        """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches.
+
+        `settings` are the run's budget and the codecs that are switched off.
+        """
+        return any(other == settings and fits_in(smaller, sizes) for smaller, other in self._above_budget)
+
+    def note_above_budget(self, sizes: BatchShapes, settings: Hashable) -> None:
+        """Note that no policy fits the budget for batches of `sizes`. `settings` are as in `is_above_budget`."""
+        put_latest(self._above_budget, (sizes, settings), None, MAX_UNTRACKED)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
         """Return the policy for the smallest profiled size in which a batch of `shapes` fits, or None if the batch is
@@ -157,6 +183,12 @@ class PolicyCache:
         before, num_seen = self.unplanned.get(bucket, (shapes, 0))
         count = smallest_enclosing(before, shapes), num_seen + weight
         put_latest(self.unplanned, bucket, count, MAX_UNPLANNED)
+
+
+def _smallest_around(shapes: BatchShapes, bounds: BatchShapes, candidates: Iterable[BatchShapes]) -> BatchShapes | None:
+    """Return the smallest of `candidates` in which a batch of `shapes` fits, and which fits in `bounds`, or None."""
+    fitting = (sizes for sizes in candidates if fits_in(shapes, sizes) and fits_in(sizes, bounds))
+    return min(fitting, key=num_elements, default=None)
 
 
 def _replaces_size_policy(new: SizePolicy, old: SizePolicy) -> bool:

@@ -7,6 +7,7 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | in a new class, before the first measured step | the run's first policy if it fits, else one with a low peak |
 | in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
 | in a new class, if none of these fits, or from that run on | a policy solved for the class's extrapolated profile |
+| in a class for whose upper bounds no policy fits | the policy of the smallest sizes of the class around the batch |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
 | in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |
@@ -118,7 +119,7 @@ class PolicyChoice:
         If the class is new, make a policy for the class. Return None if the class has only untracked plans, which have
         no replanner and are not adapted to the data.
         """
-        size_policy = self.cache.at(sizes) or self.cache.at(shapes)
+        size_policy = self.cache.within_class(sizes, shapes)
         if size_policy is not None and size_policy.is_borrowed:
             self._count_borrowed(size_policy)
         if size_policy is not None or self.cache.untracked_plans(sizes, shapes) is not None:
@@ -126,26 +127,17 @@ class PolicyChoice:
         measured, _ = self.cache.size_model()
         if measured.is_provisional:
             return self._before_measurement(sizes, measured)
-        has_size_policy = self._is_alone and not self.cache.is_full
-        borrowed = self.extrapolated.borrow(sizes) if self._is_alone else None
-        if borrowed is None:
-            with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
-                sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
-        elif has_size_policy:
-            size_policy = self.add_extrapolated(sizes, *borrowed)
-            size_policy.is_borrowed = True
-            return size_policy
-        else:
-            profile, policy = borrowed
-        if not has_size_policy:
+        with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
+            sizes, profile, policy = self.extrapolated.policy_for(sizes, shapes, may_borrow=self._is_alone)
+        if not self._is_alone or self.cache.is_full:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
         size_policy = self.add_extrapolated(sizes, profile, policy)
-        size_policy.is_borrowed = self.extrapolated.leaves_budget_unused(profile, policy)
+        size_policy.is_borrowed = self.extrapolated.can_improve(profile, policy)
         return size_policy
 
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch under a borrowed policy, which leaves memory of the budget unused (`is_borrowed`).
+        """Count a batch under a borrowed policy, which a solver run may improve (`is_borrowed`).
 
         If the overhead of all counted batches has reached the time of a solver run, solve for the batch's own size
         class, and follow the new policy if it is faster. A solver run for only a few batches would not pay off.

@@ -123,8 +123,14 @@ def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, con
 def _replan_result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
     """Return the `ReplanResult` for the chosen policy `choice`. The result has no policy if `choice` equals `policy`,
     the current policy."""
-    is_same = (choice.plans, choice.blocks, choice.head) == (policy.plans, policy.blocks, policy.head)
-    return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
+    return ReplanResult(
+        policy=None if has_same_actions(choice, policy) else choice, reason=reason, has_solved=has_solved
+    )
+
+
+def has_same_actions(policy: Policy, other: Policy) -> bool:
+    """Return True if both policies have the same plans, with the same outlier channels, and the same head."""
+    return (policy.plans, policy.blocks, policy.head) == (other.plans, other.blocks, other.head)
 
 
 def _excess_reason(current: Policy, budget: Budget) -> str | None:

@@ -49,10 +49,9 @@ class SizePolicy:
     is_extrapolated: bool = False
     """True if the profile was not measured, but predicted from the profile of another batch size."""
     is_borrowed: bool = False
-    """True if a solver run may find a faster policy: the policy was not solved for this size, or was solved with room
-    for the comparison of bits in the first step."""
+    """True if a solver run may find a faster policy (`ExtrapolatedPolicies.can_improve`)."""
     num_borrowed: int = 1
-    """Number of batches so far under the policy that leaves budget unused (`is_borrowed`)."""
+    """Number of batches so far under a policy that a solver run may improve (`is_borrowed`)."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False

@@ -59,3 +59,40 @@ def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
     for length in range(ENOUGH_SEEN * 100):
         profiled.around(parts(length % 100))
     assert most_wanted([profiled.unplanned]) is not None
+
+
+def test_a_batch_runs_under_the_smallest_policy_around_it_if_none_fits_its_class(profiled):
+    for length in (36, 34):
+        policy = size_policy(ids(length))
+        policy.is_extrapolated = True
+        profiled.add(policy)
+    assert profiled.within_class(ids(40), ids(33)) is None
+    profiled.note_above_budget(ids(40), "settings")
+    around = {length: profiled.within_class(ids(40), ids(length)) for length in (33, 34, 35, 36, 37)}
+    assert {length: policy and policy.shapes for length, policy in around.items()} == {
+        33: ids(34),
+        34: ids(34),
+        35: ids(36),
+        36: ids(36),
+        37: None,
+    }
+    assert profiled.within_class(ids(35), ids(35)) is None, "a policy for larger sizes than the class may be slower"
+    profiled.add(size_policy(ids(40)))
+    assert profiled.within_class(ids(40), ids(33)).shapes == ids(40)
+
+
+def test_untracked_plans_are_shared_within_a_class(profiled):
+    profiled.add_untracked(ids(36), "plans of 36")
+    assert profiled.untracked_plans(ids(40), ids(34)) == "plans of 36"
+    assert profiled.untracked_plans(ids(40), ids(37)) is None
+    assert profiled.untracked_plans(ids(35), ids(34)) is None
+    profiled.add_untracked(ids(40), "plans of 40")
+    assert profiled.untracked_plans(ids(40), ids(34)) == "plans of 40"
+
+
+def test_all_sizes_larger_than_one_above_the_budget_are_above_the_budget(profiled):
+    profiled.note_above_budget(ids(32), "settings")
+    larger = [ids(32), ids(40), ids(32, samples=3)]
+    smaller = [ids(31), ids(40, samples=1)]
+    assert [profiled.is_above_budget(sizes, "settings") for sizes in (*larger, *smaller)] == [True] * 3 + [False] * 2
+    assert not profiled.is_above_budget(ids(40), "another budget")
