@@ -63,7 +63,7 @@ class ExtrapolatedPolicies:
         batch's own sizes instead. If `may_borrow`, the policy may be one that leaves budget unused: that of another
         size class, or full recomputation.
         """
-        settings = self._context.memory_budget, self._context.switched_off
+        settings = self._context.settings
         if not self._cache.is_above_budget(sizes, settings):
             profile = self.profile_at(sizes)
             compared = profile.with_comparison()

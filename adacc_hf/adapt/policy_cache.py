@@ -50,16 +50,16 @@ class PolicyCache:
 
     def __init__(self) -> None:
         self.all: list[SizePolicy] = []
-        self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
-        """Untracked plans (plans that are not adapted to the data), by size class (batches of similar sizes). A class
-        with a policy in `all` has no untracked plans."""
+        self.untracked: OrderedDict[BatchShapes, tuple[BlockPlans, Hashable]] = OrderedDict()
+        """Untracked plans (plans that are not adapted to the data) by size class (batches of similar sizes), each with
+        the settings that it was made for (`RunContext.settings`). A class with a policy in `all` has no untracked
+        plans."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
         """Counts for each bucket (group of similar batch sizes) without a policy: (smallest sizes that all batches of
         the bucket fit in, number of batches)."""
         self._refused: set[BatchShapes] = set()
         self._above_budget: OrderedDict[tuple[BatchShapes, Hashable], None] = OrderedDict()
-        """Pairs (size class, settings) for which no policy fits the budget. The settings are the run's budget and the
-        codecs that are switched off."""
+        """Pairs (size class, settings) for which no policy fits the budget. The settings are `RunContext.settings`."""
         self.least: Policy | None = None
         """Policy that needs the least memory, from the most recent solver run at a size at which no policy fits the
         budget."""
@@ -79,9 +79,19 @@ class PolicyCache:
         self.untracked.pop(shapes, None)
         self.unplanned.pop(bucket_of(shapes), None)
 
-    def add_untracked(self, sizes: BatchShapes, plans: BlockPlans) -> None:
-        """Store `plans` for the size class `sizes` as untracked plans, which are not adapted to the data."""
-        put_latest(self.untracked, sizes, plans, MAX_UNTRACKED)
+    def clear(self) -> None:
+        """Remove all policies, because the model now trains other blocks, or its blocks run other operators."""
+        self.all.clear()
+        self.untracked.clear()
+        self._above_budget.clear()
+        self.least = None
+
+    def add_untracked(self, sizes: BatchShapes, plans: BlockPlans, settings: Hashable) -> None:
+        """Store `plans` for the size class `sizes` as untracked plans, which are not adapted to the data.
+
+        `settings` are the settings that the plans were made for (`RunContext.settings`).
+        """
+        put_latest(self.untracked, sizes, (plans, settings), MAX_UNTRACKED)
 
     @property
     def is_full(self) -> bool:
@@ -123,14 +133,14 @@ class PolicyCache:
         """Return the policy that was made for exactly `sizes`, or None if that size has no policy."""
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
-    def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
+    def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes, settings: Hashable) -> BlockPlans | None:
         """Return the untracked plans (plans that are not adapted to the data) for the size class `sizes`.
 
         If the class has no untracked plans, return the plans for the smallest sizes of the class in which a batch of
-        `shapes` fits, or None.
+        `shapes` fits, or None. Plans that were made for other settings (`RunContext.settings`) are ignored.
         """
-        plans = self.untracked.get(sizes)
-        return plans or self.untracked.get(_smallest_around(shapes, sizes, self.untracked) or sizes)
+        current = {key: plans for key, (plans, made_for) in self.untracked.items() if made_for == settings}
+        return current.get(sizes) or current.get(_smallest_around(shapes, sizes, current) or sizes)
 
     def within_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """Return the policy for the size class `sizes`.
@@ -147,12 +157,12 @@ class PolicyCache:
     def is_above_budget(self, sizes: BatchShapes, settings: Hashable) -> bool:
         """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches.
 
-        `settings` are the run's budget and the codecs that are switched off.
+        `settings` are `RunContext.settings`.
         """
         return any(other == settings and fits_in(smaller, sizes) for smaller, other in self._above_budget)
 
     def note_above_budget(self, sizes: BatchShapes, settings: Hashable) -> None:
-        """Note that no policy fits the budget for batches of `sizes`. `settings` are as in `is_above_budget`."""
+        """Note that no policy fits the budget for batches of `sizes`, under `settings` (`RunContext.settings`)."""
         put_latest(self._above_budget, (sizes, settings), None, MAX_UNTRACKED)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:

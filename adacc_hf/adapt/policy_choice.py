@@ -97,7 +97,7 @@ class PolicyChoice:
         size_policy = self.cache.around(shapes) if sizes is None else self._of_class(sizes, shapes)
         plans = None if size_policy is None else size_policy.plans
         if size_policy is None and sizes is not None:
-            plans = self.cache.untracked_plans(sizes, shapes)
+            plans = self.cache.untracked_plans(sizes, shapes, self.context.settings)
         if size_policy is not self.current or plans is not self.plans:
             self._put(size_policy, plans)
         if size_policy is not None:
@@ -122,7 +122,7 @@ class PolicyChoice:
         size_policy = self.cache.within_class(sizes, shapes)
         if size_policy is not None and size_policy.is_borrowed:
             self._count_borrowed(size_policy)
-        if size_policy is not None or self.cache.untracked_plans(sizes, shapes) is not None:
+        if size_policy is not None or self.cache.untracked_plans(sizes, shapes, self.context.settings) is not None:
             return size_policy
         measured, _ = self.cache.size_model()
         if measured.is_provisional:
@@ -130,7 +130,7 @@ class PolicyChoice:
         with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
             sizes, profile, policy = self.extrapolated.policy_for(sizes, shapes, may_borrow=self._is_alone)
         if not self._is_alone or self.cache.is_full:
-            self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
+            self._add_untracked(sizes, policy)
             return None
         size_policy = self.add_extrapolated(sizes, profile, policy)
         size_policy.is_borrowed = self.extrapolated.can_improve(profile, policy)
@@ -177,7 +177,7 @@ class PolicyChoice:
         with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
             policy = self.extrapolated.provisional(profile)
         if not self._is_alone:
-            self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
+            self._add_untracked(sizes, policy)
             return None
         added = self.add_extrapolated(sizes, profile, policy)
         added.is_provisional = True
@@ -221,6 +221,10 @@ class PolicyChoice:
         reason = f"for batches of {describe(sizes)}"
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
         return size_policy
+
+    def _add_untracked(self, sizes: BatchShapes, policy: Policy) -> None:
+        """Store `policy` for the size class `sizes` without a replanner: it is not adapted to the data."""
+        self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans), self.context.settings)
 
     def _measure_if_larger(self, size_policy: SizePolicy) -> None:
         """Request a measurement of a step's memory if batches of this size are larger than every measured batch."""

@@ -412,7 +412,7 @@ class AdaptivePhase(FixedPolicyPhase):
             self._report_failed_restart(step, str(reason))
             return False
         self._cancel()
-        self.choice.cache.all.clear()
+        self.choice.cache.clear()
         requests.restarted()
         self.choice.add(self._shapes_of(profile), profile, policy)
         self._note_policy(step, requests.why, policy, profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from adacc_hf.adapt.budget_warnings import BudgetWarnings
@@ -58,6 +58,12 @@ class RunContext:
     def switched_off(self) -> frozenset[SwitchedOff]:
         """Codecs that new policies must not use, because these codecs degraded gradients."""
         return self.guard.switched_off
+
+    @property
+    def settings(self) -> Hashable:
+        """Everything besides the sizes of a batch that a policy for these sizes depends on, and that may change during
+        a run: the budget, the switched-off codecs, and the bytes that profiles miss."""
+        return self.memory_budget, self.switched_off, tuple(sorted(self.missing_bytes.items()))
 
     def note_memory(self, reason: str) -> None:
         """Append an event about memory to the history at the current step. `reason` describes the event."""

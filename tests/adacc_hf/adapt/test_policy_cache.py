@@ -81,13 +81,16 @@ def test_a_batch_runs_under_the_smallest_policy_around_it_if_none_fits_its_class
     assert profiled.within_class(ids(40), ids(33)).shapes == ids(40)
 
 
-def test_untracked_plans_are_shared_within_a_class(profiled):
-    profiled.add_untracked(ids(36), "plans of 36")
-    assert profiled.untracked_plans(ids(40), ids(34)) == "plans of 36"
-    assert profiled.untracked_plans(ids(40), ids(37)) is None
-    assert profiled.untracked_plans(ids(35), ids(34)) is None
-    profiled.add_untracked(ids(40), "plans of 40")
-    assert profiled.untracked_plans(ids(40), ids(34)) == "plans of 40"
+def test_untracked_plans_are_shared_within_a_class_while_their_settings_hold(profiled):
+    profiled.add_untracked(ids(36), "plans of 36", "settings")
+    assert profiled.untracked_plans(ids(40), ids(34), "settings") == "plans of 36"
+    assert profiled.untracked_plans(ids(40), ids(37), "settings") is None
+    assert profiled.untracked_plans(ids(35), ids(34), "settings") is None
+    assert profiled.untracked_plans(ids(40), ids(34), "a smaller budget") is None
+    profiled.add_untracked(ids(40), "plans of 40", "settings")
+    assert profiled.untracked_plans(ids(40), ids(34), "settings") == "plans of 40"
+    profiled.clear()
+    assert profiled.untracked_plans(ids(40), ids(34), "settings") is None
 
 
 def test_all_sizes_larger_than_one_above_the_budget_are_above_the_budget(profiled):

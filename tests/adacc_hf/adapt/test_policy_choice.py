@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from run_builders import events, run_lengths
+from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import extrapolated_policies
+from adacc_hf.adapt import extrapolated_policies, policy_cache
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.price.estimated_profile import resize_profile
@@ -100,3 +101,26 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
     run_lengths(make_trainer, [24, 20, 32, 17, 30, 9, 32, 25, 11], [callback])
     assert len(is_unplanned) == 9
     assert not any(is_unplanned)
+
+
+def test_a_size_without_tracking_gets_other_plans_after_the_budget_was_tightened(make_trainer, monkeypatch):
+    """Sizes beyond MAX_SIZE_POLICIES have plans that nothing adapts: they must not keep the budget of before."""
+    monkeypatch.setattr(policy_cache, "MAX_SIZE_POLICIES", 1)
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    run_lengths(make_trainer, [16] * 3, [probe])
+    peaks = [uniform_policy(probe.profile, action).predicted_peak_bytes for action in ("recompute", "retain")]
+    followed = []
+
+    class Tighten(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            choice = callback.session.phase.choice
+            followed.append((choice.current is None, choice.plans.policy.predicted_peak_bytes))
+            if state.global_step == 6:
+                choice.context.tightened = budget * 95 // 100
+
+    budget = (2 * peaks[0] + peaks[1]) // 3
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
+    run_lengths(make_trainer, [16] * 4 + [15] * 5, [callback, Tighten()])
+    assert [is_untracked for is_untracked, _ in followed] == [False] * 4 + [True] * 5
+    assert max(peak for _, peak in followed[4:6]) <= budget
+    assert max(peak for _, peak in followed[6:]) <= budget * 95 // 100 < followed[5][1]
