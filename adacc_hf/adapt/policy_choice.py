@@ -26,6 +26,8 @@ from adacc_hf.adapt.policy_selection import current_policy
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
@@ -95,6 +97,8 @@ class PolicyChoice:
         self.shapes = shapes
         sizes = self.cache.class_of(shapes)
         size_policy = self.cache.around(shapes) if sizes is None else self._of_class(sizes, shapes)
+        if size_policy is not None and self.context.tightened is not None:
+            self._keep_to(self.context.tightened, size_policy)
         plans = None if size_policy is None else size_policy.plans
         if size_policy is None and sizes is not None:
             plans = self.cache.untracked_plans(sizes, shapes, self.context.settings)
@@ -163,6 +167,39 @@ class PolicyChoice:
             f"for batches of {describe(size_policy.shapes or ())}, which have come {size_policy.num_borrowed} times"
         )
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
+
+    def _keep_to(self, tightened: float | int, size_policy: SizePolicy) -> None:
+        """Solve again for `tightened`, the budget since memory ran out, if the policy of another size needs more.
+
+        If no policy fits this budget, follow the policy that needs the least memory.
+        """
+        replanner = size_policy.replanner
+        budget = Budget.resolve(tightened, replanner.profile, self.context.config)
+        if replanner.memory_budget == tightened or budget.needed_bytes(replanner.policy) <= budget.nbytes:
+            return
+        sizes = describe(size_policy.shapes or self.shapes)
+        with interruption(SOLVING, f"solving for batches of {sizes} again, within memory_budget={tightened}"):
+            try:
+                policy = self.tighten(size_policy, tightened)
+            except InfeasibleBudgetError as error:
+                policy = error.least or replanner.policy  # the solver's errors contain the least
+                replanner.memory_budget = tightened
+                replanner.adopt(policy)
+                self.follow(size_policy, policy)
+        reason = f"for batches of {sizes}, because memory ran out at another size"
+        self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
+
+    def tighten(self, size_policy: SizePolicy, memory_budget: float | int) -> Policy:
+        """Solve for `memory_budget`, which is smaller than before, and follow the new policy from now on.
+
+        Raises InfeasibleBudgetError if no policy fits. The old policy then remains.
+        """
+        policy = size_policy.replanner.solve_within(memory_budget)
+        size_policy.due, size_policy.must_solve = None, False
+        self.follow(size_policy, policy)
+        if self.context.guard.check_new_policy():
+            self.context.policy_step = self.context.step  # tracked as often as the first policy
+        return policy
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
         """Return the size policy for the new size class `sizes` before the memory of a step has been measured.

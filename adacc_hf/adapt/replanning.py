@@ -106,16 +106,13 @@ class Replanning:
             return "the other ranks are in the middle of it"
         if size_policy is None:
             return "it ran under full recomputation already"
-        replanner = size_policy.replanner
-        budget = tighter_budget(replanner)
+        budget = tighter_budget(size_policy.replanner)
         try:
             with interruption(SOLVING, f"step {step}: solving for memory_budget={budget}, because memory ran out"):
-                policy = replanner.solve_within(budget)
+                policy = self._choice.tighten(size_policy, budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         self._context.tightened = budget
-        size_policy.due, size_policy.must_solve = None, False
-        self._follow(step, size_policy, policy)
         reason = f"out of memory: from now on memory_budget={budget}"
         self._context.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
         return None

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 import adacc_hf.adapt.replanner as rectifier_module
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt.policy_selection import ReplanResult
+from adacc_hf.solve.solver import least_policy
 
 
 @pytest.mark.parametrize("failure_place", ["forward", "backward"])
@@ -76,3 +77,37 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     (tightened, budgets), resumed = recorded_budgets
     assert sorted(budgets.values()) == [tightened, lossless["memory_budget"]]
     assert resumed == (tightened, budgets)
+
+
+def test_a_tighter_budget_holds_for_other_sizes_too(make_trainer, lossless):
+    """Memory runs out at 32 tokens. The policy for 16 tokens exceeds the new budget too."""
+    callback = AdaccCallback(**lossless)
+
+    class Failing(failing((10, "forward")), InOrder):
+        """Trainer that runs out of memory once."""
+
+    run_lengths(make_trainer, [16] * 5 + [32] * 5 + [16, 16, 32, 32], [callback], trainer_class=Failing)
+    (event,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
+    (later,) = [event for event in events(callback, "policy") if event["step"] > 10]
+    assert (event["step"], later["step"]) == (10, 11)
+    assert later["reason"].endswith("because memory ran out at another size")
+    earlier = [event for event in callback.history if event["event"] in ("policy", "change") and event["step"] < 6]
+    assert later["stored_bytes"] < earlier[-1]["stored_bytes"]
+
+
+def test_sizes_that_no_policy_fits_after_memory_ran_out_take_the_least_memory(make_trainer, lossless):
+    settings = {**lossless, "memory_budget": 0.7}
+    probe = AdaccCallback(**settings)
+    run_lengths(make_trainer, [32] * 3, [probe])
+    least = least_policy(probe.profile, probe.config).predicted_peak_bytes
+    callback = AdaccCallback(**settings | {"memory_budget": int(1.3 * least)})
+
+    class Tighten(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                callback.session.phase.context.tightened = least // 2
+
+    run_lengths(make_trainer, [32] * 5 + [16, 32, 32], [callback, Tighten()])
+    (later,) = [event for event in events(callback, "policy") if event["step"] > 6]
+    assert later["step"] == 7
+    assert least // 2 < later["peak_bytes"] < int(1.1 * least)
