@@ -32,6 +32,7 @@ from adacc_hf.torch_glue.distributed import (
     check_same_policy,
     common_profile,
     gather_from_all_ranks,
+    is_sharded,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
 from adacc_hf.torch_glue.progress import SOLVING, interruption
@@ -66,11 +67,11 @@ class PolicyBuilder:
         policy leaves room for the comparison of bits, which runs operators twice in the first step.
 
         Return None if, on some rank, the model skips blocks on this batch or returns no loss. Also return None if the
-        forward has collectives, because the batch is profiled in parts, and ranks may run different numbers of parts.
+        forward has collectives for another reason than sharded parameters, or if the ranks have no common parts.
         Raises InfeasibleBudgetError if no policy fits the budget, and torch.OutOfMemoryError if memory runs out.
         """
         model, optimizer = self._run.model, self._run.optimizer
-        if forward_needs_all_ranks(model):
+        if forward_needs_all_ranks(model) and not is_sharded(model):
             self._profiler.note_unpredicted("forward needs all ranks, so it cannot run on parts of the first batch")
             return None
         try:

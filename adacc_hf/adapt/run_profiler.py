@@ -21,7 +21,14 @@ from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.training_step import NoSync, TrainingStep
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, bucket_of, describe, resize_batch
+from adacc_hf.torch_glue.batch_shapes import (
+    BatchShapes,
+    batch_shapes,
+    bucket_of,
+    describe,
+    has_same_tensors,
+    resize_batch,
+)
 from adacc_hf.torch_glue.compat import forward_needs_all_ranks
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
@@ -83,8 +90,15 @@ class RunProfiler:
 
         If the model cannot run on parts, log a message and measure the whole batch. If the whole batch cannot be
         measured outside training either, or the model skips blocks on this batch, log the reason and return None. If
-        one rank runs out of memory, torch.OutOfMemoryError is raised on all ranks.
+        one rank runs out of memory, torch.OutOfMemoryError is raised on all ranks. If parameters are sharded, the ranks
+        profile batches of the first rank's sizes.
         """
+        if is_sharded(model):
+            common = common_batch(batch)
+            if common is None:
+                self.note_unpredicted("the ranks' first batches have different tensors, or tensors other than texts")
+                return None
+            batch = common
         with self._training_mode(model), interruption(PROFILING, "profiling the first batch"):
             try:
                 return self._estimate_or_measure(model, optimizer, batch, compute_loss)
@@ -104,7 +118,8 @@ class RunProfiler:
         try:
             profile = estimate_profile(model, batch, self._config, step)
         except (NoEstimateError, UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
-            if is_out_of_memory(error):
+            was_broken_off = is_sharded(model) and not isinstance(error, NoEstimateError)
+            if is_out_of_memory(error) or was_broken_off:
                 raise
             self._warn_whole_batch(batch, as_sentence(error))
         else:
@@ -244,6 +259,21 @@ class RunProfiler:
         context is needed, because the model is not sharded.
         """
         return self._loop.no_sync(model) if is_sharded(model) else None
+
+
+def common_batch(batch: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a copy of `batch` that is resized to the sizes of the first rank's batch, so that all ranks can profile
+    the same parts.
+
+    Return None if, on some rank, the batch has other tensors, or tensors that are not texts: the model may reject parts
+    of such a batch, and a forward that fails midway would leave other ranks waiting.
+    """
+    shapes = batch_shapes(batch)
+    first = broadcast_from_first_rank(lambda: shapes)
+    is_text = has_same_tensors(shapes, first) and all(len(shape.size) == 2 for shape in shapes)
+    if not all(gather_from_all_ranks(is_text)):
+        return None
+    return batch if shapes == first else dict(Batch(batch).resized(first).tensors)
 
 
 def profile_resized(

@@ -31,6 +31,12 @@ from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.profiling_memory import parts_within, peak_limit, start_small
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.torch_glue.batch_shapes import num_elements
+from adacc_hf.torch_glue.distributed import (
+    broadcast_from_first_rank,
+    common_profile,
+    gather_from_all_ranks,
+    is_sharded,
+)
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
 
@@ -53,9 +59,12 @@ def estimate_profile(
     extrapolated by `Profile.sizes`. If a part does not fit into memory, or is predicted to exceed a budget in bytes,
     smaller parts are profiled instead.
 
+    All ranks of a model with sharded parameters must call this function with batches of the same sizes. They profile
+    the same parts, and an error ends the estimate, because the other ranks may be waiting.
+
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """
-    whole = Batch(batch)
+    whole, shards = Batch(batch), is_sharded(model)
     step = step or TrainingStep()
     choices = small_parts(*move_media_first(model, whole), is_encoder_decoder(model))
     if not choices:
@@ -65,6 +74,7 @@ def estimate_profile(
     if limit is not None:
         choices = start_small(choices, whole)
         limit += step.coming_bytes(model.parameters())  # profiles include this state, which does not exist yet
+        limit = broadcast_from_first_rank(lambda: limit) if shards else limit
     profiles: list[Profile] = []
     for index, parts in enumerate(choices):
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
@@ -76,7 +86,8 @@ def estimate_profile(
             started = time.perf_counter()
             profiles = [measure_profile(model, parts[0], part_config, step, measurement)]
             if limit is not None:
-                parts = parts_within(limit, profiles[0], choices[index:])
+                first = common_profile(profiles[0]) if shards else profiles[0]
+                parts = parts_within(limit, first, choices[index:])
             seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
             announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
             for part in parts[1:]:
@@ -86,10 +97,11 @@ def estimate_profile(
             raise
         except Exception as error:
             is_last = index == len(choices) - 1
-            if is_last or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
+            if shards or is_last or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
                 raise
             continue
-        if all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles):
+        has_one_structure = all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles)
+        if all(gather_from_all_ranks(has_one_structure)) if shards else has_one_structure:
             break
     else:
         raise NoEstimateError("the model runs different operators on different numbers of samples")

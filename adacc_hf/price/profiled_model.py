@@ -17,7 +17,7 @@ from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.compat import without_layerdrop
-from adacc_hf.torch_glue.distributed import reshard
+from adacc_hf.torch_glue.distributed import exchanged_gradients, reshard
 from adacc_hf.torch_glue.memory import distinct_bytes, forward_loss
 from adacc_hf.torch_glue.no_trace import NoTrace
 
@@ -64,7 +64,7 @@ def profiled_model(
     step.check(model.parameters())
     base_bytes = _base_bytes(model, batch, step, measurement)
     devices = {parameter.device for parameter in model.parameters()}
-    with _profiling_lock, without_layerdrop(model):
+    with _profiling_lock, without_layerdrop(model), exchanged_gradients(model):
         installation = Installation(model, config.block_classes)
         try:
             roots = (model, step.compute_loss, batch.tensors)
