@@ -96,6 +96,8 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 SYNC_GRADIENTS = private_name("FullyShardedDataParallel", "_sync_gradients")
 _STATE_OF_FSDP2 = _attribute_getter("FSDPModule", "_get_fsdp_state")
+_GROUPS_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_groups")
+_GROUP_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_group")
 
 
 def gradient_sync_switches(module: nn.Module) -> list[tuple[object, str]]:
@@ -107,7 +109,7 @@ def gradient_sync_switches(module: nn.Module) -> list[tuple[object, str]]:
         return [(module, SYNC_GRADIENTS)]
     state = _STATE_OF_FSDP2(module)()
     # Older releases of torch have one group at most.
-    groups = getattr(state, "_fsdp_param_groups", None) or [vars(state).get("_fsdp_param_group")]
+    groups = getattr(state, _GROUPS_OF_FSDP2, None) or [getattr(state, _GROUP_OF_FSDP2)]
     return [(group, name) for group in groups if group is not None for name in ("reduce_grads", "all_reduce_grads")]
 
 
