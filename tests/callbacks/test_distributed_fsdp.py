@@ -19,7 +19,34 @@ NUM_STEPS = 5
 CONFIGS: dict[str, dict[str, Any]] = {"fsdp2": {"version": 2}, "fsdp1": {"version": 1, "sync_module_states": "false"}}
 
 
-def train(toys: Any, callbacks: list[Any], folder: Path, config: dict[str, Any], num_micro: int) -> Trainer:
+LENGTHS = [32, 24, 16, 30, 32, 12, 20, 32, 8, 32]
+"""Length of each batch. The two ranks take turns, so that their batches differ in length."""
+
+
+class Lengths(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Two sequences of each length in LENGTHS."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = [torch.randint(0, 97, (n,), generator=generator) for n in LENGTHS for _ in range(2)]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class InOrder(Trainer):
+    """Trainer that draws the samples in their order."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def train(
+    toys: Any, callbacks: list[Any], folder: Path, config: dict[str, Any], num_micro: int, data: Any = None
+) -> Trainer:
     AcceleratorState._reset_state()
     args = TrainingArguments(
         str(folder), max_steps=NUM_STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=num_micro,
@@ -28,7 +55,8 @@ def train(toys: Any, callbacks: list[Any], folder: Path, config: dict[str, Any],
     )  # fmt: skip
     # Accelerate gives several processes on CPUs DDP, whatever `fsdp` says.
     PartialState()._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-    trainer = Trainer(toys.tiny_model(), args, train_dataset=toys.Tokens(), callbacks=callbacks)
+    trainer_class = Trainer if data is None else InOrder
+    trainer = trainer_class(toys.tiny_model(), args, train_dataset=data or toys.Tokens(), callbacks=callbacks)
     trainer.train()
     return trainer
 
@@ -48,6 +76,10 @@ def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     train(toys, [once], folder, config, num_micro=1)
     plain, adacc_run = (train(toys, callbacks, folder, config, num_micro=2) for callbacks in ([], [adacc]))
     first, single_batch_bytes = (callback.profile.blocks[0].forward_base_bytes for callback in (adacc, once))
+    of_lengths = AdaccCallback(**toys.LOSSLESS)
+    plain_lengths, adacc_lengths = (
+        train(toys, callbacks, folder, config, num_micro=1, data=Lengths()) for callbacks in ([], [of_lengths])
+    )
     model = toys.tiny_model()
     num_bytes, block_bytes = (
         sum(4 * parameter.numel() for parameter in module.parameters()) for module in (model, model.transformer.h[0])
@@ -56,6 +88,10 @@ def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         "class": type(adacc_run.model).__name__,
         "figures": [figures(plain), figures(adacc_run)],
         "equal": all(map(torch.equal, parts(plain), parts(adacc_run))),
+        "lengths": [figures(plain_lengths), figures(adacc_lengths)],
+        "lengths_equal": all(map(torch.equal, parts(plain_lengths), parts(adacc_lengths))),
+        "policy_steps": [event["step"] for event in of_lengths.history if event["event"] == "policy"],
+        "fallbacks": [event for event in of_lengths.history if event["event"] == "fallback"],
         "recomputed": adacc.policy.action_counts()["recompute"],
         "waiting": (first - single_batch_bytes) / num_bytes,
         "block": block_bytes / num_bytes,
@@ -76,6 +112,10 @@ def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_
             assert results["figures"][0] == results["figures"][1]
             assert results["equal"]
             assert results["recomputed"] > 0
+            assert results["lengths"][0] == results["lengths"][1]
+            assert results["lengths_equal"]
+            assert results["policy_steps"][0] == 0, "the first step runs under a policy already"
+            assert results["fallbacks"] == [], "other lengths run under policies too"
             # Ranks exchange gradients after the last micro-batch. Until then each rank holds whole gradients instead of
             # its half. Gloo's threads sometimes hold the gathered tensors of one block when the bytes are counted.
             assert 0.8 < results["waiting"] < 1.2 + results["block"]
