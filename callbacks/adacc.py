@@ -47,9 +47,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     """Callback that trains within a memory budget.
 
     Before the first step, small parts of the first batch are profiled (the whole batch if the model cannot run on
-    parts), and a policy is solved. If the model skips blocks on the first batch, or ranks hold parts of the parameters
-    (FSDP, ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch on
-    which the model runs every block is profiled. During training, the policy is adapted to the data. With
+    parts), and a policy is solved. If the first batch cannot be profiled (`AdaccConfig.profile_steps` lists the
+    reasons), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch on which
+    the model runs every block is profiled. During training, the policy is adapted to the data. With
     `torch_compile=True` the decisions are made inside the compiled graphs. A checkpoint contains the policies and their
     state. A resumed run uses these policies if `memory_budget` and the number of ranks are the same. When training ends
     or fails, the model is restored.

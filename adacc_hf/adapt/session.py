@@ -63,9 +63,9 @@ class AdaccSession:
     """Memory budget for a model in any training loop.
 
     Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
-    run on parts) and solves for a policy. If the model skips blocks on the first batch, or is sharded (FSDP, ZeRO-3),
-    the first `profile_steps` steps run under torch's checkpoint, and the policy is made afterwards. Each batch size
-    gets its own policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer.
+    run on parts) and solves for a policy. If the first batch cannot be profiled (`AdaccConfig.profile_steps` lists the
+    reasons), the first `profile_steps` steps run under torch's checkpoint, and the policy is made afterwards. Each
+    batch size gets its own policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer.
     A model compiled as a whole (torch.compile) is supported only by the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")

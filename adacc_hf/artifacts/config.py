@@ -110,9 +110,10 @@ class AdaccConfig:
     the freed memory is worth."""
     profile_steps: int = 2
     """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch cannot be
-    profiled before the first step. Possible reasons are that the model skips blocks on this batch, parameters are
-    sharded over ranks, several ranks have SyncBatchNorm, or a torch profiler is active on a CPU. Use at least 2 with a
-    budget in bytes, because the first optimizer step allocates the optimizer's state."""
+    profiled before the first step. Possible reasons are that the model skips blocks on this batch, a torch profiler is
+    active on a CPU, or ranks communicate within forward and cannot run common parts of their batches (SyncBatchNorm,
+    Ulysses, sharded parameters with batches that contain more than texts). Use at least 2 with a budget in bytes,
+    because the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
     for the same tape, shapes, dtypes, device, versions and settings. The codec errors then come from the data of the
