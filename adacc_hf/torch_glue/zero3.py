@@ -32,7 +32,7 @@ _IS_LEAF = "_z3_leaf"
 inside."""
 _OTHERS_PARAMETERS = "_external_params"
 """Attribute of a module in which DeepSpeed stores the parameters of other modules that the module reads."""
-_IDENTITY = "ds_id"
+DIVIDED = "ds_id"
 """Attribute that DeepSpeed sets on each parameter that ZeRO 3 divides, and on each module."""
 _PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters")
 """Beginnings of the names of attributes that DeepSpeed sets on parameters and modules."""
@@ -40,7 +40,7 @@ _PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters")
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Return True if ZeRO 3 has divided `parameter` among ranks, also while the parameter is gathered."""
-    return hasattr(parameter, _IDENTITY)
+    return hasattr(parameter, DIVIDED)
 
 
 def without_zero3(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def without_zero3(attributes: dict[str, Any]) -> dict[str, Any]:
 
     All other parameters can be reached through them, and the table of parameters that are being gathered.
     """
-    if _IDENTITY not in attributes:
+    if DIVIDED not in attributes:
         return attributes
     return {name: value for name, value in attributes.items() if not name.startswith(_PREFIXES)}
 
