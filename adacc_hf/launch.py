@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adacc_hf.artifacts.config import AdaccConfig, parse_budget
+from adacc_hf.artifacts.budget_values import parse_budget
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.child_process import NOT_EXECUTABLE, NOT_FOUND, run_child
 

@@ -41,7 +41,10 @@ REFUSED = {
     ),
     "8 bits": (["--load-in-8bit"], "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
     "no images": (["--image-tokens", "0"], "--image-tokens=0 must be at least 1: the tokens of a sequence's images"),
-    "images of a language model": (["--image-tokens", "64"], "--image-tokens: GPT2Config has no vision tower"),
+    "images of a language model": (
+        ["--image-tokens", "64"],
+        "--images and --image-tokens: GPT2Config has no vision tower",
+    ),
     "host memory without unit": (
         ["--host-memory", "64"],
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',

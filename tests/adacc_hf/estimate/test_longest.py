@@ -6,6 +6,7 @@ import pytest
 
 from adacc_hf.cli import main
 from adacc_hf.estimate.longest import LONGEST_METHODS
+from adacc_hf.estimate.planning import TILED
 
 
 @pytest.fixture
@@ -29,6 +30,22 @@ def test_methods_reach_longer_sequences_one_after_the_other(longest):
     assert all(each["ms_per_token"] > 0 for each in record["longest"].values())
     at_limit = [each["is_at_limit"] for each in record["longest"].values()]
     assert at_limit == [length == 64 for length in lengths.values()]
+
+
+def test_the_row_of_tiles_and_head_is_named_by_what_it_has(longest):
+    """Fewer than 4096 tokens have no tiles, and under ZeRO 3 the head stays plain."""
+    long_batches = ("--batch-size", "128", "--json")
+    titles = {
+        options: json.loads(longest("--budget", "1GiB", "--json", *options))["longest"][TILED]["title"]
+        for options in ((), ("--zero", "3", "2"), long_batches, (*long_batches, "--zero", "3", "2"))
+    }
+    assert list(titles.values()) == [
+        "recomputation, chunked head",
+        "recomputation, no tiles and plain head",
+        TILED,
+        "recomputation, tiles",
+    ]
+    assert "recomputation, no tiles and plain head" in longest("--budget", "1GiB", "--zero", "3", "2")
 
 
 def test_a_budget_below_every_sequence_says_none(longest):
