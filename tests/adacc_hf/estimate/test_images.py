@@ -93,7 +93,7 @@ def test_the_tokens_of_images_follow_from_the_config(name: str) -> None:
 
 def test_the_tokens_of_a_published_model_s_image() -> None:
     """LLaVA 1.5 has 576 tokens per image: (336 / 14) ^ 2 patches."""
-    vision = {"image_size": 336, "patch_size": 14, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision = {"image_size": 336, "patch_size": 14, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
     assert tokens_of_images(LlavaConfig(vision_config=vision, text_config=text), 1) == 576
 
