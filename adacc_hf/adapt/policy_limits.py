@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from adacc_hf.artifacts.budget_values import HOST_SHARE
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.policy import Action, Choice, Policy
 from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.kernels.codecs import codec_type
@@ -22,18 +23,25 @@ def excluded_action(policy: Policy, config: AdaccConfig) -> str | None:
     choices = [choice for plan in policy.plans for _, choice in plan.choices]
     if Action.RECOMPUTE.value not in config.actions and any(choice.action is Action.RECOMPUTE for choice in choices):
         return f"recomputes activations, which {actions} excludes"
-    lossy_codecs = sorted(
-        {choice.codec for choice in choices if choice.codec and not codec_type(choice.codec).lossless}
-    )
-    if lossy_codecs and (Action.COMPRESS.value not in config.actions or config.max_error == 0):
-        setting = actions if Action.COMPRESS.value not in config.actions else "max_error=0"
-        return f"compresses with {lossy_codecs[0]}, which {setting} excludes"
+    codec = excluded_codec(choices, config)
+    if codec is not None:
+        return codec
     if policy.head not in config.heads and policy.head == "chunked":
         return f"has a chunked head, which {actions} with head={config.head!r} excludes"
     if not config.allows_tiles and any(tiling is not None for tiling in policy.tilings):
         setting = actions if TILE not in config.actions else "max_error=0"
         return f"runs modules in tiles, which {setting} excludes"
     return None
+
+
+def excluded_codec(choices: Iterable[Choice], config: AdaccConfig) -> str | None:
+    """Return which lossy codec is in `choices` although the settings exclude lossy codecs, with the setting, or
+    None."""
+    codecs = sorted({choice.codec for choice in choices if choice.codec and not codec_type(choice.codec).lossless})
+    if not codecs or (Action.COMPRESS.value in config.actions and config.max_error != 0):
+        return None
+    setting = f"actions={config.actions!r}" if Action.COMPRESS.value not in config.actions else "max_error=0"
+    return f"compresses with {codecs[0]}, which {setting} excludes"
 
 
 def refuse_other_actions(policy: Policy, config: AdaccConfig) -> None:
