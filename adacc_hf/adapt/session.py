@@ -141,6 +141,11 @@ class AdaccSession:
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step consists of exactly one micro-batch."""
 
+    def __repr__(self) -> str:
+        state = " (closed)" if self.is_closed else ""
+        policy = "no policy yet" if self.policy is None else self.policy.describe()
+        return f"<AdaccSession on {type(self.state.model).__name__}{state}, {self.config!r}: {policy}>"
+
     @property
     def policy(self) -> Policy | None:
         """The current policy, or None before the first policy is set."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -55,9 +55,9 @@ def _quoted(value: Any) -> str:
 
 
 def describe_value(name: str, value: Any) -> str:
-    """Return "name=value has type T" for an error message. A long value, such as a tensor, is left out."""
-    text = repr(value) if isinstance(value, (str, int, float, bool, Mapping, tuple, list, type, type(None))) else ""
-    shown = f"{name}={text}" if text and len(text) <= LONGEST_VALUE else name
+    """Return "name=value has type T" for an error message. A long value, such as a model, is left out."""
+    text = repr(value)
+    shown = f"{name}={text}" if len(text) <= LONGEST_VALUE and "\n" not in text else name
     return f"{shown} has type {type(value).__name__}"
 
 

@@ -469,6 +469,16 @@ def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(caplog):
     assert getattr(model, f"is_{CHECKPOINTING}"), "closing the session restores the model"
 
 
+def test_a_session_shows_its_settings_and_its_policy():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = AdaccSession(model, optimizer, memory_budget=0.5)
+    assert repr(session) == "<AdaccSession on GPT2LMHeadModel, AdaccConfig(memory_budget=0.5): no policy yet>"
+    one_step(session, model, optimizer, BATCHES[0], [])
+    session.close()
+    assert repr(session).startswith("<AdaccSession on GPT2LMHeadModel (closed), AdaccConfig(memory_budget=0.5): 3 bl")
+
+
 def test_figures_are_those_of_the_callback():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,8 @@ def test_a_wrong_value_is_refused_with_what_to_write(check, value, message):
 def test_a_long_value_is_left_out():
     assert describe_value("policy", 5) == "policy=5 has type int"
     assert describe_value("policy", {"plans": list(range(100))}) == "policy has type dict"
-    assert describe_value("batch", torch.zeros(3)) == "batch has type Tensor"
+    assert describe_value("batch", torch.zeros(3, 3)) == "batch has type Tensor"
+    assert describe_value("memory_budget", np.float32(0.5)) == "memory_budget=np.float32(0.5) has type float32"
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def profile(gpt2_like_profile):
         ),
         (
             lambda p: solve_policy(torch.nn.Linear(2, 2), 0.5),
-            "solve_policy: profile has type Linear: pass the result of",
+            "profile=Linear(in_features=2, out_features=2, bias=True) has type Linear: pass the result",
         ),
         (
             lambda p: profile_model(torch.nn.Linear(2, 2), {}, 0.5),
