@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.budget_values import MIN_BUDGET_BYTES, budget_hint
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.units import parse_bytes
+from adacc_hf.artifacts.units import UNITS, parse_bytes
 from adacc_hf.estimate.devices import NAMES, find_device
 from adacc_hf.estimate.presets import PRESETS, check_model
 from adacc_hf.estimate.static_memory import COMPACT, OPTIMIZERS, Sharding, check_optimizer
@@ -326,11 +326,13 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
 def _option_bytes(text: str | None, option: str) -> int | None:
     if text is None:
         return None
-    num_bytes = parse_bytes(text, option)
+    advice = (
+        f'pass a size of at least {MIN_BUDGET_BYTES} bytes, such as "20GiB" ({UNITS}), not a fraction, or leave out '
+        f"{option}"
+    )
+    num_bytes = parse_bytes(text, option, advice)
     if num_bytes < MIN_BUDGET_BYTES:
-        raise ValueError(
-            f"{option}={text} is {num_bytes} bytes{budget_hint(num_bytes)}: pass at least {MIN_BUDGET_BYTES} bytes"
-        )
+        raise ValueError(f"{option}={text} is {num_bytes} bytes{budget_hint(num_bytes)}: {advice}")
     return num_bytes
 
 
