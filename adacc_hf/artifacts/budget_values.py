@@ -20,7 +20,7 @@ _BYTES = f'an int from {MIN_BUDGET_BYTES} (bytes), or a size such as "{{}}" ({UN
 _BUDGETS = f'use "auto", a float in (0, 1] (fraction of the bytes that plain training stores), {_BYTES.format("20GiB")}'
 _HOST_SIZES = f"use None, a float in (0, {HOST_SHARE}] (fraction of the host's free memory), {_BYTES.format('64GiB')}"
 """Allowed values, for error messages."""
-_FRACTION = re.compile(r"\s*(0?\.[0-9]+|1\.0*|[0-9.]+e-[0-9]+)\s*", re.IGNORECASE)
+_FRACTION = re.compile(r"\s*(0?\.[0-9]+|1\.0*|[0-9]+\.?[0-9]*e-[0-9]+)\s*", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent)\s*", re.IGNORECASE)
 
 

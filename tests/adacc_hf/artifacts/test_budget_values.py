@@ -19,7 +19,26 @@ def test_budgets_of_every_form_are_taken(budget):
 
 @pytest.mark.parametrize(
     "budget",
-    [0, -1, "0", 0.0, 1.0001, -0.5, float("nan"), True, None, "all", "20 GiBs", "", [1], 2**63, "1/2", "inf", "-5GiB"],
+    [
+        0,
+        -1,
+        "0",
+        0.0,
+        1.0001,
+        -0.5,
+        float("nan"),
+        True,
+        None,
+        "all",
+        "20 GiBs",
+        "",
+        [1],
+        2**63,
+        "1/2",
+        "inf",
+        "-5GiB",
+        "1.2.3e-4",
+    ],
     ids=repr,
 )
 def test_other_budgets_are_refused_with_their_value_and_all_allowed_forms(budget):
