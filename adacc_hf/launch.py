@@ -132,7 +132,10 @@ def read_config(path: Path) -> AdaccConfig:
 
 
 def _parse_settings_file(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--config={path} cannot be read ({error.strerror}): check the path") from None
     if path.suffix == ".json":
         try:
             return json.loads(text)

@@ -392,7 +392,10 @@ def _check_codecs(codecs: tuple[str, ...]) -> None:
 def _check_tracking(tracking: str | int) -> None:
     is_interval = isinstance(tracking, int) and not isinstance(tracking, bool) and tracking >= 1
     if tracking not in TRACKING_NAMES and not is_interval:
-        raise ValueError(f'tracking={tracking!r} must be "exponential", "off" or an int of steps of at least 1')
+        hint = ', write "off" in quotes in YAML' if tracking is False else ""
+        raise ValueError(
+            f'tracking={tracking!r} must be "exponential" or "off"{hint}, or a number of steps of at least 1, as an int'
+        )
 
 
 def _check_group_size(size: int) -> None:
