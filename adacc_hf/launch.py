@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adacc_hf.artifacts.config import AdaccConfig, parse_budget
+from adacc_hf.artifacts.budget_values import parse_budget
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.child_process import NOT_EXECUTABLE, NOT_FOUND, run_child
 
@@ -131,7 +132,10 @@ def read_config(path: Path) -> AdaccConfig:
 
 
 def _parse_settings_file(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--config={path} cannot be read ({error.strerror}): check the path") from None
     if path.suffix == ".json":
         try:
             return json.loads(text)

@@ -51,8 +51,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     reasons), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch on which
     the model runs every block is profiled. During training, the policy is adapted to the data. With
     `torch_compile=True` the decisions are made inside the compiled graphs. A checkpoint contains the policies and their
-    state. A resumed run uses these policies if `memory_budget` and the number of ranks are the same. When training ends
-    or fails, the model is restored.
+    state. A resumed run uses these policies if `memory_budget` and the number of ranks are the same, and the settings
+    allow their actions. When training ends or fails, the model is restored.
 
     `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy from a Profile.
     A policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint

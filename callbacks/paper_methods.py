@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adacc_hf.artifacts.config import AdaccConfig, parse_budget
+from adacc_hf.artifacts.budget_values import parse_budget
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.kernels.codecs import baseline_codec
 from adacc_hf.solve.baselines import quantize_everything

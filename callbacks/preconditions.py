@@ -7,6 +7,7 @@ import logging
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from adacc_hf.adapt.loop_hooks import warn_of_model_checkpointing
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.trainer_guard import callbacks_of, calling_trainer
 from adacc_hf.callbacks.trainer_loop import compiler_of, parallelism_of
@@ -103,8 +104,7 @@ def refuse_host_memory(config: AdaccConfig) -> None:
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
     """Warn, if gradient checkpointing is on, that the policy replaces it.
 
-    TRL's arguments switch checkpointing on by default. LLaMA-Factory and ms-swift switch checkpointing on in the model,
-    by their own settings.
+    TRL's arguments switch checkpointing on by default.
     """
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(
@@ -116,13 +116,5 @@ def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: Ada
             config.memory_budget,
             CHECKPOINTING,
         )
-    elif getattr(model, f"is_{CHECKPOINTING}", False):
-        log.warning(
-            "Adacc: gradient checkpointing is on in the model, though not in the arguments: a policy replaces "
-            "checkpointing. The policy's peak may be higher than the peak of checkpointing, within memory_budget=%r. "
-            "Set a smaller memory_budget to save more memory, and switch checkpointing off to avoid this warning: "
-            "disable_gradient_checkpointing in LLaMA-Factory, --gradient_checkpointing false in ms-swift, "
-            "model.%s_disable() elsewhere",
-            config.memory_budget,
-            CHECKPOINTING,
-        )
+    else:
+        warn_of_model_checkpointing(model, config.memory_budget)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.artifacts.config import check_memory_budget, parse_budget
+from adacc_hf.artifacts.budget_values import check_memory_budget, parse_budget
 from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves

@@ -24,7 +24,7 @@ from text_tokenizer import load_tokenizer, trained_tokenizer
 from transformers import AutoModelForCausalLM, HfArgumentParser, PretrainedConfig, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.artifacts.config import parse_budget
+from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.devices import NAMES

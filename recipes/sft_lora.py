@@ -36,7 +36,7 @@ from trl import (
 )
 
 from adacc_hf import AdaccCallback
-from adacc_hf.artifacts.config import parse_budget
+from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.torch_glue.compat import CHECKPOINTING

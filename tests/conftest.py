@@ -121,7 +121,7 @@ def peak_of():
 @pytest.fixture
 def tiny_budgets(monkeypatch):
     """Allow budgets of a few bytes, which are rejected by default as probable errors."""
-    from adacc_hf.artifacts.config import check_memory_budget
+    from adacc_hf.artifacts.budget_values import check_memory_budget
 
     monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))
 

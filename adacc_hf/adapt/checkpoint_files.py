@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from adacc_hf.adapt.policy_limits import excluded_action
 from adacc_hf.adapt.profile_updates import SwitchedOff, in_all_blocks, lossy_options
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import AdaccError
@@ -225,9 +226,9 @@ def load_from_checkpoint(folder: str | Path, config: AdaccConfig, host_limit_byt
     """Return the state of the run that wrote the checkpoint `folder`.
 
     Return None if the checkpoint has no policy, or if its policies are for another `memory_budget`, `host_memory` or
-    number of ranks, store more than `host_limit_bytes` in host memory, or leave no room in the budget to record the
-    operators of blocks. In these cases a message with the reason is logged. Raises PolicyMismatchError or AdaccError
-    for a damaged file, and FileNotFoundError for a missing file.
+    number of ranks, use actions that the config excludes, store more than `host_limit_bytes` in host memory, or leave
+    no room in the budget to record the operators of blocks. In these cases a message with the reason is logged. Raises
+    PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
     """
     memory_budget, host_memory = config.memory_budget, config.host_memory
     folder = Path(folder)
@@ -246,6 +247,11 @@ def load_from_checkpoint(folder: str | Path, config: AdaccConfig, host_limit_byt
         return None
     if saved.host_memory != host_memory:
         announce("Adacc: %s has host_memory=%r, not %r: profiling again", folder, saved.host_memory, host_memory)
+        return None
+    reasons = (excluded_action(size_policy.policy, config) for size_policy in saved.size_policies)
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        announce("Adacc: %s has a policy that %s: profiling again", folder, reason)
         return None
     host_bytes = max(size_policy.policy.predicted_host_bytes for size_policy in saved.size_policies)
     if host_bytes > host_limit_bytes:

@@ -3,6 +3,7 @@ loop."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch.optim import Optimizer
 
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.torch_glue.compat import CHECKPOINTING
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
+
+log = logging.getLogger(__name__)
 
 
 class LoopHooks:
@@ -123,3 +127,21 @@ def unwrapped_optimizer(optimizer: Any) -> Optimizer:
             f"that the loop steps. The budget includes its state, and its step ends a training step"
         )
     return optimizer
+
+
+def warn_of_model_checkpointing(model: nn.Module, memory_budget: str | float | int) -> None:
+    """Warn, if gradient checkpointing is on in `model`, that the policy replaces it.
+
+    Call this function before a policy is applied. LLaMA-Factory and ms-swift switch checkpointing on in the model, by
+    their own settings.
+    """
+    if getattr(model, f"is_{CHECKPOINTING}", False):
+        log.warning(
+            "Adacc: gradient checkpointing is on in the model, though not in the arguments: a policy replaces "
+            "checkpointing. The policy's peak may be higher than the peak of checkpointing, within memory_budget=%r. "
+            "Set a smaller memory_budget to save more memory, and switch checkpointing off to avoid this warning: "
+            "disable_gradient_checkpointing in LLaMA-Factory, --gradient_checkpointing false in ms-swift, "
+            "model.%s_disable() elsewhere",
+            memory_budget,
+            CHECKPOINTING,
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,15 @@ import torch
 
 from adacc_hf.adapt.coverage import refuse_whole_blocks
 from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
 from adacc_hf.adapt.policy_selection import UNCERTAINTY
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
 from adacc_hf.adapt.run_context import RunContext
-from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig, Budget
+from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.units import format_bytes, parse_bytes
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.memory_profile import with_missing_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -221,6 +221,7 @@ class PolicyBuilder:
             policy = self._source(profile)
             if not isinstance(policy, Policy):
                 raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
+            refuse_other_actions(policy, self._config)
             refuse_above_budget(policy, self._config.memory_budget, profile.plain_stored_bytes)
             refuse_above_host_memory(policy, self._config, self._config.host_limit(profile.host_free_bytes))
             return policy
@@ -248,44 +249,3 @@ class PolicyBuilder:
                 budget.setting,
                 format_bytes(profile.available_bytes),
             )
-
-
-def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_bytes: float | None = None) -> None:
-    """Raise ValueError if the user passed a policy together with a budget that the policy exceeds.
-
-    A budget of type float is a fraction of `plain_bytes`, the bytes that plain training stores. If `plain_bytes` is
-    None, this number is read from `Policy.facts`. The default budget, "auto", is not checked.
-    """
-    if memory_budget == "auto":
-        return
-    if isinstance(memory_budget, float):
-        facts = dict(policy.facts)
-        solved_for = facts.get("memory_budget")
-        if plain_bytes is None and isinstance(solved_for, float):
-            plain_bytes = facts["budget_bytes"] / solved_for
-        if plain_bytes is None:
-            return
-        what, needed, allowed = "stores", policy.predicted_stored_bytes, math.ceil(memory_budget * plain_bytes)
-    else:
-        allowed = memory_budget if isinstance(memory_budget, int) else parse_bytes(memory_budget, "memory_budget")
-        what, needed = "has a peak of", policy.predicted_peak_bytes
-    if needed > allowed:
-        raise ValueError(
-            f"memory_budget={memory_budget!r} allows {format_bytes(allowed)}, and the policy that was passed with it "
-            f"{what} {format_bytes(needed)}: leave one of the two out, or pass a policy that was solved for this budget"
-        )
-
-
-def refuse_above_host_memory(policy: Policy, config: AdaccConfig, limit_bytes: int) -> None:
-    """Raise ValueError if the user passed a policy that stores more than `limit_bytes` in host memory.
-
-    `limit_bytes` follows from the setting `host_memory` and the free memory of the hosts.
-    """
-    if policy.predicted_host_bytes <= limit_bytes:
-        return
-    needed = format_bytes(policy.predicted_host_bytes)
-    raise ValueError(
-        f"host_memory={config.host_memory!r} allows {format_bytes(limit_bytes)} of the host's free memory, and the "
-        f"policy that was passed with it stores {needed} there: set host_memory to at least {needed}, which may be "
-        f"{HOST_SHARE:.0%} of the free memory, or pass a policy that was solved for this limit"
-    )

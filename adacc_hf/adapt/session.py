@@ -17,9 +17,10 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, drop_files, load_from_checkpoint
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
-from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
+from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
 from adacc_hf.adapt.phases import WarmUpPhase, resume
-from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget, refuse_above_host_memory
+from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
@@ -113,7 +114,7 @@ class AdaccSession:
 
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
         range, nn.DataParallel, or a device other than CPU and CUDA. The first step raises ValueError if `policy` needs
-        more than `memory_budget` or `host_memory`.
+        more than `memory_budget` or `host_memory`, or uses actions that the settings exclude.
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._is_own = loop is None
@@ -139,6 +140,11 @@ class AdaccSession:
         """Probable cause if the last step had no forward for training, else None."""
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step consists of exactly one micro-batch."""
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self.is_closed else ""
+        policy = "no policy yet" if self.policy is None else self.policy.describe()
+        return f"<AdaccSession on {type(self.state.model).__name__}{state}, {self.config!r}: {policy}>"
 
     @property
     def policy(self) -> Policy | None:
@@ -312,9 +318,12 @@ class AdaccSession:
         run, source = self.state, self.state.source
         if remove_policy(run.model):
             log.warning("Adacc: the model's earlier policy or session is removed, because a model can have only one")
+        if self._is_own:
+            warn_of_model_checkpointing(run.model, self.config.memory_budget)
         self._has_begun, run.num_before = True, step
         if saved is None and isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
+            refuse_other_actions(policy, self.config)
             refuse_above_budget(policy, self.config.memory_budget)
             if policy.predicted_host_bytes:
                 refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))

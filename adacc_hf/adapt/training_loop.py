@@ -6,6 +6,7 @@ TrainingLoop itself is for a user's own loop. The subclass of TrainingLoop for t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.setting_checks import describe_value
 from adacc_hf.price.training_step import NoSync
 from adacc_hf.torch_glue.distributed import is_first_rank
 
@@ -154,13 +156,14 @@ def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, An
     Policy, path or function.
     """
     if config is not None and not isinstance(config, AdaccConfig):
+        by_name = "**settings" if isinstance(config, Mapping) else "memory_budget=0.5"
         raise TypeError(
-            f"config={config!r} is not an AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), "
-            f"or pass AdaccConfig(memory_budget=0.5)"
+            f"config={config!r} is not an AdaccConfig: give settings by name, as in {owner}(..., {by_name}), or pass "
+            f"AdaccConfig({by_name})"
         )
     if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
         raise TypeError(
-            f"policy={policy!r} has type {type(policy).__name__}: give a Policy, the path of a file that Policy.save "
-            f"wrote, or a function that makes a Policy of a Profile"
+            f"{describe_value('policy', policy)}: give a Policy, the path of a file that Policy.save wrote, or a "
+            f"function that makes a Policy of a Profile"
         )
     return (config or AdaccConfig()).with_overrides(**overrides)

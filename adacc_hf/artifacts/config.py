@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from adacc_hf.artifacts.budget_values import (
+    HOST_SHARE,
+    check_host_memory,
+    check_memory_budget,
+    read_fraction,
+)
 from adacc_hf.artifacts.policy import HEADS, Action
+from adacc_hf.artifacts.setting_checks import check_flag, check_integer, check_range, describe_value
 from adacc_hf.artifacts.tiles import TILE, most_tiles
-from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
+from adacc_hf.artifacts.units import parse_bytes
 from adacc_hf.kernels._host_names import is_on_host
 
 if TYPE_CHECKING:
@@ -21,16 +28,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ACTION_NAMES = ", ".join(repr(name) for name in (*(action.value for action in Action), TILE))
+_OTHER_NAMES = {
+    "lossless": 'actions=("retain", "recompute")',
+    "exact": 'actions=("retain", "recompute")',
+    "offload": 'host_memory="64GiB", or another limit',
+    "cpu_offload": 'host_memory="64GiB", or another limit',
+}
+"""Settings to suggest for names that other packages and `adacc run` use."""
+_EXAMPLES = {
+    "actions": ("retain", "recompute"),
+    "block_classes": ("GPT2Block",),
+    "tracked_modules": ("mlp.*",),
+}
+"""Values to suggest for settings that are tuples of names."""
 TRACKING_NAMES = ("exponential", "off")
 REACTIONS = ("warn", "error")
 """Values of the settings `on_over_budget` and `on_uncovered`."""
-MIN_BUDGET_BYTES = 64 * 1024
-"""Smallest accepted budget in bytes. No model trains in less memory, so a smaller number was probably meant as a
-fraction, or as a size in another unit."""
-_FRACTION, _PERCENT = re.compile(r"\s*(0?\.[0-9]+|1\.0*)\s*"), re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
-HOST_SHARE = 0.8
-"""Largest part of the host's free memory that payloads may take, over all ranks of the host. The rest is for data
-loaders and the page cache: pinned memory cannot be swapped out."""
 
 
 def _named_settings(config_class: type[T]) -> type[T]:
@@ -41,10 +55,9 @@ def _named_settings(config_class: type[T]) -> type[T]:
     @wraps(init)
     def checked_init(self: T, *args: Any, **settings: Any) -> None:
         if args:
-            raise TypeError(
-                f"AdaccConfig({args[0]!r}): settings are given by name: write AdaccConfig(memory_budget={args[0]!r}) "
-                f"if this is the budget"
-            )
+            meant = "**settings" if isinstance(args[0], Mapping) else f"memory_budget={args[0]!r}"
+            of = "for a dict of settings" if isinstance(args[0], Mapping) else "if this is the budget"
+            raise TypeError(f"AdaccConfig({args[0]!r}): settings are given by name: write AdaccConfig({meant}) {of}")
         _refuse_unknown(settings)
         init(self, **settings)
 
@@ -86,11 +99,12 @@ class AdaccConfig:
     host_memory: str | float | int | None = None
     """Limit on the bytes that this process stores in the host's memory, as payloads of activations on a GPU.
 
-    An int from 65536, or a string such as "64GiB": a size. A float in (0, 0.8]: a fraction of the memory that is free
-    at the time of profiling, divided by the number of ranks on the host. A size is also limited to the fraction 0.8.
-    None, the default, stores nothing in host memory, because other processes may need this memory, it cannot be swapped
-    out while it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed
-    for all values of `actions` and `codecs`. Has no effect on a CPU, and on GPUs that share the host's memory.
+    An int from 65536, or a string such as "64GiB": a size. A float in (0, 0.8], or its text: a fraction of the memory
+    that is free at the time of profiling, divided by the number of ranks on the host. A size is also limited to the
+    fraction 0.8. None, the default, stores nothing in host memory, because other processes may need this memory, it
+    cannot be swapped out while it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless,
+    so it is allowed for all values of `actions` and `codecs`. Has no effect on a CPU, and on GPUs that share the host's
+    memory.
     """
     outliers: bool = True
     """True to store outlier channels (channels with unusually large values) uncompressed. False is the paper's "Adacc
@@ -184,21 +198,22 @@ class AdaccConfig:
     def __post_init__(self) -> None:
         for name in ("actions", "codecs", "tracked_modules", "block_classes"):
             _store_tuple(self, name)
-        object.__setattr__(self, "memory_budget", read_memory_budget(self.memory_budget))
+        for name in ("memory_budget", "host_memory"):
+            object.__setattr__(self, name, read_fraction(getattr(self, name)))
         check_memory_budget(self.memory_budget)
         _check_actions(self.actions)
         if self.codecs is not None:
             _check_codecs(self.codecs)
         check_host_memory(self.host_memory)
-        _check_range("memory_margin", self.memory_margin, 0.0, 0.9)
-        _check_range("compiled_outliers", self.compiled_outliers, 0.0, 0.5)
-        _check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
+        check_range("memory_margin", self.memory_margin, 0.0, 0.9)
+        check_range("compiled_outliers", self.compiled_outliers, 0.0, 0.5)
+        check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
         _check_group_size(self.group_size)
-        _check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
-        _check_integer("profile_steps", self.profile_steps, 1, 1000)
+        check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
+        check_integer("profile_steps", self.profile_steps, 1, 1000)
         _check_tracking(self.tracking)
-        _check_range("solver_gap", self.solver_gap, 0.0, 1.0)
-        _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
+        check_range("solver_gap", self.solver_gap, 0.0, 1.0)
+        check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.head not in ("auto", *HEADS):
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
         for name in ("on_over_budget", "on_uncovered"):
@@ -212,12 +227,12 @@ class AdaccConfig:
                 stacklevel=4,
             )
         if self.max_error is not None:
-            _check_range("max_error", self.max_error, 0.0, 1e6)
+            check_range("max_error", self.max_error, 0.0, 1e6)
         for name in ("outliers", "reuse_prices", "guard", "retry_out_of_memory"):
-            _check_flag(name, getattr(self, name))
-        _check_integer("guard_blocks", self.guard_blocks, 0, 1000)
-        _check_range("loss_spike", self.loss_spike, 1.0, 1e6)
-        _check_integer("takeover_steps", self.takeover_steps, 0, 1000)
+            check_flag(name, getattr(self, name))
+        check_integer("guard_blocks", self.guard_blocks, 0, 1000)
+        check_range("loss_spike", self.loss_spike, 1.0, 1e6)
+        check_integer("takeover_steps", self.takeover_steps, 0, 1000)
 
     @property
     def changed_settings(self) -> dict[str, Any]:
@@ -281,64 +296,9 @@ def _refuse_unknown(settings: dict[str, Any]) -> None:
     names = [field.name for field in fields(AdaccConfig)]
     unknown = next((name for name in settings if name not in names), None)
     if unknown is not None:
-        matches = [name for name in names if unknown in name] or get_close_matches(unknown, names)
-        allowed = ", ".join(matches[:1] or names)
+        matches = [name for name in names if unknown in name] or get_close_matches(unknown.lower(), names)
+        allowed = _OTHER_NAMES.get(unknown, ", ".join(matches[:1] or names))
         raise TypeError(f"{unknown}={settings[unknown]!r} is not a setting of AdaccConfig: choose {allowed}")
-
-
-def read_memory_budget(budget: str | float | int) -> str | float | int:
-    """Return `budget`, with a fraction in quotes, as in a YAML file, converted to a float: "0.5" -> 0.5."""
-    if isinstance(budget, str) and _FRACTION.fullmatch(budget):
-        return float(budget)
-    return budget
-
-
-def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_BYTES) -> None:
-    """Raise ValueError unless `budget` has one of the four forms of `AdaccConfig.memory_budget`.
-
-    A budget in bytes must be at least `min_bytes`.
-    """
-    allowed = 'use "auto", a float in (0, 1], a number of bytes as an int, or a size such as "20GiB"'
-    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
-        raise ValueError(f"memory_budget={budget!r} has type {type(budget).__name__}: {allowed}")
-    if isinstance(budget, float) and not 0.0 < budget <= 1.0:
-        raise ValueError(f"memory_budget={budget!r} is outside (0, 1]: {allowed}")
-    if budget == "auto" or isinstance(budget, float):
-        return
-    if isinstance(budget, str) and (percent := _PERCENT.fullmatch(budget)):
-        fraction = float(percent.group(1)) / 100
-        hint = f", which may have been meant as {fraction:g}, a fraction of the bytes that plain training stores"
-        raise ValueError(f"memory_budget={budget!r} is not a size{hint if 0 < fraction <= 1 else ''}: {allowed}")
-    num_bytes = parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
-    if not min_bytes <= num_bytes <= MAX_BYTES:
-        hint = budget_hint(num_bytes)
-        raise ValueError(f"memory_budget={budget!r} is outside [{min_bytes}, {MAX_BYTES}] bytes{hint}: {allowed}")
-
-
-def check_host_memory(setting: str | float | int | None) -> None:
-    """Raise ValueError unless `setting` has one of the forms of `AdaccConfig.host_memory`."""
-    if setting is None:
-        return
-    allowed = f'use None, a float in (0, {HOST_SHARE}], a number of bytes as an int, or a size such as "64GiB"'
-    if isinstance(setting, bool) or not isinstance(setting, (str, int, float)):
-        raise ValueError(f"host_memory={setting!r} has type {type(setting).__name__}: {allowed}")
-    if isinstance(setting, float):
-        if not 0.0 < setting <= HOST_SHARE:
-            raise ValueError(f"host_memory={setting!r} is outside (0, {HOST_SHARE}]: {allowed}")
-        return
-    num_bytes = parse_bytes(setting, "host_memory") if isinstance(setting, str) else setting
-    if not MIN_BUDGET_BYTES <= num_bytes <= MAX_BYTES:
-        hint = budget_hint(num_bytes) if num_bytes > 1 else ""
-        raise ValueError(f"host_memory={setting!r} is outside [{MIN_BUDGET_BYTES}, {MAX_BYTES}] bytes{hint}: {allowed}")
-
-
-def budget_hint(num_bytes: int) -> str:
-    """Return a hint for the error message about a budget that is too small for training, else ""."""
-    if not 0 < num_bytes < MIN_BUDGET_BYTES:
-        return ""
-    size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'
-    fraction = "1.0, all that plain training stores, or " if num_bytes == 1 else ""
-    return f", which may have been meant as {fraction}{size}"
 
 
 @dataclass(frozen=True)
@@ -363,7 +323,7 @@ class Budget:
 
         Raises ValueError unless `setting` has one of the forms of `AdaccConfig.memory_budget`.
         """
-        setting = read_memory_budget(setting)
+        setting = read_fraction(setting)
         check_memory_budget(setting, min_bytes=1)  # the solver refuses budgets below MIN_BUDGET_BYTES, with a hint
         if isinstance(setting, float):
             # The factor compensates for rounding: (n / plain) * plain must not be less than n.
@@ -381,10 +341,17 @@ def _store_tuple(config: AdaccConfig, name: str) -> None:
     if names is None and name != "actions":
         return
     if isinstance(names, str):
-        named = _with_retain((names,)) if name == "actions" else (names,)
-        raise ValueError(f"{name}={names!r} must be a tuple of names: write {named!r}")
+        parts = tuple(part for part in re.split(r"[\s,;]+", names) if part)
+        if name == "codecs":
+            _check_codecs(parts)
+        named = _with_retain(parts) if name == "actions" else parts
+        choice = f", with names from {_ACTION_NAMES}" if name == "actions" else ""
+        raise ValueError(f"{name}={names!r} must be a tuple of names: write {named!r}{choice}")
     if not isinstance(names, (Sequence, Set)) or not all(isinstance(item, str) for item in names):
-        raise ValueError(f"{name}={names!r} must be a tuple of names, each of them a string")
+        raise ValueError(
+            f"{describe_value(name, names)}: it must be a tuple of names, each of them a string, such as "
+            f"{_EXAMPLES.get(name, 'those of list_codecs()')}"
+        )
     object.__setattr__(config, name, tuple(names))
 
 
@@ -392,9 +359,9 @@ def _check_actions(actions: tuple[str, ...]) -> None:
     allowed = [*(action.value for action in Action), TILE]
     unknown = next((name for name in actions if name not in allowed), None)
     if unknown is not None:
-        closest = get_close_matches(unknown, allowed, n=1)
+        closest = get_close_matches(unknown.lower(), allowed, n=1)
         hint = f", which may have been meant as {closest[0]!r}" if closest else ""
-        raise ValueError(f"actions={actions!r} contains {unknown!r}{hint}: choose from {', '.join(map(repr, allowed))}")
+        raise ValueError(f"actions={actions!r} contains {unknown!r}{hint}: choose from {_ACTION_NAMES}")
     if Action.RETAIN.value not in actions:
         raise ValueError(
             f"actions={actions!r} must contain 'retain', because some activations can be neither compressed nor "
@@ -404,9 +371,12 @@ def _check_actions(actions: tuple[str, ...]) -> None:
 
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
     """Return a valid setting `actions` to suggest in an error message: the allowed actions with the spelling closest to
-    `names`, and "retain", which every setting must contain."""
+    `names`, and "retain", which every setting must contain. If no name is close to an allowed action, suggest exact
+    training."""
     allowed = [*(action.value for action in Action), TILE]
-    closest = {match for name in names for match in get_close_matches(name, allowed, n=1)}
+    closest = {match for name in names for match in get_close_matches(name.lower(), allowed, n=1)}
+    if not closest:
+        return Action.RETAIN.value, Action.RECOMPUTE.value
     return tuple(name for name in allowed if name in closest or name == Action.RETAIN.value)
 
 
@@ -423,38 +393,13 @@ def _check_codecs(codecs: tuple[str, ...]) -> None:
 def _check_tracking(tracking: str | int) -> None:
     is_interval = isinstance(tracking, int) and not isinstance(tracking, bool) and tracking >= 1
     if tracking not in TRACKING_NAMES and not is_interval:
-        raise ValueError(f'tracking={tracking!r} must be "exponential", "off" or a number of steps of at least 1')
+        hint = ', write "off" in quotes in YAML' if tracking is False else ""
+        raise ValueError(
+            f'tracking={tracking!r} must be "exponential" or "off"{hint}, or a number of steps of at least 1, as an int'
+        )
 
 
 def _check_group_size(size: int) -> None:
-    _check_integer("group_size", size, 16, 1024)
+    check_integer("group_size", size, 16, 1024)
     if size & (size - 1):
         raise ValueError(f"group_size={size} is not a power of two: choose 16, 32, 64, 128, 256, 512 or 1024")
-
-
-def _check_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} is outside [{low:g}, {high:g}]: choose a number in that range")
-
-
-def _check_integer(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} is not an int in [{low}, {high}]: choose one in that range")
-
-
-def parse_budget(text: str) -> str | float | int:
-    """Convert a command-line argument to `AdaccConfig.memory_budget`: an int, a float, or the unchanged string.
-
-    Example: "0.5" is half of plain training's activation bytes, "1.0" is all activation bytes, "1" is one byte.
-    """
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

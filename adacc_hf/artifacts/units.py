@@ -17,34 +17,37 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+"""Units of a size, for error messages."""
 MAX_BYTES = 2**63 - 1
 """Largest accepted size: torch counts bytes in signed 64-bit integers."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_MISSPELLED = re.compile(r"\s*([0-9]+(?:[.,][0-9]+)?)\s*([KMGT])[A-Za-z]*\s*", re.IGNORECASE)
 
 
-def parse_bytes(text: str, setting: str) -> int:
+def parse_bytes(
+    text: str, setting: str, advice: str = f'write a number and one of {UNITS}, for example "20GiB"'
+) -> int:
     """Convert `text` ("20GiB", "512 MB", "1048576") to a number of bytes.
 
-    Raises ValueError, with the name `setting` in the message, for any other string.
+    Raises ValueError, with the name `setting` and the `advice` in the message, for any other string.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).upper() not in _UNITS:
-        raise ValueError(
-            f"{setting}={text!r} is not a size{_size_hint(match)}: write a number and one of B, KB, MB, GB, TB, KiB, "
-            f'MiB, GiB, TiB, for example "20GiB"'
-        )
+        raise ValueError(f"{setting}={text!r} is not a size{_size_hint(text)}: {advice}")
     num_bytes = Decimal(match.group(1)) * _UNITS[match.group(2).upper()]
     if num_bytes > MAX_BYTES:
         raise ValueError(f"{setting}={text!r} is more than any device has: give at most {MAX_BYTES} bytes")
     return int(num_bytes)
 
 
-def _size_hint(match: re.Match[str] | None) -> str:
-    """Return a hint for the error message if the unit of a size lacks the B, as in "20G", else ""."""
-    prefix = match.group(2).upper().removesuffix("I") if match is not None else ""
-    if match is None or f"{prefix}IB" not in _UNITS:
+def _size_hint(text: str) -> str:
+    """Return a hint for the error message if the unit of a size is misspelled, as in "20G" or "20 gigabytes", else
+    ""."""
+    match = _MISSPELLED.fullmatch(text)
+    if match is None:
         return ""
-    return f', which may have been meant as "{match.group(1)}{prefix}iB"'
+    return f', which may have been meant as "{match.group(1).replace(",", ".")}{match.group(2).upper()}iB"'
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adacc_hf.adapt.checkpoint_files import save_history
+from adacc_hf.adapt.policy_limits import excluded_codec
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
@@ -394,7 +395,8 @@ def begin_compiled_run(
     The policy in `checkpoint` is followed only if the run that saved it had finished adjusting the share for the same
     budget. The share is the fraction of bytes that each compiled graph may store for backward. The history contains the
     events of the run that saved `checkpoint`. `note` reports events of the new run. Raises ValueError if `policy_file`
-    is not a path, but a policy for runs without torch_compile.
+    is not a path, but a policy for runs without torch_compile, or if `policy_file` has codecs that `config` excludes. A
+    policy in `checkpoint` with such codecs is not followed.
     """
     from adacc_hf.compiler import CompiledPolicy
 
@@ -404,10 +406,22 @@ def begin_compiled_run(
             f"policy to the path of a {COMPILED_FILE} from the checkpoint of a run with torch_compile=True"
         )
 
+    def excluded_in(policy: CompiledPolicy) -> str | None:
+        return excluded_codec((choice for plan in policy.regions for _, choice in plan.stored), config)
+
     def load() -> tuple[CompiledPolicy | None, list[dict[str, Any]]]:
         saved_file = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
         if policy_file is not None or saved_file is None or not saved_file.is_file():
-            return None if policy_file is None else CompiledPolicy.load(policy_file), []
+            if policy_file is None:
+                return None, []
+            policy = CompiledPolicy.load(policy_file)
+            reason = excluded_in(policy)
+            if reason is not None:
+                raise ValueError(
+                    f"policy={str(policy_file)!r} {reason}: leave out this setting, or pass a policy that was planned "
+                    f"with it"
+                )
+            return policy, []
         saved_policy, history = (
             CompiledPolicy.load(saved_file),
             read_json(saved_file.with_name(HISTORY_FILE), AdaccError, "history"),
@@ -419,6 +433,10 @@ def begin_compiled_run(
                 saved_policy.settled_for,
                 config.memory_budget,
             )
+            return None, history
+        reason = excluded_in(saved_policy)
+        if reason is not None:
+            announce("Adacc: %s %s: planning again", saved_file, reason)
             return None, history
         return saved_policy, history
 

@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.config import MIN_BUDGET_BYTES, AdaccConfig, budget_hint
-from adacc_hf.artifacts.units import parse_bytes
+from adacc_hf.artifacts.budget_values import MIN_BUDGET_BYTES, budget_hint
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.units import UNITS, parse_bytes
 from adacc_hf.estimate.devices import NAMES, find_device
 from adacc_hf.estimate.presets import PRESETS, check_model
 from adacc_hf.estimate.static_memory import COMPACT, OPTIMIZERS, Sharding, check_optimizer
 from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from adacc_hf.estimate.planning import Request, TrainingPlan
 
 log = logging.getLogger(__name__)
@@ -98,12 +101,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--liger", action="store_true", help="plan with Liger's kernels (use_liger_kernel=True), which are emulated"
     )
-    parser.add_argument(
-        "--image-tokens",
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument(
+        "--images",
         type=int,
         metavar="N",
-        help="tokens of each sequence that stand for images, in a vision-language model with images of a fixed size "
-        "(--seq-len counts them too; default: no images)",
+        help="images in each sequence, in a vision-language model with images of a fixed size. The number of their "
+        "tokens follows from the model's config, and --seq-len counts these tokens too (default: no images)",
+    )
+    images.add_argument(
+        "--image-tokens", type=int, metavar="N", help="like --images, with the number of tokens of all images"
     )
     parser.add_argument("--peft", choices=("lora",), help="train adapters only")
     parser.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
@@ -245,11 +252,13 @@ def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
         raise ValueError(
             f"--image-tokens={arguments.image_tokens} must be at least 1: the tokens of a sequence's images"
         )
+    if arguments.images is not None and arguments.images < 1:
+        raise ValueError(f"--images={arguments.images} must be at least 1: the images in each sequence")
     _check_adapters(arguments)
     _check_sequence_ranks(arguments)
     _check_layer_ranks(arguments)
     if arguments.liger:
-        _check_combination(arguments, "--liger", ("--sp", "--tp", "--peft", "--image-tokens", "--profile"))
+        _check_combination(arguments, "--liger", ("--sp", "--tp", "--peft", "--images", "--image-tokens", "--profile"))
     options = _PlanOptions(
         sharding=_plan_sharding(arguments),
         budget_bytes=_option_bytes(arguments.budget, "--budget"),
@@ -291,7 +300,7 @@ def _check_layer_ranks(arguments: argparse.Namespace) -> None:
         return
     if arguments.tp < 2:
         raise ValueError(f"--tp={arguments.tp} must be at least 2: the number of devices that share each layer")
-    _check_combination(arguments, "--tp", ("--ddp", "--zero", "--peft", "--image-tokens", "--profile"))
+    _check_combination(arguments, "--tp", ("--ddp", "--zero", "--peft", "--images", "--image-tokens", "--profile"))
     if arguments.optimizer == COMPACT:
         raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
 
@@ -317,11 +326,13 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
 def _option_bytes(text: str | None, option: str) -> int | None:
     if text is None:
         return None
-    num_bytes = parse_bytes(text, option)
+    advice = (
+        f'pass a size of at least {MIN_BUDGET_BYTES} bytes, such as "20GiB" ({UNITS}), not a fraction, or leave out '
+        f"{option}"
+    )
+    num_bytes = parse_bytes(text, option, advice)
     if num_bytes < MIN_BUDGET_BYTES:
-        raise ValueError(
-            f"{option}={text} is {num_bytes} bytes{budget_hint(num_bytes)}: pass at least {MIN_BUDGET_BYTES} bytes"
-        )
+        raise ValueError(f"{option}={text} is {num_bytes} bytes{budget_hint(num_bytes)}: {advice}")
     return num_bytes
 
 
@@ -355,7 +366,7 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         ranks_per_sequence=arguments.sp or 1,
         ranks_per_layer=arguments.tp or 1,
         liger=arguments.liger,
-        image_tokens=arguments.image_tokens or 0,
+        image_tokens=_plan_image_tokens(arguments, config),
         trace=arguments.trace or device.trace,
         sharding=options.sharding,
         outlier_share=arguments.outlier_share,
@@ -376,6 +387,14 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         find_largest=not arguments.no_largest,
         profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
+
+
+def _plan_image_tokens(arguments: argparse.Namespace, config: PretrainedConfig) -> int:
+    from adacc_hf.estimate.images import tokens_of_images
+
+    if arguments.images is None:
+        return arguments.image_tokens or 0
+    return tokens_of_images(config, arguments.images)
 
 
 def _plan_adapters(arguments: argparse.Namespace) -> Any:

@@ -118,7 +118,9 @@ class Workload:
             image_size(self.config)
             option = "--peft" if self.adapters is not None else "--sp" if self.ranks_per_sequence > 1 else None
             if option is not None:
-                raise ValueError(f"--image-tokens is not planned with {option}: leave out one of the two")
+                raise ValueError(
+                    f"--images and --image-tokens are not planned with {option}: leave out one of the options"
+                )
         if self.quantization is not None and self.adapters is None:
             raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
         if self.quantization is not None and self.sharding.method not in ("none", "ddp"):

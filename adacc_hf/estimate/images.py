@@ -1,4 +1,4 @@
-"""Images in the batches of a fake vision-language model (`adacc plan --image-tokens`).
+"""Images in the batches of a fake vision-language model (`adacc plan --images` and `--image-tokens`).
 
 Only models whose images all have the size in the vision tower's configuration are supported, for example LLaVA,
 PaliGemma and Gemma 3. If a model accepts images of any size, its code computes shapes from the sizes of the images,
@@ -16,6 +16,14 @@ import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from adacc_hf.estimate.fake_device import fake_tensors
+
+_OPTIONS = "--images and --image-tokens"
+_LEAVE_OUT = (
+    "leave out this option, and plan the language model alone (the text_config in the model's config), with the image "
+    "tokens counted in --seq-len"
+)
+"""Parts of error messages: names of the options, and advice."""
 _DISABLE_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 """Environment variable of Transformers that disables its checks of tensors' values, such as the number of image tokens
 in a text. Fake tensors have no values."""
@@ -31,9 +39,7 @@ def image_size(config: PretrainedConfig) -> tuple[int, int, int]:
     if size is None:
         reason = "has no vision tower" if vision is None else "accepts images of any size"
         raise ValueError(
-            f"--image-tokens: {type(config).__name__} {reason}, and only images of a fixed size are planned: leave out "
-            f"--image-tokens, and plan the language model alone (the text_config in the model's config), with the "
-            f"image tokens counted in --seq-len"
+            f"{_OPTIONS}: {type(config).__name__} {reason}, and only images of a fixed size are planned: {_LEAVE_OUT}"
         )
     height, width = (size, size) if isinstance(size, int) else size
     return getattr(vision, "num_channels", 3), height, width
@@ -51,7 +57,7 @@ def image_model(config: PretrainedConfig, attention: str | None, dtype: str) -> 
         if "Unrecognized configuration class" not in str(error):
             raise
         raise ValueError(
-            f"--image-tokens: {type(config).__name__} has no AutoModelForImageTextToText: leave out --image-tokens"
+            f"{_OPTIONS}: {type(config).__name__} has no AutoModelForImageTextToText: leave out this option"
         ) from error
 
 
@@ -66,24 +72,38 @@ def images_per_sequence(model: Any, config: PretrainedConfig, image_tokens: int)
     Raises ValueError if the number of tokens is not a multiple of the tokens of one image, and if the model needs more
     than the pixels of an image.
     """
+    tokens = _tokens_per_image(model, config)
+    if image_tokens % tokens:
+        raise ValueError(
+            f"--image-tokens={image_tokens} is not a multiple of {tokens}, the tokens of one image of this model: pass "
+            f"{tokens} for one image per sequence, {2 * tokens} for two, or --images 1 and --images 2"
+        )
+    return image_tokens // tokens
+
+
+def tokens_of_images(config: PretrainedConfig, num_images: int) -> int:
+    """Return the number of tokens that `num_images` images take in a sequence of the model of `config`.
+
+    The number follows from the sizes of the vision tower and of its projector, and is read from the features of one
+    fake image. Raises the same errors as `image_size`, `image_model` and `images_per_sequence`.
+    """
+    image_size(config)
+    with fake_tensors("cpu"):
+        return num_images * _tokens_per_image(image_model(config, None, "float32"), config)
+
+
+def _tokens_per_image(model: Any, config: PretrainedConfig) -> int:
     try:
         with torch.no_grad():
             features = model.get_image_features(pixel_values=pixel_values(config, 1))
     except (AttributeError, IndexError, TypeError) as error:
         raise ValueError(
-            f"--image-tokens: the images of {type(model).__name__} cannot be planned, because it needs more than their "
-            f"pixels ({error}): leave out --image-tokens, and plan the language model alone (the text_config in the "
-            f"model's config), with the image tokens counted in --seq-len"
+            f"{_OPTIONS}: the images of {type(model).__name__} cannot be planned, because it needs more than their "
+            f"pixels ({error}): {_LEAVE_OUT}"
         ) from error
     features = getattr(features, "pooler_output", features)
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
-    tokens = sum(part.numel() for part in parts) // config.get_text_config().hidden_size
-    if image_tokens % tokens:
-        raise ValueError(
-            f"--image-tokens={image_tokens} is not a multiple of {tokens}, the tokens of one image of this model: pass "
-            f"{tokens} for one image per sequence, {2 * tokens} for two"
-        )
-    return image_tokens // tokens
+    return sum(part.numel() for part in parts) // config.get_text_config().hidden_size
 
 
 @contextmanager

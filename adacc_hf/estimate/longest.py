@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
 from adacc_hf.estimate.plan_report import plan_table
@@ -18,6 +19,7 @@ from adacc_hf.estimate.planning import (
     fully_recomputed,
     plain_ms,
     tiled_checkpointing,
+    tiled_title,
 )
 from adacc_hf.solve.solver import solve_policy
 
@@ -34,6 +36,8 @@ class LongestSequence:
     """Longest sequence that one training method fits into the budget."""
 
     method: str
+    title: str
+    """Name of the method in the table. TILED is named by the parts that this model and this batch have."""
     seq_len: int
     """Length of the sequence in tokens. 0 if no sequence fits."""
     is_at_limit: bool
@@ -57,20 +61,21 @@ def longest_sequences(request: Request) -> list[LongestSequence]:
             log.info("searching for the longest sequence: %s", method)
             start = max([request.seq_len, *(each.seq_len for each in found)])
             seq_len = planner.longest_seq_len(method, start)
+            profile = planner.profile_at(seq_len if seq_len >= 2 else request.seq_len)
             found.append(
                 LongestSequence(
                     method=method,
+                    title=tiled_title(profile) if method == TILED else method,
                     seq_len=seq_len,
                     is_at_limit=seq_len == request.longest_seq_len,
-                    ms_per_token=_ms_per_token(planner, method, seq_len) if seq_len >= 2 else None,
+                    ms_per_token=_ms_per_token(planner, profile, method, seq_len) if seq_len >= 2 else None,
                 )
             )
         return found
 
 
-def _ms_per_token(planner: TrainingPlanner, method: str, seq_len: int) -> float | None:
+def _ms_per_token(planner: TrainingPlanner, profile: Profile, method: str, seq_len: int) -> float | None:
     request = planner.request
-    profile = planner.profile_at(seq_len)
     overhead_ms = 0.0
     if method == METHODS[1]:
         overhead_ms = fully_recomputed(profile).overhead_ms
@@ -92,7 +97,7 @@ def longest_text(request: Request, longest: list[LongestSequence]) -> str:
         length = f"{each.seq_len:,}{' (the context)' if each.is_at_limit else ''}" if each.seq_len else "none"
         ratio = f"{each.seq_len / plain.seq_len:.1f}" if plain.seq_len else "-"
         time = "-" if each.ms_per_token is None else f"{1e3 * each.ms_per_token:.1f}"
-        rows.append((each.method, length, ratio, time))
+        rows.append((each.title, length, ratio, time))
     title = (
         f"{request.model}: longest of {request.batch_size} sequences per device within "
         f"{format_bytes(request.budget)}, on {request.workload.device.title}"

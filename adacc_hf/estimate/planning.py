@@ -74,8 +74,8 @@ class Request:
             )
         if self.seq_len <= self.workload.image_tokens:
             raise ValueError(
-                f"--image-tokens={self.workload.image_tokens} must be below --seq-len={self.seq_len}, which counts the "
-                f"tokens of images and of text"
+                f"the images' {self.workload.image_tokens} tokens must be fewer than --seq-len={self.seq_len}, which "
+                f"counts the tokens of images and of text: raise --seq-len, or set a smaller --images or --image-tokens"
             )
 
     @property
@@ -425,6 +425,16 @@ def tiled_checkpointing(profile: Profile) -> Outcome:
     """
     head = next((name for name in profile.heads if name == "chunked"), profile.head)
     return fully_recomputed(most_tiled(profile.with_head(head)))
+
+
+def tiled_title(profile: Profile) -> str:
+    """Return the name of the method TILED for `profile`, with the parts that the profile contains.
+
+    Under ZeRO 3, for example, the head stays plain, and batches of few tokens have no tiles.
+    """
+    has_tiles = any(kind.tiled is not None for kind in profile.kinds)
+    parts = [*(["tiles"] if has_tiles else []), *(["chunked head"] if "chunked" in profile.heads else [])]
+    return f"recomputation, {' and '.join(parts) or 'no tiles and plain head'}"
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig
+from adacc_hf.artifacts.budget_values import HOST_SHARE
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_pool import HostPool, host_pool

@@ -20,6 +20,7 @@ from adacc_hf.torch_glue.compat import without_layerdrop
 from adacc_hf.torch_glue.distributed import exchanged_gradients, reshard
 from adacc_hf.torch_glue.memory import distinct_bytes, forward_loss
 from adacc_hf.torch_glue.no_trace import NoTrace
+from adacc_hf.torch_glue.private import tree_leaves
 
 _profiling_lock = threading.RLock()
 """Lock held while a thread profiles a model. Profiling by a second thread at the same time would distort the times, and
@@ -110,9 +111,14 @@ def _check_trainable(model: nn.Module, batch: Batch) -> None:
         )
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
-    if not isinstance(tensors, Mapping) or not tensors:
-        problem = "is empty" if isinstance(tensors, Mapping) else f"has type {type(tensors).__name__}"
+    problem = None
+    if not isinstance(tensors, Mapping):
+        problem = f"has type {type(tensors).__name__}"
+    elif all(isinstance(leaf, (int, float, str)) for leaf in tree_leaves(dict(tensors))):
+        types = (f"{name!r} has type {type(value).__name__}" for name, value in tensors.items())
+        problem = f"has no tensors ({next(types)})" if tensors else "is empty"
+    if problem is not None:
         raise ValueError(
-            f"batch {problem}: give a dict of the model's keyword arguments, labels included, such as "
+            f"batch {problem}: give a dict of the model's keyword arguments as tensors, labels included, such as "
             f"{{'input_ids': ids, 'labels': ids}}"
         )

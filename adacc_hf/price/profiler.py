@@ -12,6 +12,7 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch
 from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.estimated_profile import estimate_profile
@@ -26,6 +27,7 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 
+@settings_in_config(AdaccConfig)
 def profile_model(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -77,6 +79,7 @@ def profile_model(
     loss, and torch.OutOfMemoryError, or a library's own out-of-memory error, if even parts of the batch do not fit or
     the model does not accept parts of the batch.
     """
+    check_type("profile_model: model", model, nn.Module, "pass the torch.nn.Module to train")
     step = TrainingStep(
         optimizer=optimizer,
         gradient_accumulation_steps=gradient_accumulation_steps,

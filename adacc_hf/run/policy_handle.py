@@ -72,6 +72,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.notebook_html import paragraph, plans_html
 from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
@@ -258,6 +259,7 @@ class Applied:
         return Applied, ()
 
 
+@settings_in_config(AdaccConfig)
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
@@ -269,6 +271,9 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     checkpointing. Each block's first call is recorded. The first call raises PolicyMismatchError if its operators
     differ from the profiled operators, and NestedHooksError inside other saved-tensor hooks.
     """
+    check_type("apply_policy: model", model, nn.Module, "write apply_policy(model, policy) with a torch.nn.Module")
+    advice = "pass a Policy. solve_policy returns one, and Policy.load reads the file or the folder of a run"
+    check_type("apply_policy: policy", policy, Policy, advice)
     if remove_policy(model):
         announce("Adacc: this policy replaces the policy or the session that was applied to the model before")
     handle = PolicyHandle(model, policy, config.block_classes if config else None)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.config import AdaccConfig, Budget, budget_hint
+from adacc_hf.artifacts.budget_values import budget_hint
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.units import format_bytes

@@ -20,21 +20,18 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.kinds import Kinds
 from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
 from adacc_hf.solve.tiling import tiled_profiles, with_fewest_tiles
-
-if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import Profile
-
 
 FAR = 0.1
 """Relative distance of a peak from the budget above which `least_peak_bytes` returns an estimate.
@@ -43,6 +40,7 @@ The search for the least peak lowers the estimate by a few percent. Nearer to th
 on the other side of the budget than the least peak."""
 
 
+@settings_in_config(AdaccConfig)
 def solve_policy(
     profile: Profile, memory_budget: str | float | int | None = None, config: AdaccConfig | None = None
 ) -> Policy:
@@ -52,7 +50,11 @@ def solve_policy(
     the smallest feasible budget, if no policy fits. Raises ValueError if the format of the budget is unknown, or if the
     profile has no head that the config allows.
     """
+    advice = "pass the result of profile_model(model, batch), or of Profile.load"
+    check_type("solve_policy: profile", profile, Profile, advice)
     start = time.perf_counter()
+    if isinstance(memory_budget, AdaccConfig):
+        raise TypeError("solve_policy: memory_budget is an AdaccConfig: write solve_policy(profile, config=...)")
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
     # If the budget does not limit the peak, tiles are of no use: recomputation lowers the stored bytes at less cost.

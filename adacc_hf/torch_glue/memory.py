@@ -393,7 +393,8 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
     if loss is None or not loss.requires_grad:
         raise ValueError(
             "the model returns no loss for this batch: add the labels to the batch, or, if the model does not compute "
-            "its loss, pass a function that does: profile_model(..., compute_loss=...)"
+            "its loss, pass a function compute_loss(model, batch) that does, as compute_loss=... of profile_model or "
+            "AdaccSession"
         )
     return loss
 

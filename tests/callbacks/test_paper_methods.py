@@ -1,19 +1,8 @@
 import pytest
 
 from adacc_hf import AdaccCallback
-from adacc_hf.artifacts.config import parse_budget
 from adacc_hf.callbacks.paper_methods import method_callbacks
 from adacc_hf.torch_glue.compat import CHECKPOINTING
-
-
-@pytest.mark.parametrize(
-    ("text", "budget"),
-    [("auto", "auto"), ("0.5", 0.5), ("1.0", 1.0), ("1", 1), ("21474836480", 20 * 2**30), ("20GiB", "20GiB")],
-)
-def test_budgets_keep_their_kind(text: str, budget: str | float | int):
-    parsed = parse_budget(text)
-    assert parsed == budget
-    assert type(parsed) is type(budget)
 
 
 @pytest.mark.parametrize(

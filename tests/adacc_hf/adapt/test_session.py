@@ -19,6 +19,7 @@ from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
+from adacc_hf.torch_glue.compat import CHECKPOINTING
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, static_bytes
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
@@ -436,6 +437,46 @@ def test_a_policy_above_the_budget_beside_it_is_refused(budget, is_function):
         train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": budget}))
     train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": 0.6}))
     train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
+
+
+@pytest.mark.parametrize("is_function", [False, True], ids=["given", "by a function"])
+def test_a_policy_with_actions_that_the_settings_exclude_is_refused(is_function):
+    policy = train(one_step, **HALF).session.policy
+    source = (lambda profile: policy) if is_function else policy
+    with pytest.raises(ValueError, match=r"recomputes activations, which actions=\('retain',\) excludes: leave out"):
+        train(one_step, policy=source, actions=("retain",))
+
+
+def test_a_folder_whose_policy_the_settings_exclude_is_not_gone_on_with(tmp_path, caplog):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AdaccSession(model, optimizer, **HALF) as session:
+        for batch in BATCHES[:6]:
+            one_step(session, model, optimizer, batch, [])
+        session.save(tmp_path)
+    with AdaccSession(model, optimizer, **(HALF | {"actions": ("retain",)})) as session:
+        assert not session.load(tmp_path)
+    assert f"Adacc: {tmp_path} has a policy that recomputes activations, which" in caplog.text
+
+
+def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(caplog):
+    model = make_model()
+    getattr(model, f"{CHECKPOINTING}_enable")()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AdaccSession(model, optimizer, **HALF) as session:
+        one_step(session, model, optimizer, BATCHES[0], [])
+    assert caplog.text.count("checkpointing is on in the model, though not in the arguments: a policy replaces") == 1
+    assert getattr(model, f"is_{CHECKPOINTING}"), "closing the session restores the model"
+
+
+def test_a_session_shows_its_settings_and_its_policy():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = AdaccSession(model, optimizer, memory_budget=0.5)
+    assert repr(session) == "<AdaccSession on GPT2LMHeadModel, AdaccConfig(memory_budget=0.5): no policy yet>"
+    one_step(session, model, optimizer, BATCHES[0], [])
+    session.close()
+    assert repr(session).startswith("<AdaccSession on GPT2LMHeadModel (closed), AdaccConfig(memory_budget=0.5): 3 bl")
 
 
 def test_figures_are_those_of_the_callback():

@@ -13,13 +13,16 @@ def test_sizes_are_read(text, nbytes):
     assert parse_bytes(text, "size") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e3", "1,5 GiB", "3 GiBi", "inf", "1 2"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e3", "inf", "1 2"])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"size='.*' is not a size: write a number and one of B, KB"):
         parse_bytes(text, "size")
 
 
-@pytest.mark.parametrize(("text", "meant"), [("20G", "20GiB"), ("1.5 mi", "1.5MiB"), ("3k", "3KiB")])
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("20G", "20GiB"), ("1.5 mi", "1.5MiB"), ("3k", "3KiB"), ("1,5 GiB", "1.5GiB"), ("3 GiBi", "3GiB")],
+)
 def test_a_unit_without_its_b_is_refused_with_what_was_meant(text, meant):
     with pytest.raises(ValueError, match=f'is not a size, which may have been meant as "{meant}": write'):
         parse_bytes(text, "size")

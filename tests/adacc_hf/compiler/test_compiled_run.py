@@ -12,6 +12,7 @@ from torch._inductor import config as inductor
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
+from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.compiler import CompiledPolicy, RegionPlan
 from adacc_hf.compiler.compiled_run import CompiledRun, begin_compiled_run
 from adacc_hf.torch_glue.compat import switch_checkpointing
@@ -48,6 +49,23 @@ def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(
     assert [event["step"] for event in history] == [1]
     assert run.policy.share == share
     assert run.policy.settled_for == (requested_budget if requested_budget == settled_for else None)
+
+
+def test_codecs_that_the_settings_exclude_are_not_followed(tmp_path: Path, caplog) -> None:
+    stored = (("primals_1", Choice(action=Action.RETAIN)), ("mm", Choice(action=Action.COMPRESS, codec="int8")))
+    saved = CompiledPolicy(share=0.4, settled_for=0.5, regions=(RegionPlan(digest="a", stored=stored),))
+    saved.save(tmp_path / COMPILED_FILE)
+    (tmp_path / HISTORY_FILE).write_text("[]")
+    model = torch.nn.Linear(1, 1)
+    run, _ = begin_compiled_run(AdaccConfig(memory_budget=0.5), model, print, None, tmp_path)
+    run.remove()
+    assert run.policy.share == 0.4
+    run, _ = begin_compiled_run(AdaccConfig(**SETTINGS), model, print, None, tmp_path)
+    run.remove()
+    assert run.policy.settled_for is None
+    assert "compresses with int8, which actions=('retain', 'recompute') excludes: planning again" in caplog.text
+    with pytest.raises(ValueError, match=r"policy='.*' compresses with int8, which actions=.* excludes: leave out"):
+        begin_compiled_run(AdaccConfig(**SETTINGS), model, print, tmp_path / COMPILED_FILE, None)
 
 
 class Bench:

@@ -32,6 +32,12 @@ REFUSED = {
     "ddp": (["--ddp", "1"], "--ddp needs at least 2 devices, not 1"),
     "zero": (["--zero", "4", "2"], "--zero 4 2: ZeRO has no stage 4, choose 1, 2 or 3"),
     "budget without unit": (["--budget", "20"], '--budget=20 is 20 bytes, which may have been meant as "20GiB"'),
+    "budget as a fraction": (["--budget", "0.5"], "--budget=0.5 is 0 bytes: pass a size of at least 65536 bytes, such"),
+    "budget in percent": (
+        ["--budget", "50%"],
+        "--budget='50%' is not a size: pass a size of at least 65536 bytes, such",
+    ),
+    "budget auto": (["--budget", "auto"], "not a fraction, or leave out --budget"),
     "lora dropout": (["--peft", "lora", "--lora-dropout", "1"], "--lora-dropout=1.0 must be at least 0 and below 1"),
     "modules to save": (["--modules-to-save", "lm_head"], "--modules-to-save needs --peft lora: pass both"),
     "4 bits": (["--load-in-4bit"], "--load-in-4bit needs --peft lora: pass both"),
@@ -41,7 +47,10 @@ REFUSED = {
     ),
     "8 bits": (["--load-in-8bit"], "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
     "no images": (["--image-tokens", "0"], "--image-tokens=0 must be at least 1: the tokens of a sequence's images"),
-    "images of a language model": (["--image-tokens", "64"], "--image-tokens: GPT2Config has no vision tower"),
+    "images of a language model": (
+        ["--image-tokens", "64"],
+        "--images and --image-tokens: GPT2Config has no vision tower",
+    ),
     "host memory without unit": (
         ["--host-memory", "64"],
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',

@@ -3,13 +3,14 @@
 import os
 
 import pytest
-from transformers import PretrainedConfig
+from transformers import LlavaConfig, PretrainedConfig
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.cli import main
 from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
-from adacc_hf.estimate.images import unchecked_placeholders
+from adacc_hf.estimate.images import tokens_of_images, unchecked_placeholders
 from adacc_hf.estimate.plan_report import to_text
 from adacc_hf.estimate.planning import Request, plan
 from adacc_hf.eval.zoo.configs import architectures
@@ -71,7 +72,11 @@ def test_a_small_model_of_a_family(name: str) -> None:
         ("qwen2_vl", {}, "Qwen2VLConfig accepts images of any size"),
         ("mistral3", {}, "Mistral3ForConditionalGeneration cannot be planned, because it needs more than their pixels"),
         ("llava", {"image_tokens": 6}, "image-tokens=6 is not a multiple of 4.* pass 4 for one image per sequence, 8"),
-        ("llava", {"adapters": Adapters()}, "--image-tokens is not planned with --peft: leave out one of the two"),
+        (
+            "llava",
+            {"adapters": Adapters()},
+            "--images and --image-tokens are not planned with --peft: leave out one of the options",
+        ),
     ],
 )
 def test_images_that_cannot_be_planned_are_refused(name: str, settings: dict, message: str) -> None:
@@ -80,10 +85,37 @@ def test_images_that_cannot_be_planned_are_refused(name: str, settings: dict, me
         pass
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tokens_of_images_follow_from_the_config(name: str) -> None:
+    config = architectures()[name].build().config
+    assert [tokens_of_images(config, number) for number in (1, 3)] == [NUM_TOKENS, 3 * NUM_TOKENS]
+
+
+def test_the_tokens_of_a_published_model_s_image() -> None:
+    """LLaVA 1.5 has 576 tokens per image: (336 / 14) ^ 2 patches."""
+    vision = {"image_size": 336, "patch_size": 14, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    assert tokens_of_images(LlavaConfig(vision_config=vision, text_config=text), 1) == 576
+
+
+def test_images_of_a_folder_s_model_are_planned_by_their_number(tmp_path, capsys) -> None:
+    architectures()["llava"].build().config.save_pretrained(tmp_path)
+    options = ["plan", "--model", str(tmp_path), "--batch-size", "2", "--seq-len", "16", "--no-largest"]
+    assert main([*options, "--images", "2"]) == 0
+    by_images = capsys.readouterr().out
+    assert f"({2 * NUM_TOKENS} of each sequence for images)" in " ".join(by_images.split())
+    assert main([*options, "--image-tokens", str(2 * NUM_TOKENS)]) == 0
+    assert capsys.readouterr().out == by_images
+    assert main(options) == 2
+    assert "--images N plans images" in capsys.readouterr().err
+    assert main([*options, "--images", "0"]) == 2
+    assert "--images=0 must be at least 1: the images in each sequence" in capsys.readouterr().err
+
+
 def test_a_sequence_has_text_too() -> None:
     config = architectures()["llava"].build().config
     with pytest.raises(
-        ValueError, match=r"--image-tokens=4 must be below --seq-len=4, which counts the tokens of imag"
+        ValueError, match=r"images' 4 tokens must be fewer than --seq-len=4, which counts the tokens of"
     ):
         Request(model="llava", workload=workload(config), batch_size=2, seq_len=NUM_TOKENS)
 

@@ -24,6 +24,7 @@ from adacc_hf import AdaccSession  # noqa: E402
 from adacc_hf.artifacts.errors import UncoveredBlockError  # noqa: E402
 from adacc_hf.integrations.lightning import AdaccLightningCallback  # noqa: E402
 from adacc_hf.solve.simple_policies import uniform_policy  # noqa: E402
+from adacc_hf.torch_glue.compat import CHECKPOINTING  # noqa: E402
 
 pytestmark = [
     # Lightning advises on workers, on validation and on checkpoints, and uses names that torch has deprecated.
@@ -384,6 +385,13 @@ def test_out_of_memory_ends_the_run_with_advice(fit, caplog):
         fit([AdaccLightningCallback(**HALF)], module=module)
     assert "out of memory in step 3, which AdaccLightningCallback cannot repeat" in caplog.text
     assert not module.model._forward_pre_hooks
+
+
+def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(fit, caplog):
+    module = Module()
+    getattr(module.model, f"{CHECKPOINTING}_enable")()
+    fit([AdaccLightningCallback(**HALF)], module)
+    assert caplog.text.count("checkpointing is on in the model, though not in the arguments: a policy replaces") == 1
 
 
 def test_manual_optimization_is_refused(fit):

@@ -64,14 +64,15 @@ def test_eval_mode_is_refused(tiny_gpt2, token_batch):
         (None, "has type NoneType"),
         (torch.ones(2, 8), "has type Tensor"),
         ([{"input_ids": torch.ones(2, 8)}], "has type list"),
+        ({"input_ids": [[1, 2]], "labels": [[1, 2]]}, "has no tensors ('input_ids' has type list)"),
     ],
-    ids=["empty", "None", "tensor", "list"],
+    ids=["empty", "None", "tensor", "list", "lists"],
 )
 def test_a_batch_that_is_no_dict_is_refused(tiny_gpt2, batch, problem):
     with pytest.raises(ValueError) as error:
         profile_model(tiny_gpt2(), batch)
     assert str(error.value) == (
-        f"batch {problem}: give a dict of the model's keyword arguments, labels included, such as "
+        f"batch {problem}: give a dict of the model's keyword arguments as tensors, labels included, such as "
         "{'input_ids': ids, 'labels': ids}"
     )
 

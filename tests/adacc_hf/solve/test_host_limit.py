@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig
+from adacc_hf.artifacts.budget_values import HOST_SHARE
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.memory_simulator import simulate_policy
