@@ -352,7 +352,8 @@ class Installation:
                 block.__dict__[FLAG] = False
             elif isinstance(block, GradientCheckpointingLayer):
                 flag = block.__dict__.get(FLAG)
-                block.__dict__[FLAG] = TrainingFlag(was_on=flag.was_on if isinstance(flag, TrainingFlag) else bool(flag))
+                was_on = flag.was_on if isinstance(flag, TrainingFlag) else bool(flag)
+                block.__dict__[FLAG] = TrainingFlag(was_on)
                 block.__dict__[FUNCTION] = function
             for inner in _inner_layers(block):
                 inner.__dict__[FLAG] = False

@@ -516,7 +516,8 @@ def test_marks_on_tensors_are_as_before():
     torch._dynamo.mark_static_address(block.layer.bias, guard=True)
     tensors = {"weight": block.layer.weight, "bias": block.layer.bias, "calls": block.calls}
     before = {name: dict(vars(tensor)) for name, tensor in tensors.items()}
-    assert before["bias"] and not before["weight"]
+    assert before["bias"]
+    assert not before["weight"]
     trace_block(block)
     assert {name: vars(tensor) for name, tensor in tensors.items()} == before
 
