@@ -438,10 +438,10 @@ def _static_marks_restored() -> Iterator[None]:
     from torch._dynamo import decorators
 
     name, original = "_dynamo_static_input_type", decorators.mark_static_address
-    marked: dict[int, tuple[torch.Tensor, Any]] = {}
+    earlier_marks: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def mark(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        marked.setdefault(id(tensor), (tensor, vars(tensor).get(name)))
+        earlier_marks.setdefault(id(tensor), (tensor, vars(tensor).get(name)))
         original(tensor, *args, **kwargs)
 
     decorators.mark_static_address = mark
@@ -449,7 +449,7 @@ def _static_marks_restored() -> Iterator[None]:
         yield
     finally:
         decorators.mark_static_address = original
-        for tensor, value in marked.values():
+        for tensor, value in earlier_marks.values():
             if value is None:
                 vars(tensor).pop(name, None)
             else:
