@@ -122,9 +122,10 @@ class DivergedBatches:
         calls did not follow their plan."""
         self._full: tuple[Profile, Policy] | None = None
         """Last argument and result of `_full_recomputation`, as a cache."""
-        self._reported: set[bool] = set()
-        """Reports that `_report_excess` has logged in this run. True: a batch is predicted to exceed the budget. False:
-        a batch may exceed the budget."""
+        self._reported = 0
+        """Largest report that `_report_excess` has logged in this run. 1: a batch under torch's checkpoint may exceed
+        the budget. 2: a batch of operators that were not profiled may exceed the budget. 3: a batch is predicted to
+        exceed the budget."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which the fraction `share` of the block calls diverged from their plans."""
@@ -139,17 +140,20 @@ class DivergedBatches:
         self._num_batches = self._num_diverged = 0
         return is_majority
 
-    def overhead_ms(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> float:
+    def overhead_ms(
+        self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int, ran_planned: bool = False
+    ) -> float:
         """Return the predicted overhead in ms of a micro-batch in which no block call followed its plan.
 
-        Once per run, report that such batches may exceed the budget. If this batch is predicted to exceed the budget,
-        report the excess, also once per run.
+        Once per run, report that such batches may exceed the budget. The report is a warning if `ran_planned` is True:
+        some calls ran operators that were not profiled under a plan, so that nothing predicts the memory they take. If
+        this batch is predicted to exceed the budget, report the excess, also once per run.
         """
         profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
         recomputing, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)
         peak = int(profile.static_bytes + size * (recomputing.predicted_peak_bytes - profile.static_bytes))
         if budget.limits_peak:
-            self._report_excess(shapes, max(0, peak - budget.nbytes), memory_budget)
+            self._report_excess(shapes, max(0, peak - budget.nbytes), memory_budget, ran_planned)
         return recomputing.predicted_overhead_ms * size
 
     def may_record(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> bool:
@@ -173,17 +177,20 @@ class DivergedBatches:
             self._full = profile, full_recomputation(profile)
         return self._full[1]
 
-    def _report_excess(self, shapes: BatchShapes, excess_bytes: int, memory_budget: str | float | int) -> None:
+    def _report_excess(
+        self, shapes: BatchShapes, excess_bytes: int, memory_budget: str | float | int, ran_planned: bool
+    ) -> None:
         has_excess = excess_bytes > 0
-        if has_excess in self._reported:
+        report = 3 if has_excess else 2 if ran_planned else 1
+        if report <= self._reported:
             return
-        self._reported |= {has_excess, False}
+        self._reported = report
         amount = f"takes up to about {excess_bytes} bytes" if has_excess else "may take"
         text = (
             f"a batch of {describe(shapes)} did not follow a policy, and {amount} more than memory_budget="
             f"{memory_budget!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one length"
         )
-        log.log(logging.WARNING if has_excess else logging.INFO, "Adacc: %s", text)
+        log.log(logging.INFO if report == 1 else logging.WARNING, "Adacc: %s", text)
         self._say(text)
 
 

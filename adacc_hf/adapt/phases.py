@@ -129,6 +129,7 @@ class WarmUpPhase(Phase):
             self._profiler.note_unpredicted("a torch profiler is active")
             return
         self._checkpointing.remove()
+        self._profile_error = None
         if run.source is None or callable(run.source):
             announce(
                 "Adacc: memory_budget=%r: profiling the first batch (%s); the first step begins when a policy is set",
@@ -137,13 +138,13 @@ class WarmUpPhase(Phase):
             )
         try:
             first = self._builder.before_first_step(dict(inputs), compute_loss)
-        except torch.OutOfMemoryError as error:
-            self._profile_error = error
+        except BaseException as error:
+            self._profile_error = error if isinstance(error, torch.OutOfMemoryError) else None
+            self._has_tried = False  # the loop may catch the error, such as an interrupt, and go on: try again then
+            self._begin_checkpointing()
             raise
         if first is None:
-            self._checkpointing = FullRecompute(model, run.config)
-            self._checkpointing.begin_step()
-            self._checkpointing.sizes.add(self._batches.shapes)
+            self._begin_checkpointing()
             return
         self._batches.drop()
         if run.source is not None:
@@ -153,6 +154,13 @@ class WarmUpPhase(Phase):
         following.begin_in_step(profile, policy, self._step)
         run.note(PolicySet(step=self._step, **predictions(policy)))
         run.save(changed=True)
+
+    def _begin_checkpointing(self) -> None:
+        """Install torch's checkpoint again after a profile, because there is no policy."""
+        sizes = self._checkpointing.sizes
+        self._checkpointing = FullRecompute(self._run.model, self._run.config)
+        self._checkpointing.begin_step()
+        self._checkpointing.sizes |= sizes | {self._batches.shapes}
 
     def note_loss(self, result: Any, inputs: Any) -> None:
         self._batches.note_loss(result)
@@ -192,7 +200,12 @@ class WarmUpPhase(Phase):
         )
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
         self._checkpointing.remove()  # the profiler's wrappers must not enclose the checkpointing wrappers
-        profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
+        try:
+            profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
+        except BaseException:  # the loop may catch the error, such as an interrupt, and go on
+            self._begin_checkpointing()
+            self._batches.keep_last(run.model)
+            raise
         run.phase = following = follow(run, policy, profile, step)
         following.begin_after_step(profile, policy, is_provisional)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))

@@ -30,6 +30,7 @@ from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.run.entries import OTHER_OPERATORS
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.distributed import num_ranks
@@ -323,11 +324,12 @@ class PolicyChoice:
         self.diverged.add(share)
         if not fallbacks:
             return planned_ms, {}
-        return (1 - share) * planned_ms + share * self._fallback_ms(), dict(fallbacks)
+        return (1 - share) * planned_ms + share * self._fallback_ms(OTHER_OPERATORS in fallbacks), dict(fallbacks)
 
-    def _fallback_ms(self) -> float:
-        """Return the overhead that the most recent micro-batch would have under full recomputation."""
-        return self.diverged.overhead_ms(self.shapes, self._reference, self.context.memory_budget)
+    def _fallback_ms(self, ran_planned: bool = False) -> float:
+        """Return the overhead that the most recent micro-batch would have under full recomputation. `ran_planned` as in
+        `DivergedBatches.overhead_ms`."""
+        return self.diverged.overhead_ms(self.shapes, self._reference, self.context.memory_budget, ran_planned)
 
     def _may_record(self) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from adacc_hf.artifacts.kind_profile import CodecOption, Value
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes, profile_structure, size_dependent_numbers
 from adacc_hf.artifacts.step_time import plain_blocks_ms
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.batch_subsampling import (
     UNSUPPORTED_BATCH_ERRORS,
@@ -28,7 +30,7 @@ from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.measured_profile import measure_profile
 from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
 from adacc_hf.price.profile_cache import ProfileCache
-from adacc_hf.price.profiling_memory import parts_within, peak_limit, start_small
+from adacc_hf.price.profiling_memory import parts_within, peak_limit, profiling_bytes, start_small
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.distributed import (
@@ -39,6 +41,8 @@ from adacc_hf.torch_glue.distributed import (
 )
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
+
+log = logging.getLogger(__name__)
 
 RECORDING_PASSES = 1.5
 """Time to record a part of the batch and to measure its forward's memory, as a multiple of the time of one forward and
@@ -88,6 +92,7 @@ def estimate_profile(
             if limit is not None:
                 first = common_profile(profiles[0]) if shards else profiles[0]
                 parts = parts_within(limit, first, choices[index:])
+                _warn_above(limit, max(profiling_bytes(first, parts[0], part) for part in parts), config)
             seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
             announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
             for part in parts[1:]:
@@ -111,6 +116,21 @@ def estimate_profile(
     estimate = resize_profile(replace(profiles[0], measured=measured), whole.sizes)
     estimated_numbers = tuple(size_dependent_numbers(estimate))
     return replace(estimate, measured=((whole.sizes, estimated_numbers), *measured))
+
+
+def _warn_above(limit: int, nbytes: int, config: AdaccConfig) -> None:
+    """Warn if profiling the parts of the batch is predicted to take `nbytes` bytes, more than the `limit`, because the
+    batch has no smaller parts."""
+    excess = nbytes - limit
+    if excess > 0:
+        log.warning(
+            "Adacc: profiling parts of the first batch is predicted to take up to %d bytes (%s) more than "
+            "memory_budget=%r allows, because the batch has no smaller parts: to avoid this, set a larger "
+            "memory_budget, or a fraction such as 0.5",
+            excess,
+            format_bytes(excess),
+            config.memory_budget,
+        )
 
 
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:

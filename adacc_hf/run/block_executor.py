@@ -360,11 +360,11 @@ class BlockExecutor:
         """Return True if the budget has no room to record a call with this `key`. Recording keeps all intermediates of
         a block alive.
 
-        Return False for calls that must always be recorded: the first call of a block, calls at a size that a symbolic
-        tape covers, where replay is verified (rule R7), and calls of a block with collectives, which must run the same
-        on all ranks (rule R13).
+        Return False for calls that must always be recorded: calls of a block of whose kind no tape exists, calls at a
+        size that a symbolic tape covers, where replay is verified (rule R7), and calls of a block with collectives,
+        which must run the same on all ranks (rule R13).
         """
-        tapes = self.tapes.values()
+        tapes = list(self.tapes.values()) or self.tape_cache.tapes_of_kind(self.plan.kind)
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
             return False
         return not self.tape_cache.may_record()

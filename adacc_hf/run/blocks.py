@@ -334,16 +334,26 @@ class Installation:
             if function.later:
                 function.step.reset()
 
-    def reinstall(self) -> None:
-        """Install the functions on the blocks again, after other code has replaced them."""
+    def reinstall(self, model: nn.Module) -> None:
+        """Install the functions on the blocks again, after other code has switched checkpointing on or off in `model`.
+
+        `remove` then restores the flags and functions that the other code has set.
+        """
+        modules = set(model.modules())
+        for place, (module, name, _) in enumerate(self._undo):
+            value = module.__dict__.get(name, _ABSENT)
+            if name in (FLAG, FUNCTION) and module in modules and not isinstance(value, (TrainingFlag, BlockFunction)):
+                self._undo[place] = module, name, value
         for function in self.blocks.values():
             block = function.block
-            if block is None:  # the functions were removed
+            if block is None or block not in modules:  # `block` is None if the functions were removed
                 continue
             if self._wraps_forward and isinstance(block, GradientCheckpointingLayer):
                 block.__dict__[FLAG] = False
             elif isinstance(block, GradientCheckpointingLayer):
-                block.__dict__[FLAG] = TrainingFlag(was_on=True)
+                flag = block.__dict__.get(FLAG)
+                was_on = flag.was_on if isinstance(flag, TrainingFlag) else bool(flag)
+                block.__dict__[FLAG] = TrainingFlag(was_on)
                 block.__dict__[FUNCTION] = function
             for inner in _inner_layers(block):
                 inner.__dict__[FLAG] = False
@@ -412,10 +422,10 @@ class WrappedForward:
 
 
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions when enabled.
+    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions again.
 
     TRL switches checkpointing off before reference forwards and on again afterwards. Without this replacement, the
-    functions would be dropped silently.
+    functions would be dropped silently, also if a training loop switches checkpointing off during the run.
     """
 
     def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:
@@ -424,8 +434,7 @@ class Reinstaller:
 
     def __call__(self, enable: bool = True, *args: Any, **kwargs: Any) -> Any:
         result = self.original(enable, *args, **kwargs)
-        if enable:
-            self.installation.reinstall()
+        self.installation.reinstall(self.original.__self__)  # type: ignore[attr-defined]
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:

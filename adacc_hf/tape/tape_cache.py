@@ -324,6 +324,11 @@ class TapeCache:
         """
         return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
+    def tapes_of_kind(self, kind: str) -> list[Tape]:
+        """Return the recorded tapes, of any size, that have the operators of blocks of `kind`."""
+        structure = _tape_structure(kind)
+        return [tape for tape in self.tapes.values() if _tape_structure(tape.structure) == structure]
+
     def execution_plan(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> ExecutionPlan:
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))

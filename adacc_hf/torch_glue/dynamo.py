@@ -382,6 +382,7 @@ def _dynamo_namespace() -> Any:
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet_dynamo())
+            stack.enter_context(_static_marks_restored())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(grouped_products_of_any_dtype())
             stack.enter_context(guard_identities(inputs.numbers))
@@ -425,6 +426,34 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
         yield
     finally:
         _meta_registrations._meta_grouped_mm_common = original
+
+
+@contextmanager
+def _static_marks_restored() -> Iterator[None]:
+    """After the `with` block, remove the attribute with which a trace marks parameters and buffers as inputs of fixed
+    address, or restore the attribute's earlier value.
+
+    The attribute would stay on the model's tensors after the policy is removed, and would be pickled with them.
+    """
+    from torch._dynamo import decorators
+
+    name, original = "_dynamo_static_input_type", decorators.mark_static_address
+    earlier_marks: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def mark(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        earlier_marks.setdefault(id(tensor), (tensor, vars(tensor).get(name)))
+        original(tensor, *args, **kwargs)
+
+    decorators.mark_static_address = mark
+    try:
+        yield
+    finally:
+        decorators.mark_static_address = original
+        for tensor, value in earlier_marks.values():
+            if value is None:
+                vars(tensor).pop(name, None)
+            else:
+                setattr(tensor, name, value)
 
 
 @contextmanager

@@ -271,6 +271,7 @@ def traces():
         return {
             "modules": {name: _attributes(module) for name, module in trainer.model.named_modules()},
             "state": list(trainer.model.state_dict()),
+            "tensors": {name: sorted(vars(tensor)) for name, tensor in _tensors(trainer.model)},
             "gradients": {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad},
             "use_cache": trainer.model.config.use_cache,
             "trainer": sorted(vars(trainer)),
@@ -280,6 +281,10 @@ def traces():
         }
 
     return state_of
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def callbacks(lossless):
 
 def assert_same_traces(state, expected) -> None:
     """Assert that two Trainers, with a model each, are in the same state."""
-    for name in ("state", "gradients", "use_cache", "trainer", "handler"):
+    for name in ("state", "tensors", "gradients", "use_cache", "trainer", "handler"):
         assert state[name] == expected[name], name
     for name, attributes in expected["modules"].items():
         assert _without_addresses(state["modules"][name]) == _without_addresses(attributes), name

@@ -71,6 +71,19 @@ def test_a_budget_that_may_be_exceeded_is_said_before_one_that_is(reference, rec
     assert ["may take more" in text for text in said] == [True, False]
 
 
+@pytest.mark.parametrize(("ran_planned", "level"), [(False, "INFO"), (True, "WARNING")])
+def test_operators_that_no_profile_has_are_a_warning(reference, recomputing, caplog, ran_planned, level):
+    """Nothing predicts the memory of these operators under a plan. Under torch's checkpoint, the estimate does."""
+    said = []
+    diverged = DivergedBatches(CONFIG, said.append)
+    caplog.set_level("INFO")
+    budget = recomputing.predicted_peak_bytes
+    for planned in (ran_planned, ran_planned, False):
+        diverged.overhead_ms(shapes_of(8), reference, budget, planned)
+    assert len(said) == 1
+    assert [record.levelname for record in caplog.records] == [level]
+
+
 def test_a_call_may_be_recorded_where_all_values_of_a_block_have_room(reference, recomputing):
     diverged = DivergedBatches(CONFIG, [].append)
     (kind,) = reference.replanner.profile.kinds

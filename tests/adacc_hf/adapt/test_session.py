@@ -16,6 +16,7 @@ from adacc_hf.adapt import run_profiler
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.policy_phases import AdaptivePhase
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
+from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -229,6 +230,41 @@ def test_a_step_that_was_broken_off_may_be_left_out():
     run = train(step, **HALF)
     run.assert_equals(plain)
     assert run.session.num_steps == len(BATCHES) - 3
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before-the-first-step", "after-steps"])
+def test_an_interrupted_profile_is_made_again(monkeypatch, is_first):
+    """After an interrupt while profiling, the loop continues with the next batch, first under torch's checkpoint."""
+    interrupts = []
+
+    def interrupted_once(profile):
+        def call(*args, **kwargs):
+            if not interrupts:
+                raise KeyboardInterrupt
+            return profile(*args, **kwargs)
+
+        return call
+
+    def step(session, model, optimizer, batch, losses):
+        try:
+            with session.step(batch):
+                loss = model(**batch).loss
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        except KeyboardInterrupt:
+            interrupts.append(any("_gradient_checkpointing_func" in module.__dict__ for module in model.modules()))
+
+    plain = train(step, BATCHES[1:] if is_first else BATCHES, session_class=NoSession)
+    if not is_first:
+        monkeypatch.setattr(RunProfiler, "estimate", lambda *args: None)
+    name = "estimate" if is_first else "measure"
+    monkeypatch.setattr(RunProfiler, name, interrupted_once(getattr(RunProfiler, name)))
+    run = train(step, **HALF)
+    run.assert_equals(plain)
+    assert interrupts == [True], "after the interrupt, blocks run under torch's checkpoint"
+    assert run.session.policy.action_counts()["recompute"] > 0
 
 
 @pytest.fixture

@@ -205,3 +205,18 @@ def test_the_time_of_a_profile_is_told_in_seconds_and_steps(gpt2_like_profile):
 def test_the_time_of_a_profile_is_announced_once(tiny_gpt2, token_batch, caplog, one_thread):
     estimate_profile(tiny_gpt2(), token_batch(8, 32), AdaccConfig())
     assert sum(message.startswith("Adacc: profiling takes about ") for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("is_small", [True, False], ids=["too-small", "large"])
+def test_parts_that_are_predicted_to_exceed_the_budget_are_a_warning(
+    tiny_gpt2, token_batch, caplog, one_thread, is_small
+):
+    """The smallest parts of a small batch may take more memory to profile than the budget allows."""
+    budget = 65536 if is_small else 2**30
+    estimate_profile(tiny_gpt2(), token_batch(2, 8), replace(LOSSLESS, memory_budget=budget))
+    is_warned = [
+        f"memory_budget={budget} allows, because the batch has no smaller parts" in record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING" and record.name.startswith("adacc_hf")
+    ]
+    assert is_warned == ([True] if is_small else [])

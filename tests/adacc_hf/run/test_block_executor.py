@@ -9,7 +9,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.artifacts.errors import PolicyMismatchError, UncoveredBlockError
 from adacc_hf.run import block_executor
-from adacc_hf.run.entries import FILLED_TABLE, VARYING
+from adacc_hf.run.entries import FILLED_TABLE, UNRECORDED, VARYING
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -75,3 +75,23 @@ def test_a_call_that_fills_a_table_is_a_transient_fallback(toy_model, toy_batch,
             assert_same_steps(run_steps(model, batch, 1), plain)
         with pytest.raises(UncoveredBlockError, match=VARYING):
             refuse_fallbacks(AdaccConfig(on_uncovered="error"), fallbacks)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_first_call_with_other_operators_is_recorded_only_if_the_budget_has_room(
+    toy_model, toy_batch, run_steps, assert_same_steps, has_room
+):
+    def forward(block, hidden, is_scaled):
+        up = block.up(hidden).tanh()
+        return hidden + block.down(up * block.up(up) if is_scaled else up)
+
+    is_scaled = True
+    model, batch = toy_model(forward, kwargs_of=lambda x: {"is_scaled": is_scaled}), toy_batch()
+    plain = run_steps(model, batch, 2)
+    is_scaled = False
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy) as handle:
+        handle.tape_cache.may_record = lambda: has_room
+        is_scaled = True
+        assert_same_steps(run_steps(model, batch, 2), plain)
+        assert (UNRECORDED in handle.tape_cache.fallbacks.counts) == (not has_room)

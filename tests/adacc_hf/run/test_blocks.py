@@ -176,18 +176,22 @@ def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # the old names, which TRL still calls
 @pytest.mark.parametrize("family", NAMES)
 def test_survives_others_switching_checkpointing_off_and_on(recomputing, run_steps, assert_same_steps, family):
-    """The wrapped blocks survive switching checkpointing off and on, as TRL does around a reference forward."""
+    """The wrapped blocks survive switching checkpointing off and on, as TRL does around a reference forward. They
+    follow the policy while checkpointing is off, because a loop may switch it off for good."""
     model, batch, policy = recomputing
     plain = run_steps(model, batch)
     with apply_policy(model, policy) as handle:
         run_steps(model, batch, num_steps=1)
         getattr(model, f"{family}_checkpointing_disable")()
         calls = [function.num_calls for function in handle.installation.functions.values()]
-        assert_same_steps(run_steps(model, batch), plain)
+        with torch.no_grad():
+            model(**batch)
         assert [function.num_calls for function in handle.installation.functions.values()] == calls
-        getattr(model, f"{family}_checkpointing_enable")()
         assert_same_steps(run_steps(model, batch), plain)
         assert [function.num_calls for function in handle.installation.functions.values()] == [c + 3 for c in calls]
+        getattr(model, f"{family}_checkpointing_enable")()
+        assert_same_steps(run_steps(model, batch), plain)
+        assert [function.num_calls for function in handle.installation.functions.values()] == [c + 6 for c in calls]
 
 
 def test_removal_leaves_no_trace(recomputing, run_steps, assert_same_steps):
@@ -413,6 +417,26 @@ def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_step
     assert state_of(model).keys() == before.keys()
     assert not any(isinstance(module.__dict__.get(FLAG), TrainingFlag) for module in model.modules())
     assert was_on or not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("is_on", [False, True])
+def test_checkpointing_that_is_switched_in_a_run_is_as_switched_after_it(
+    tiny_gpt2, token_batch, run_steps, assert_same_steps, is_on
+):
+    """The blocks follow the policy. Afterwards, checkpointing is as the user has switched it during the run."""
+    model, switched, batch = tiny_gpt2(), tiny_gpt2(), token_batch()
+    plain = run_steps(model, batch)
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+        for each in (model, switched):
+            each.gradient_checkpointing_enable() if is_on else each.gradient_checkpointing_disable()
+        assert model.is_gradient_checkpointing is is_on
+        assert_same_steps(run_steps(model, batch), plain)
+        assert handle.uncalled() == []
+    for module, expected in zip(model.modules(), switched.modules(), strict=True):
+        assert module.__dict__.keys() == expected.__dict__.keys()
+        assert module.__dict__.get(FLAG) is expected.__dict__.get(FLAG)
 
 
 # Caches that blocks only read.

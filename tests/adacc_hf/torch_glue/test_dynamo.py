@@ -511,6 +511,17 @@ def test_no_operator_runs_and_no_state_changes():
     assert block.layer.weight.grad is None
 
 
+def test_marks_on_tensors_are_as_before():
+    block = Block(lambda block, hidden: block.layer(hidden) + block.calls)
+    torch._dynamo.mark_static_address(block.layer.bias, guard=True)
+    tensors = {"weight": block.layer.weight, "bias": block.layer.bias, "calls": block.calls}
+    before = {name: dict(vars(tensor)) for name, tensor in tensors.items()}
+    assert before["bias"]
+    assert not before["weight"]
+    trace_block(block)
+    assert {name: vars(tensor) for name, tensor in tensors.items()} == before
+
+
 @pytest.mark.parametrize("can_be_traced", [True, False])
 def test_a_traced_model_is_collected(can_be_traced):
     block = Block(lambda block, hidden: block.layer(hidden) if can_be_traced else hidden.tolist())
