@@ -184,8 +184,8 @@ class ExtrapolatedPolicies:
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
         least = self._least_at(allowed)
-        known = others if least is None else [*others, least]
-        candidates = [p for p in known if USED_UP * budget.nbytes <= budget.needed_bytes(p) <= budget.nbytes]
+        policies = others if least is None else [*others, least]
+        candidates = [p for p in policies if USED_UP * budget.nbytes <= budget.needed_bytes(p) <= budget.nbytes]
         if candidates:
             return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
         if least is not None:

@@ -150,8 +150,8 @@ class PolicyCache:
         """
         size_policy = self.at(sizes) or self.at(shapes)
         if size_policy is None and any(fits_in(smaller, sizes) for smaller, _ in self._above_budget):
-            known = [size_policy.shapes for size_policy in self.all if size_policy.shapes is not None]
-            size_policy = self.at(_smallest_around(shapes, sizes, known) or sizes)
+            candidates = [size_policy.shapes for size_policy in self.all if size_policy.shapes is not None]
+            size_policy = self.at(_smallest_around(shapes, sizes, candidates) or sizes)
         return size_policy
 
     def is_above_budget(self, sizes: BatchShapes, settings: Hashable) -> bool:
