@@ -80,7 +80,7 @@ def test_lossless_training_is_bit_equal_and_codecs_are_tracked(run_two_ranks, tm
             assert rank[name]["figures"] == rank["plain"]["figures"]
             assert rank[name]["actions"]["recompute"] > 0
         assert rank["codecs"]["actions"]["compress"] > 0
-        assert rank["codecs"]["tracked"] == 2, "steps 4 and 6, because the policy was set at the end of step 2"
+        assert rank["codecs"]["tracked"] == 3, "steps 2, 3 and 5, because the policy was set before step 1"
 
 
 if __name__ == "__main__":
