@@ -151,7 +151,7 @@ class Call:
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
         if expected.needs is None:
-            content = without_gathered_memory(tensor) if expected.is_parameter else tensor.detach()
+            content = without_gathered_memory(tensor) if expected.is_partitioned else tensor.detach()
             return slot, content, version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
@@ -209,12 +209,10 @@ class Call:
         if version is not None:
             if version_of(content) != version:
                 raise self._modified(self.plan.slots[slot].value)
-            content = saved_tensor(content)
-            return (
-                clone_with_storage(content)
-                if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten()
-                else content
-            )
+            instructions = self.plan.slots[slot]
+            if instructions.is_partitioned:
+                content = saved_tensor(content)
+            return clone_with_storage(content) if instructions.is_read_by_replay and _may_be_overwritten() else content
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
                 recomputed = self._run(program, slot, content)

@@ -43,8 +43,8 @@ class Slot:
     checks_offset: bool
     """True if the saved tensor's storage offset must equal the recorded offset. For an argument this is False, because
     an argument may be a slice of any tensor."""
-    is_parameter: bool
-    """True if the saved tensor is a parameter or a view of one."""
+    is_partitioned: bool
+    """True if the saved tensor is a parameter that ZeRO 3 divides among ranks, or a view of one."""
     is_read_by_replay: bool
     """True if replay reads the value, or if saved tensors of other values with the same bits use it. If a backward
     function may write into the value, the function then gets a copy."""
@@ -89,12 +89,16 @@ class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
     `choices` contains one choice (retain, compress or recompute) for each activation. `shared` are inputs that code
-    outside the block keeps alive. If the plan does not store a value that has the same contents as a stored value
-    (`Tape.equal`), backward reads the stored value in its place.
+    outside the block keeps alive. `is_partitioned` is True if ZeRO 3 divides the model's parameters among ranks. If the
+    plan does not store a value that has the same contents as a stored value (`Tape.equal`), backward reads the stored
+    value in its place.
     """
 
-    def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = (), is_partitioned: bool = False
+    ) -> None:
         self.tape = tape
+        self._is_partitioned = is_partitioned
         self.num_values = len(tape.values)
         self.num_slots = len(tape.slots)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
@@ -262,7 +266,7 @@ class ExecutionPlan:
             in_cell=value in self.roots,
             needs=self.needs.get(value),
             checks_offset=source is None,
-            is_parameter=source is not None and source.place == "parameter",
+            is_partitioned=self._is_partitioned and source is not None and source.place == "parameter",
             is_read_by_replay=value in read,
         )
 
