@@ -20,7 +20,7 @@ from adacc_hf import Policy
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
 from adacc_hf.kernels.outlier_int4 import count_outliers
-from adacc_hf.run.blocks import find_blocks
+from adacc_hf.run.block_search import find_blocks
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 LAYER_SPECIFIC = "layer-specific"
