@@ -34,7 +34,7 @@ from adacc_hf.run.entries import (
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
-from adacc_hf.tape.inputs import argument_tensors, fetch, find_external
+from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import run_in_tiles
@@ -143,8 +143,8 @@ class BlockExecutor:
         plan = entry.execution_plan
         if plan is None:
             return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
-        externals = fetch(plan.externals, block, args, kwargs)
-        if not plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+        externals = plan.fetch(block, args, kwargs)
+        if externals is None:
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
         if entry.symbolic_tape is None:
             self.known_shapes.move_to_end(key)
@@ -179,8 +179,8 @@ class BlockExecutor:
         plan = None if entry is None else entry.execution_plan
         if entry is None or plan is None or plan.is_plain:
             return self.run(block, fn, args, kwargs)
-        externals = fetch(plan.externals, block, args, kwargs)
-        if not plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+        externals = plan.fetch(block, args, kwargs)
+        if externals is None:
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
         fn = self._in_tiles(block, fn)
@@ -343,8 +343,8 @@ class BlockExecutor:
             is_plain = self._is_plain and not self._must_be_checkpointed
             return fn(*args) if is_plain else CheckpointStrategy().run(block, fn, args, kwargs)
         if expected_entry is not None:
-            externals = fetch(expected_entry.plan.externals, block, args, kwargs)
-            if expected_entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+            externals = expected_entry.plan.fetch(block, args, kwargs)
+            if externals is not None:
                 self._count_fallback(expected_entry)
                 call = self._validated_call(expected_entry, externals)
                 result = call.run(block, fn, args, kwargs)

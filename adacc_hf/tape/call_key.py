@@ -57,7 +57,7 @@ class CallKey(NamedTuple):
     part of keys."""
     layout: int
     """Hash of the layout of the block's own tensors (`block_layout`). In addition, each execution plan compares the
-    layout of the tensors that replay reads (`ExecutionPlan.has_all`)."""
+    layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -165,19 +165,20 @@ class ExecutionPlan:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
         return self._merged
 
-    def has_all(
-        self, externals: list[tuple[int, torch.Tensor | None]], find: Callable[[Source], torch.Tensor | None]
-    ) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
-        """Return True if the block's own tensors exist in this call, with the layout that was recorded on the tape.
+    def fetch(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[int, torch.Tensor]] | None:
+        """Look up the existing tensors that replay reads, in this call of `block`. Return (value, tensor) for each of
+        `self.externals`.
 
-        `externals` are (value, tensor) for `self.externals` in this call. `find(source)` returns the tensor at a
-        source, which is a place such as a parameter's name. The layout of arguments is not checked, because it is part
-        of the call's key.
+        Return None if one of the block's own tensors does not exist, or has another layout than recorded on the tape.
+        The layout of arguments is not checked, because it is part of the call's key.
         """
+        externals = [(value, find_external(source, block, args, kwargs)) for value, source in self.externals]
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
             if tensor is None:
-                return False
+                return None
             if type(tensor) not in PLAIN:
                 tensor = local_of(tensor)
             if (
@@ -187,17 +188,19 @@ class ExecutionPlan:
                 or tensor.dtype is not dtype
                 or tensor.device != device
             ):
-                return False
-        return not self._sharing or self._is_shared(find)
+                return None
+        if self._sharing and not self._is_shared(block, args, kwargs):
+            return None
+        return cast("list[tuple[int, torch.Tensor]]", externals)  # `find_external` finds every argument
 
-    def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
+    def _is_shared(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if tensors that shared a storage in the recorded call also share a storage in this call.
 
-        Further tensors on a storage must also have the recorded layout. `find(source)` returns the tensor at a source,
-        which is a place such as a parameter's name.
+        Further tensors on a storage must also have the recorded layout.
         """
         for value, source, geometry in self._sharing:
-            first, other = find(self._source_of(value)), find(source)
+            first = find_external(self._source_of(value), block, args, kwargs)
+            other = find_external(source, block, args, kwargs)
             if first is None or other is None:
                 return False
             first, other = local_of(first), local_of(other)

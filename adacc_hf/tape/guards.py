@@ -18,7 +18,7 @@ NOTE [What Dynamo's guards leave out]
 4. Methods, and attributes that classes inherit: a traced path compares the attributes that the trace looked up on
    classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo.py`).
 5. Storage offsets, and which tensors share a storage. The key contains the offsets and the sharing of the arguments.
-   `ExecutionPlan.has_all` compares the offsets and the sharing of the block's own tensors.
+   `ExecutionPlan.fetch` compares the offsets and the sharing of the block's own tensors.
 6. Blocks that cannot be traced completely: data read into Python, code without source, a value that changes at every
    call. `untraced_key` distinguishes the calls of these blocks, and each call is validated against its tape, operator
    by operator (run/validation.py).
