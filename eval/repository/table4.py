@@ -12,14 +12,12 @@ stopped, also within a training if the training had saved a checkpoint (--save_s
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from adacc_hf.artifacts.files import POLICY_FILE, read_json
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.eval.downstream import average
 from adacc_hf.eval.records.command_line import add_settings, positive_int, read_settings, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
+from adacc_hf.eval.records.ledger import Ledger, RecordError, lock_folder, open_ledger
 from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, PAPER_TASKS, cloze_task, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.zero_shot import ModelSource
@@ -280,7 +278,7 @@ class RecipeRun:
         command = [sys.executable, str(recipe_path()), "--method", self.method, "--output_dir", str(self.folder)]
         command += ["--report", "false", *self.options]
         command += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
-        with _lock_run_folder(self.folder) as lock:
+        with lock_folder(self.folder, holder="the training of an earlier run") as lock:
             # The training process inherits the lock. If its parent is killed, no second training can start in the
             # folder.
             environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
@@ -323,22 +321,6 @@ def last_checkpoint(folder: Path) -> Path | None:
     """
     complete_checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     return max(complete_checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-@contextmanager
-def _lock_run_folder(folder: Path) -> Iterator[int]:
-    """Lock the folder, and yield the descriptor of the lock. Raise RecordError if a training process has locked it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield descriptor
-    except BlockingIOError:
-        raise RecordError(
-            f"{folder} is locked by the training of an earlier run: wait for its end, or end that process"
-        ) from None
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Setting:
     sharding: str
     devices: int
     checkpointing: str
-    """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (speed.py)."""
+    """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (prediction.py)."""
     attention: str
     head: str
     """plain: the model's own loss. chunked: the whole logits never exist at once."""
@@ -52,7 +52,7 @@ class Setting:
     compact_rank: float | None
     accumulates: bool
     older: list[str]
-    """Behaviours of torch or Transformers in the measured version that have changed since (older_versions.py)."""
+    """Behaviours of torch or Transformers in the measured version that have changed since (prediction.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,7 @@ from adacc_hf.eval.repository.published.measurements import (
     sources,
     undecidable,
 )
-from adacc_hf.eval.repository.published.older_versions import OLDER
-from adacc_hf.eval.repository.published.prediction import CHECKPOINTING, request_of
-from adacc_hf.eval.repository.published.speed import MODES
+from adacc_hf.eval.repository.published.prediction import CHECKPOINTING, MODES, OLDER, request_of
 
 
 def test_there_are_enough_of_enough_sources():
