@@ -30,7 +30,6 @@ from adacc_hf.eval.repository.published.measurements import Pair, Row, Setting, 
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
 
-
 # Behaviours of earlier versions of torch and Transformers, for runs that were measured with them.
 
 
