@@ -203,14 +203,14 @@ class BlockFunction:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return self._run(partial(forward, **kwargs), args)
 
-        block.forward = replacement  # type: ignore[method-assign]
+        block.forward = replacement
         try:
             return fn(*args)
         finally:
             if instance_forward is None:
                 del block.forward
             else:
-                block.forward = instance_forward  # type: ignore[method-assign]
+                block.forward = instance_forward
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call of the block under the strategy for this call. The first, second and later calls in a step each
