@@ -16,7 +16,6 @@ from torch import nn
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError, UnrecordedCallError
 from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
-from adacc_hf.run.blocks import CheckpointStrategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
@@ -38,6 +37,7 @@ from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import run_in_tiles
+from adacc_hf.torch_glue.compat import checkpoint_call
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class BlockExecutor:
             return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders())
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
-            return CheckpointStrategy().run(block, fn, args, kwargs)
+            return checkpoint_call(fn, *args, block=block)
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
@@ -235,7 +235,7 @@ class BlockExecutor:
         not run these collectives again, and the ranks would wait for each other. Either all ranks run a collective
         again, or none (rule R13).
         """
-        return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
+        return fn(*args) if has_collectives else checkpoint_call(fn, *args, block=block)
 
     def _call(
         self,
@@ -332,7 +332,7 @@ class BlockExecutor:
         if expected_entry is None and self._is_too_large_to_record(key):
             self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.tape_cache.fallbacks.add(UNRECORDED, self.name)
-            return CheckpointStrategy().run(block, fn, args, kwargs)
+            return checkpoint_call(fn, *args, block=block)
         self.known_shapes.was_compared = True
         if (
             expected_entry is not None and expected_entry.execution_plan is None
@@ -341,7 +341,7 @@ class BlockExecutor:
             self.entries.keep(key, expected_entry)
             self._count_fallback(expected_entry)
             is_plain = self._is_plain and not self._must_be_checkpointed
-            return fn(*args) if is_plain else CheckpointStrategy().run(block, fn, args, kwargs)
+            return fn(*args) if is_plain else checkpoint_call(fn, *args, block=block)
         if expected_entry is not None:
             externals = expected_entry.plan.fetch(block, args, kwargs)
             if externals is not None:
