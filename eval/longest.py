@@ -26,8 +26,7 @@ from adacc_hf.artifacts.profile import Profile, Shapes
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.estimate.integer_search import largest_fitting
 from adacc_hf.estimate.planning import with_checkpointing
-from adacc_hf.eval.records.clock import CLOCKS
-from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.command_line import CLOCKS, parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import PlotPoint, curves
 from adacc_hf.eval.records.records import Figures, Status

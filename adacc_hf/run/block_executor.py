@@ -5,7 +5,6 @@ Rules R1 to R14, which this code refers to, are in the NOTE of policy_handle.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -38,8 +37,6 @@ from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import run_in_tiles
 from adacc_hf.torch_glue.compat import checkpoint_call
-
-log = logging.getLogger(__name__)
 
 MAX_DIVERGENCES = 3
 """Number of times that a block may be recorded again for one call key (traced path and sizes) because a call diverged
@@ -135,14 +132,14 @@ class BlockExecutor:
         entry = self.entries.find(key)
         if entry is None and self.known_shapes.has_new_data(key):
             self.tape_cache.fallbacks.add(NEW_DATA, self.name)
-            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
+            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         self._has_filled_table = False
         self._count_fallback(entry)
         plan = entry.execution_plan
         if plan is None:
-            return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
+            return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args)
         externals = plan.fetch(block, args, kwargs)
         if externals is None:
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
@@ -221,14 +218,14 @@ class BlockExecutor:
         if current_key != key and not self.known_shapes.has_unstable_layout:
             return self._run_as(current_key, block, fn, args, kwargs)
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
-        return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
+        return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
             self.tape_cache.fallbacks.add(entry.fallback, self.name)
 
     @staticmethod
-    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
         torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would

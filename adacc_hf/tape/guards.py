@@ -26,7 +26,6 @@ NOTE [What Dynamo's guards leave out]
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -52,8 +51,6 @@ from adacc_hf.torch_glue.private import (
     storage_key,
 )
 from adacc_hf.torch_glue.tensors import storage_of
-
-log = logging.getLogger(__name__)
 
 MAX_PATHS = 64
 """Maximum number of traced paths cached for each Python class of blocks. A traced path is Dynamo's trace of one path

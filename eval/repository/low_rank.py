@@ -22,7 +22,7 @@ from adacc_hf.compact import CompactFactory
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, plan
-from adacc_hf.eval.records.clock import CLOCKS
+from adacc_hf.eval.records.command_line import CLOCKS
 from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 from adacc_hf.eval.trials.peer_methods import missing_package

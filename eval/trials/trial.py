@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.clock import CLOCKS
+from adacc_hf.eval.records.command_line import CLOCKS
 from adacc_hf.eval.records.records import Figures, WrongResultError
 from adacc_hf.eval.trials import methods, peer_methods
 from adacc_hf.eval.trials.contenders import GATE_STEPS

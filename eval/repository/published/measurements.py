@@ -23,9 +23,6 @@ from transformers import PretrainedConfig
 FOLDER = Path(__file__).parent
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB of 2^20": 2**20}
 """Bytes per unit of a published figure."""
-METERS = ("allocated", "active", "reserved", "nvidia-smi")
-"""Memory counters: live tensors, live tensors by another counter of torch's allocator, bytes kept by the allocator,
-bytes seen by the driver."""
 HELD_OUT_SEED = 32
 
 
@@ -64,6 +61,8 @@ class Row(Setting):
     figure: float
     unit: str
     meter: str
+    """Memory counter: allocated (live tensors), active (live tensors, by another counter of torch's allocator),
+    reserved (bytes kept by the allocator), or nvidia-smi (bytes seen by the driver)."""
     context_mb: float
     """Bytes that the driver counts beyond the allocator's, in units of 2^20 bytes."""
     not_said: list[str]

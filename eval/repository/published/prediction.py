@@ -84,9 +84,6 @@ def older_behaviours(behaviours: Sequence[str]) -> Iterator[None]:
 
 # Predictions for published measurements of memory.
 
-CHECKPOINTING = ("none", "full")
-"""Modes of checkpointing: no checkpoints, or torch's checkpoint around every block."""
-
 
 def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Request:
     """Return the request to `adacc plan` for a row, or for a run of a pair."""
