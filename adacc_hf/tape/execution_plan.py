@@ -19,7 +19,7 @@ from adacc_hf.artifacts.exact_recompute_rules import index_values, is_index, is_
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.attached_tensors import PLACES
-from adacc_hf.tape.inputs import find_external
+from adacc_hf.tape.inputs import find_external, find_externals
 from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
 from adacc_hf.tape.replay_check import merge_equal_values, substitute_values
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
@@ -174,7 +174,7 @@ class ExecutionPlan:
         Return None if one of the block's own tensors does not exist, or has another layout than recorded on the tape.
         The layout of arguments is not checked, because it is part of the call's key.
         """
-        externals = [(value, find_external(source, block, args, kwargs)) for value, source in self.externals]
+        externals = find_externals(self.externals, block, args, kwargs)
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
             if tensor is None:

@@ -7,7 +7,7 @@ last call (rule R12).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -81,6 +81,13 @@ def block_layout(block: nn.Module) -> Hashable:
         for t in tensors
         if has_storage(t)
     )
+
+
+def find_externals(
+    externals: Iterable[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
+) -> list[tuple[int, torch.Tensor | None]]:
+    """Return (value, tensor) for each (value, source) in `externals`, in this call of `block` (see `find_external`)."""
+    return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
