@@ -148,9 +148,9 @@ def _explain_command(arguments: argparse.Namespace) -> str:
     columns = terminal_columns()
     text = fit_lines("\n".join([explain_policy(policy, profile, columns), *_fallback_lines(path)]), columns)
     if arguments.html is not None:
-        from adacc_hf.reports.report import write_report
+        from adacc_hf.reports.report import policy_report
 
-        write_report(arguments.html, profile=profile, policy=policy)
+        policy_report(profile=profile, policy=policy).save(arguments.html)
     return text
 
 
@@ -174,9 +174,9 @@ def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namesp
             f"profile; leave out --profile"
         )
     if arguments.html is not None:
-        from adacc_hf.compiler.graph_report import write_compiled_report
+        from adacc_hf.compiler.graph_report import compiled_report
 
-        write_compiled_report(arguments.html, policy=policy)
+        compiled_report(policy=policy).save(arguments.html)
     columns = terminal_columns()
     lines = [explain_compiled(policy, columns), *_fallback_lines(policy_file(arguments.policy))]
     return fit_lines("\n".join(lines), columns)
@@ -191,19 +191,19 @@ def _report_command(arguments: argparse.Namespace) -> str:
     )
     first_steps = _first_steps(path.with_name(FIRST_STEPS_FILE))
     if compiled is not None:
-        from adacc_hf.compiler.graph_report import write_compiled_report
+        from adacc_hf.compiler.graph_report import compiled_report
 
         return _describe_report_files(
-            write_compiled_report(folder, policy=compiled, history=history, first_steps=first_steps)
+            compiled_report(policy=compiled, history=history, first_steps=first_steps).save(folder)
         )
     profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
         raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
-    from adacc_hf.reports.report import write_report
+    from adacc_hf.reports.report import policy_report
 
     policy, profile = Policy.load(path), Profile.load(profile_path)
     return _describe_report_files(
-        write_report(folder, profile=profile, policy=policy, history=history, first_steps=first_steps)
+        policy_report(profile=profile, policy=policy, history=history, first_steps=first_steps).save(folder)
     )
 
 

@@ -19,7 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from adacc_hf import AdaccCallback
 from adacc_hf.callbacks.paper_methods import method_callbacks
-from adacc_hf.eval.records.clock import CLOCKS
+from adacc_hf.eval.records.command_line import CLOCKS
 from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size

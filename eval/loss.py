@@ -29,8 +29,6 @@ from adacc_hf.reports.run_record import markdown_table
 PAPER_GAP_PERCENT = (0.46, 0.5)
 """Adacc's difference from plain training in the paper (section 4.3, GPT-117M and GPT-345M)."""
 
-Curve = list[tuple[int, float]]
-
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
     """Train by every method, print the table, save record, table and plot. Return 1 if a run failed."""

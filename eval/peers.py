@@ -17,9 +17,8 @@ from typing import Any
 
 from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
-from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
+from adacc_hf.eval.records.peers_report import Point, compare, fastest_within, matched_key, report_text, save_plot
 from adacc_hf.eval.records.records import Figures, Status
-from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import failure, run_isolated
 from adacc_hf.eval.trials.methods import Promise

@@ -78,18 +78,10 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _cpp_kernels() -> ctypes.CDLL:
-    """Return the library of C++ codec kernels. Use this only after `is_usable` has returned True."""
+    """Return the library of C++ codec kernels. Use this only if `library()` is not None."""
     compiled_library = library()
     assert compiled_library is not None
     return compiled_library
-
-
-def is_usable(tensor: Tensor) -> bool:
-    """Return True if the C++ codec kernels can be used: `tensor` is on the CPU, and the kernels are compiled.
-
-    The dtype of `tensor` is not checked here, but by `Codec.supports`.
-    """
-    return tensor.is_cpu and library() is not None
 
 
 def _processor_flags() -> str:

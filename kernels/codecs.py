@@ -209,7 +209,7 @@ class Codec:
         """
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
-        return self.cpu if _cpu.is_usable(tensor) else None
+        return self.cpu if tensor.is_cpu and _cpu.library() is not None else None
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
         """Encode `x` with `kernels`, and return the tensors to store. `x` is [N], or a matrix [R, C] if

@@ -18,7 +18,7 @@ from adacc_hf.artifacts.files import POLICY_FILE
 from adacc_hf.callbacks.paper_methods import method_callbacks
 from adacc_hf.compact import CompactFactory, parse_rank
 from adacc_hf.estimate.model_presets import build_model, checked_seq_len, load_config
-from adacc_hf.reports.report import write_report
+from adacc_hf.reports.report import policy_report
 
 log = logging.getLogger(__name__)
 
@@ -145,14 +145,13 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
     if callback.profile is None:
         log.warning("no report written: the checkpoint that this run resumed from has a policy but no profile")
         return
-    write_report(
-        folder,
+    policy_report(
         profile=callback.profile,
         policy=callback.policy,
         history=callback.history,
         first_steps=callback.first_steps,
         comparison=comparison,
-    )
+    ).save(folder)
 
 
 def final_train_loss(trainer: Trainer) -> float:

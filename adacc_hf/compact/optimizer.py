@@ -24,7 +24,7 @@ from adacc_hf.compact.layer import (
     make_compact,
     make_plain,
 )
-from adacc_hf.run.blocks import find_blocks
+from adacc_hf.run.block_search import find_blocks
 from adacc_hf.torch_glue.compat import class_name
 from adacc_hf.torch_glue.zero3 import is_partitioned
 

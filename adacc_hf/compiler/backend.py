@@ -5,7 +5,6 @@ The partitioner is installed in Inductor's configuration, as `torch._inductor.co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,8 +66,6 @@ def _split_backend_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 # Installation of the partitioner in torch's settings, for models that other code compiles.
-
-log = logging.getLogger(__name__)
 
 
 class InstalledPartitioner:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.notebook_html import ACTION_COLORS
@@ -41,21 +40,6 @@ def compiled_report(
         *timeline_parts(history),
     )
     return Report(title=GRAPHS_TITLE, overview=overview, details=(*_graph_tensor_tables(policy), *event_parts(history)))
-
-
-def write_compiled_report(
-    folder: str | Path,
-    *,
-    policy: CompiledPolicy,
-    history: Sequence[Record] = (),
-    first_steps: Sequence[Record] = (),
-) -> Path:
-    """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
-
-    The arguments are the same as for `compiled_report`. Before anything is written, raises NotADirectoryError if
-    `folder` is a file, and ImportError if matplotlib is not installed.
-    """
-    return compiled_report(policy=policy, history=history, first_steps=first_steps).save(folder)
 
 
 def _region_summary(policy: CompiledPolicy) -> list[Part]:

@@ -440,7 +440,7 @@ def _plan_sharding(arguments: argparse.Namespace) -> Sharding:
 
 def _write_plan_report(folder: Path, plan: TrainingPlan) -> None:
     from adacc_hf.estimate.plan_report import remarks
-    from adacc_hf.reports.report import write_report
+    from adacc_hf.reports.report import policy_report
 
     policy = plan.policy or uniform_policy(plan.profile, "recompute")
     comparison = [
@@ -454,4 +454,4 @@ def _write_plan_report(folder: Path, plan: TrainingPlan) -> None:
         }
         for name, forecast in plan.forecasts.items()
     ]
-    write_report(folder, profile=plan.profile, policy=policy, comparison=comparison, remarks=remarks(plan))
+    policy_report(profile=plan.profile, policy=policy, comparison=comparison, remarks=remarks(plan)).save(folder)

@@ -41,7 +41,7 @@ from adacc_hf.estimate.tensor_parallel import shard_model
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
 from adacc_hf.price.profiler import profile_model
-from adacc_hf.run.blocks import find_blocks
+from adacc_hf.run.block_search import find_blocks
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.private import (
     DataDependentOutputException,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -34,8 +33,6 @@ METHODS = ("plain", "full recomputation", "adacc")
 from the solver."""
 EXACT, TILED = "adacc, exact", "recomputation, tiles and chunked head"
 """Additional training methods that the search for the longest sequence compares."""
-_UNIFORM = {"plain": "retain", "quantization": "compress"}
-"""Action that each method applies to every activation, for the methods with one action."""
 SEARCH_LIMIT = 2**20
 """Upper end of the searches for the largest batch size and the longest sequence."""
 LENGTH_STEP = 8
@@ -140,16 +137,6 @@ def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
     """
     with fake_model(request.workload) as model:
         return _reserved_bytes(request, model, is_checkpointed)
-
-
-def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
-    """Return, for each of `methods`, the largest batch size within the budget, at the sequence length of `request`.
-
-    Allowed methods are METHODS, and "quantization", which compresses every activation that has a codec. The largest
-    batch is 0 if no batch fits. Raises the same errors as `plan`.
-    """
-    with fake_model(request.workload) as model:
-        return TrainingPlanner(request, model).largest_batches(methods)
 
 
 def plan(request: Request) -> TrainingPlan:
@@ -320,15 +307,6 @@ class TrainingPlanner:
             extended[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
         return extended
 
-    def largest_batches(self, methods: Sequence[str]) -> dict[str, int]:
-        """Return the largest batch of each method. Each search starts at the largest previous result."""
-        request = self.request
-        self.trace()
-        batch_sizes: dict[str, int] = {}
-        for method in methods:
-            batch_sizes[method] = self._largest_batch(method, max(1, *batch_sizes.values(), request.batch_size))
-        return batch_sizes
-
     def _largest_batch(self, method: str, start: int) -> int:
         seq_len = self.request.seq_len
         hints = {
@@ -392,8 +370,8 @@ class TrainingPlanner:
             return tiled_checkpointing(profile).peak_bytes
         if is_adacc:
             return least_peak_bytes(profile, self.request.budget, self.config_of(method))
-        if method in _UNIFORM:
-            return uniform_policy(profile, _UNIFORM[method]).predicted_peak_bytes
+        if method == "plain":
+            return uniform_policy(profile, "retain").predicted_peak_bytes
         return fully_recomputed(profile).peak_bytes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
@@ -102,32 +101,6 @@ def policy_report(
         *timeline_parts(history),
     )
     return Report(title=TITLE, overview=overview, details=(*_actions_section(profile, policy), *event_parts(history)))
-
-
-def write_report(
-    folder: str | Path,
-    *,
-    profile: Profile,
-    policy: Policy,
-    history: Sequence[Record] = (),
-    first_steps: Sequence[Record] = (),
-    comparison: Sequence[Record] | None = None,
-    remarks: Sequence[str] = (),
-) -> Path:
-    """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
-
-    The arguments are the same as for `policy_report`. Before anything is written, raises the errors of `policy_report`,
-    and NotADirectoryError if `folder` is a file.
-    """
-    report = policy_report(
-        profile=profile,
-        policy=policy,
-        history=history,
-        first_steps=first_steps,
-        comparison=comparison,
-        remarks=remarks,
-    )
-    return report.save(folder)
 
 
 class SimulatedStep(NamedTuple):

@@ -5,7 +5,6 @@ Rules R1 to R14, which this code refers to, are in the NOTE of policy_handle.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +15,6 @@ from torch import nn
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError, UnrecordedCallError
 from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
-from adacc_hf.run.blocks import CheckpointStrategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
@@ -34,12 +32,11 @@ from adacc_hf.run.entries import (
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
-from adacc_hf.tape.inputs import argument_tensors, fetch, find_external
+from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.tape.tiled_rows import in_tiles
-
-log = logging.getLogger(__name__)
+from adacc_hf.tape.tiled_rows import run_in_tiles
+from adacc_hf.torch_glue.compat import checkpoint_call
 
 MAX_DIVERGENCES = 3
 """Number of times that a block may be recorded again for one call key (traced path and sizes) because a call diverged
@@ -113,14 +110,19 @@ class BlockExecutor:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self.plan.is_checkpointed:
-            return run_checkpointed(block, in_tiles(block, self.plan.tiling, fn), args, kwargs, self._input_coders())
+            return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders())
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
-            return CheckpointStrategy().run(block, fn, args, kwargs)
+            return checkpoint_call(fn, *args, block=block)
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
-        return self._run_as(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
+        return self._run_as(key, block, self._in_tiles(block, fn), args, kwargs)
+
+    def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call `fn` of `block` with the modules in tiles that the plan runs in tiles."""
+        tiling = self.plan.tiling
+        return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the block with this `key` (traced path and sizes) under the plan.
@@ -130,25 +132,26 @@ class BlockExecutor:
         entry = self.entries.find(key)
         if entry is None and self.known_shapes.has_new_data(key):
             self.tape_cache.fallbacks.add(NEW_DATA, self.name)
-            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
+            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         self._has_filled_table = False
         self._count_fallback(entry)
-        if entry.execution_plan is None:
-            return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
-        externals = fetch(entry.plan.externals, block, args, kwargs)
-        if not entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+        plan = entry.execution_plan
+        if plan is None:
+            return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args)
+        externals = plan.fetch(block, args, kwargs)
+        if externals is None:
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
         if entry.symbolic_tape is None:
             self.known_shapes.move_to_end(key)
         entry.known_shape.num_calls += 1
         self._learn_order(entry)
-        if not self._is_due(entry):
-            return self._call(entry, externals, block, fn, args)
+        if not self._is_due(entry, plan):
+            return self._call(entry, plan, externals, block, fn, args)
         call = self._validated_call(entry, externals)
         result = call.run(block, fn, args, kwargs)
-        self._check_replaced(entry.plan, externals, block)
+        self._check_replaced(plan, externals, block)
         self._learn(key, entry, call)
         return result
 
@@ -170,25 +173,26 @@ class BlockExecutor:
                     f"the budget has no room to record another traced path of {self.name}: increase memory_budget, or "
                     f"set guard_blocks=0"
                 )
-        if entry is None or entry.execution_plan is None or entry.execution_plan.is_plain:
+        plan = None if entry is None else entry.execution_plan
+        if entry is None or plan is None or plan.is_plain:
             return self.run(block, fn, args, kwargs)
-        externals = fetch(entry.plan.externals, block, args, kwargs)
-        if not entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+        externals = plan.fetch(block, args, kwargs)
+        if externals is None:
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
-        fn = in_tiles(block, self.plan.tiling, fn)
+        fn = self._in_tiles(block, fn)
         if entry.known_shape.num_calls > 1 and self.known_shapes.untraced is None:
-            return self._call(entry, externals, block, fn, args)
+            return self._call(entry, plan, externals, block, fn, args)
         return self._validated_call(entry, externals).run(block, fn, args, kwargs)
 
-    def _is_due(self, entry: Entry) -> bool:
+    def _is_due(self, entry: Entry, plan: ExecutionPlan) -> bool:
         """Return True if this call must be validated: compared with its tape, operator by operator, while it runs.
 
         Raise PolicyMismatchError if every call of the block must be validated, but a CUDA graph is being captured.
         """
-        if entry.plan.is_plain:
+        if plan.is_plain:
             return False
-        is_trusted = entry.plan.tape.due_check is None and self.known_shapes.untraced is None
+        is_trusted = plan.tape.due_check is None and self.known_shapes.untraced is None
         if is_trusted and not is_checked_call(entry.known_shape.num_calls):
             return False
         if is_being_captured() and self.known_shapes.untraced is not None:
@@ -214,26 +218,32 @@ class BlockExecutor:
         if current_key != key and not self.known_shapes.has_unstable_layout:
             return self._run_as(current_key, block, fn, args, kwargs)
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
-        return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
+        return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
             self.tape_cache.fallbacks.add(entry.fallback, self.name)
 
     @staticmethod
-    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
         torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
         not run these collectives again, and the ranks would wait for each other. Either all ranks run a collective
         again, or none (rule R13).
         """
-        return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
+        return fn(*args) if has_collectives else checkpoint_call(fn, *args, block=block)
 
     def _call(
-        self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
+        self,
+        entry: Entry,
+        plan: ExecutionPlan,
+        externals: list[tuple[int, torch.Tensor]],
+        block: nn.Module,
+        fn: Any,
+        args: tuple[Any, ...],
     ) -> Any:
-        plan = entry.plan
+        """Run a call of the block under `plan`, the execution plan of `entry`."""
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
         if plan.draws and is_being_captured():
@@ -319,7 +329,7 @@ class BlockExecutor:
         if expected_entry is None and self._is_too_large_to_record(key):
             self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.tape_cache.fallbacks.add(UNRECORDED, self.name)
-            return CheckpointStrategy().run(block, fn, args, kwargs)
+            return checkpoint_call(fn, *args, block=block)
         self.known_shapes.was_compared = True
         if (
             expected_entry is not None and expected_entry.execution_plan is None
@@ -328,10 +338,10 @@ class BlockExecutor:
             self.entries.keep(key, expected_entry)
             self._count_fallback(expected_entry)
             is_plain = self._is_plain and not self._must_be_checkpointed
-            return fn(*args) if is_plain else CheckpointStrategy().run(block, fn, args, kwargs)
+            return fn(*args) if is_plain else checkpoint_call(fn, *args, block=block)
         if expected_entry is not None:
-            externals = fetch(expected_entry.plan.externals, block, args, kwargs)
-            if expected_entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+            externals = expected_entry.plan.fetch(block, args, kwargs)
+            if externals is not None:
                 self._count_fallback(expected_entry)
                 call = self._validated_call(expected_entry, externals)
                 result = call.run(block, fn, args, kwargs)

@@ -1,4 +1,4 @@
-"""Search for a model's transformer blocks, and installation of removable functions that run the blocks' calls.
+"""Installation of removable functions that run the calls of a model's blocks.
 
 The functions use an entry point of Transformers: a GradientCheckpointingLayer whose checkpointing flag is set passes
 its forward to a function. Each block gets a function object of its own. For classes that the user names in
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
@@ -24,30 +23,25 @@ from adacc_hf.artifacts.errors import (
     CompiledBlockError,
     ConcurrentCallError,
     NestedHooksError,
-    NoBlocksError,
     PolicyMismatchError,
 )
+from adacc_hf.run.block_search import find_blocks, inner_layers, refuse_adapters, refuse_wrappers
 from adacc_hf.torch_glue.caching_warning import CachingWarning
 from adacc_hf.torch_glue.compat import (
     FLAG,
     FUNCTION,
     SETTER,
+    Cache,
     GradientCheckpointingLayer,
     PreTrainedModel,
+    block_of,
     checkpoint_call,
-    class_name,
-    has_cache,
     has_filled_cache,
-    is_checkpoint_wrapper,
-    is_compiled_around,
-    keyword_arguments,
     layerdrop_rates,
     only_reads_cache,
-    outer_hooks,
-    run_inside_hooks,
     without_caches,
 )
-from adacc_hf.torch_glue.private import transform_level, tree_leaves
+from adacc_hf.torch_glue.private import eval_frame_callback, outer_hooks, transform_level, tree_leaves
 from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
 
 log = logging.getLogger(__name__)
@@ -162,7 +156,7 @@ class BlockFunction:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
             return fn(*args)
-        if is_compiled_around():
+        if _is_compiled_around():
             raise CompiledBlockError(
                 f"block {self.name} runs inside a module that torch.compile compiles, where operators cannot be "
                 f"recorded: compile only modules outside of the blocks or inside them (torch_compile=False in "
@@ -177,7 +171,8 @@ class BlockFunction:
             )
         if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
-        if has_cache(fn, args) and not only_reads_cache(self.block):
+        arguments = (*args, *fn.keywords.values()) if isinstance(fn, partial) else args
+        if any(isinstance(argument, Cache) for argument in arguments) and not only_reads_cache(self.block):
             if has_filled_cache(self.block, fn, args):
                 raise ValueError(
                     f"block {self.name} gets past_key_values that contain keys (prefix tuning, or a text trained in "
@@ -187,19 +182,46 @@ class BlockFunction:
             fn, args = without_caches(fn, args)
         previous = self._thread.enter(self.name)
         try:
-            return run_inside_hooks(fn, args, self._run)
+            return self._run_inside_hooks(fn, args)
         finally:
             self._thread.leave(previous)
+
+    def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the call `fn(*args)` of the block: its forward under the strategy, and its forward hooks around that.
+
+        Transformers 5.23 passes the forward alone as `fn`, but 5.17 passes the call with its hooks. Hooks must not be
+        recorded and replayed, because FSDP2's hooks gather the parameters before forward and free the parameters
+        afterwards.
+        """
+        call = fn.func if isinstance(fn, partial) else fn
+        if getattr(call, "__func__", None) is not nn.Module.__call__:
+            return self._run(fn, args)
+        block = block_of(fn)
+        assert block is not None  # `fn` calls a module
+        forward, instance_forward = block.forward, block.__dict__.get("forward")
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return self._run(partial(forward, **kwargs), args)
+
+        block.forward = replacement
+        try:
+            return fn(*args)
+        finally:
+            if instance_forward is None:
+                del block.forward
+            else:
+                block.forward = instance_forward
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call of the block under the strategy for this call. The first, second and later calls in a step each
         have their own strategy."""
         block = self.block
         assert block is not None  # checked in `__call__`
+        kwargs = fn.keywords if isinstance(fn, partial) else {}
         if not self.later:
-            return self.strategy.run(block, fn, args, keyword_arguments(fn))
+            return self.strategy.run(block, fn, args, kwargs)
         call = self.calls()[self.step.next_of(1 + len(self.later))]
-        result = call.strategy.run(block, fn, args, keyword_arguments(fn))
+        result = call.strategy.run(block, fn, args, kwargs)
         self.step.returned(result)
         return result
 
@@ -231,6 +253,15 @@ class BlockFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_function, (self.name,)
+
+
+def _is_compiled_around() -> bool:
+    """Return True if this code runs inside a function or module that torch.compile compiles.
+
+    Two signs are checked: `is_compiling` is True while the compiler traces, and Dynamo's eval-frame callback is set
+    while Python runs the code.
+    """
+    return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
 def _describe_hooks(block: str, hooks: Any) -> str:
@@ -268,8 +299,8 @@ class Installation:
     def __init__(self, model: nn.Module, block_classes: tuple[str, ...] | None = None) -> None:
         self.model = model
         blocks = find_blocks(model, block_classes)
-        _refuse_wrappers(model)
-        _refuse_adapters(model)
+        refuse_wrappers(model)
+        refuse_adapters(model)
         thread = CallThread()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
@@ -355,7 +386,7 @@ class Installation:
                 was_on = flag.was_on if isinstance(flag, TrainingFlag) else bool(flag)
                 block.__dict__[FLAG] = TrainingFlag(was_on)
                 block.__dict__[FUNCTION] = function
-            for inner in _inner_layers(block):
+            for inner in inner_layers(block):
                 inner.__dict__[FLAG] = False
 
     def uncalled(self) -> list[str]:
@@ -379,7 +410,7 @@ class Installation:
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
         """Install `function` on `block`: through its checkpointing flag, or around its forward."""
-        for inner in _inner_layers(block):  # would be checkpointed inside the block under any plan
+        for inner in inner_layers(block):  # would be checkpointed inside the block under any plan
             self._set(inner, FLAG, False)
         if not self._wraps_forward:
             self._set(block, FLAG, TrainingFlag(was_on=bool(getattr(block, FLAG, False))))
@@ -443,74 +474,6 @@ class Reinstaller:
 
 def _bound_setter(model: Any, name: str) -> Any:
     return getattr(type(model), name).__get__(model)
-
-
-def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:
-    """Return (module path, module) of every outermost block, in module order.
-
-    Raise NoBlocksError if the model has no block.
-    """
-    class_names = set(block_classes or ())
-    blocks: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        is_block = class_name(module) in class_names if class_names else isinstance(module, GradientCheckpointingLayer)
-        if is_block and not any(name.startswith(f"{outer}.") for outer, _ in blocks):
-            blocks.append((name, module))
-    if not blocks:
-        owner = type(model).__name__
-        problem = (
-            f"block_classes={block_classes!r} names no module of {owner}"
-            if class_names
-            else f"{owner} has no repeated blocks: none of its modules is a GradientCheckpointingLayer of Transformers"
-        )
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        repeated = Counter(class_name(layer) for layers in lists for layer in layers)
-        listed = ", ".join(f"{name} ({number} times)" for name, number in repeated.items())
-        hint = f" (repeated in its ModuleLists: {listed})" if listed else ""
-        raise NoBlocksError(
-            f"{problem}; name the class of its layers{hint} with AdaccConfig(block_classes="
-            f"{tuple(repeated) or ('MyLayer',)!r})"
-        )
-    return blocks
-
-
-def _inner_layers(block: nn.Module) -> list[nn.Module]:
-    """Return the layers inside `block` that Transformers could checkpoint one by one, such as the layers of Swin's
-    stages."""
-    inner = [module for module in block.modules() if module is not block]
-    return [module for module in inner if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _refuse_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters whose blocks cannot run again in backward.
-
-    Prefix tuning stores the prefix in key-value caches, which Transformers drops for checkpointed blocks. PEFT sets the
-    offsets of an aLoRA with hooks that exist during the model's forward only.
-    """
-    adapters = [getattr(module, "peft_config", None) for module in model.modules()]
-    configs = [config for each in adapters if isinstance(each, dict) for config in each.values()]
-    kinds = [str(getattr(config, "peft_type", None)).rpartition(".")[2] for config in configs]
-    if refused := [kind for kind in kinds if kind in ("PREFIX_TUNING", "CARTRIDGE")]:
-        raise ValueError(
-            f"{refused[0].lower().replace('_', ' ')} passes its prefix to the blocks as a key-value cache, which "
-            f"neither replay nor gradient checkpointing can preserve: use prompt tuning or LoRA, or train without "
-            f"adacc_hf"
-        )
-    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
-        raise ValueError(
-            "alora_invocation_tokens is set in the LoraConfig: PEFT's hooks for an aLoRA are gone when backward runs a "
-            "block again, outside of PEFT's own gradient checkpointing. Train with gradient_checkpointing=True without "
-            "adacc_hf, or use LoRA"
-        )
-
-
-def _refuse_wrappers(model: nn.Module) -> None:
-    wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
-    if wrapped:
-        raise NestedHooksError(
-            f"{wrapped[0] or type(model).__name__} is wrapped for activation checkpointing already "
-            f"({len(wrapped)} modules): switch off FSDP's activation_checkpointing, which adacc_hf replaces"
-        )
 
 
 # Number of a block's current call in a step.

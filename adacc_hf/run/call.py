@@ -30,7 +30,7 @@ from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, runs_compiled_code
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source
-from adacc_hf.torch_glue.private import current_autograd_node, version_of, viewed_tensor
+from adacc_hf.torch_glue.private import current_autograd_node, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
 from adacc_hf.torch_glue.tensors import (
     PLAIN,
@@ -42,7 +42,7 @@ from adacc_hf.torch_glue.tensors import (
     to_dtensor,
     wait_if_async,
 )
-from adacc_hf.torch_glue.zero3 import DIVIDED, PartitionedView, saved_tensor, without_gathered_memory
+from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
 PackedSlot = tuple[int, Any, "int | None", Any]
 
@@ -151,10 +151,8 @@ class Call:
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
         if expected.needs is None:
-            # In place of `without_gathered_memory`, whose calls take as long as the rest of this method.
-            if expected.is_parameter and (hasattr(tensor, DIVIDED) or hasattr(viewed_tensor(tensor), DIVIDED)):
-                return slot, without_gathered_memory(tensor), version_of(tensor), None
-            return slot, tensor.detach(), version_of(tensor), None
+            content = without_gathered_memory(tensor) if expected.is_partitioned else tensor.detach()
+            return slot, content, version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
@@ -211,13 +209,10 @@ class Call:
         if version is not None:
             if version_of(content) != version:
                 raise self._modified(self.plan.slots[slot].value)
-            if type(content) is PartitionedView:
-                content = content.tensor()
-            return (
-                clone_with_storage(content)
-                if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten()
-                else content
-            )
+            instructions = self.plan.slots[slot]
+            if instructions.is_partitioned:
+                content = saved_tensor(content)
+            return clone_with_storage(content) if instructions.is_read_by_replay and _may_be_overwritten() else content
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
                 recomputed = self._run(program, slot, content)

@@ -80,6 +80,7 @@ from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.larger_batches import LargerBatches
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.progress import announce
+from adacc_hf.torch_glue.zero3 import is_partitioned
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -110,7 +111,7 @@ class PolicyHandle:
     ) -> None:
         self.installation = Installation(model, block_classes)
         self._block_classes = block_classes
-        self.tape_cache = TapeCache()
+        self.tape_cache = TapeCache(is_partitioned=any(map(is_partitioned, model.parameters())))
         self.tape_cache.take(profiled_tapes(model))
         if profile is not None:  # a profile of another process, whose tapes are not available
             self.tape_cache.expect_orders(profile.kinds)

@@ -145,7 +145,7 @@ class PeakOracle:
 # grows with each replayed operator. So a local search starts at the policy of frontier plans with the least peak. It
 # changes the action of single activations, in the Pareto-optimal plans of the kind of block where the peak occurs, as
 # long as this lowers the peak. The result is not proven to have the least peak. The search runs with prices in bytes
-# (byte_prices.py), so that its result does not depend on measured times.
+# (kinds.py), so that its result does not depend on measured times.
 
 PLANS_PER_ROUND = 8
 """Number of plans per round of the local search whose neighbours (plans that differ in one activation) are computed.

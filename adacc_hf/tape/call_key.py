@@ -57,7 +57,7 @@ class CallKey(NamedTuple):
     part of keys."""
     layout: int
     """Hash of the layout of the block's own tensors (`block_layout`). In addition, each execution plan compares the
-    layout of the tensors that replay reads (`ExecutionPlan.has_all`)."""
+    layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
 
 
 @dataclass(slots=True)
@@ -94,6 +94,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Calls of the model's blocks that Dynamo cannot trace. None if the block is not part of a model."""
         self._paths: BlockPaths | None = None
         """Dynamo's traces of the block's code (tape/guards.py). None before the block's first call."""
+        self.untraced: str | None = None
+        """The reason why the latest call must be validated. None if Dynamo's guards prove that the call runs the
+        operators on its tape."""
         self.layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts (shapes, strides and storages) of the block's own tensors, the latest last."""
         self._layout = 0
@@ -112,12 +115,6 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         operator."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
         """Entries that count calls by symbolic tape, which is one tape for all sizes."""
-
-    @property
-    def untraced(self) -> str | None:
-        """The reason why the latest call must be validated. None if Dynamo's guards prove that the call runs the
-        operators on its tape."""
-        return None if self._paths is None else self._paths.untraced
 
     def key(
         self,
@@ -139,6 +136,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
             self._note_layout(block)
         self._num_calls += 1
         path, numbers = self._paths.key(fn, args)
+        self.untraced = self._paths.untraced
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
         tiled = None if tiling is None else (tiling.modules, tiling.backward_only)
         return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), data, self._layout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from adacc_hf.artifacts.exact_recompute_rules import index_values, is_index, is_
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.attached_tensors import PLACES
-from adacc_hf.tape.inputs import find_external
+from adacc_hf.tape.inputs import find_external, find_externals
 from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
 from adacc_hf.tape.replay_check import merge_equal_values, substitute_values
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
@@ -43,8 +43,8 @@ class Slot:
     checks_offset: bool
     """True if the saved tensor's storage offset must equal the recorded offset. For an argument this is False, because
     an argument may be a slice of any tensor."""
-    is_parameter: bool
-    """True if the saved tensor is a parameter or a view of one."""
+    is_partitioned: bool
+    """True if the saved tensor is a parameter that ZeRO 3 divides among ranks, or a view of one."""
     is_read_by_replay: bool
     """True if replay reads the value, or if saved tensors of other values with the same bits use it. If a backward
     function may write into the value, the function then gets a copy."""
@@ -89,12 +89,16 @@ class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
     `choices` contains one choice (retain, compress or recompute) for each activation. `shared` are inputs that code
-    outside the block keeps alive. If the plan does not store a value that has the same contents as a stored value
-    (`Tape.equal`), backward reads the stored value in its place.
+    outside the block keeps alive. `is_partitioned` is True if ZeRO 3 divides the model's parameters among ranks. If the
+    plan does not store a value that has the same contents as a stored value (`Tape.equal`), backward reads the stored
+    value in its place.
     """
 
-    def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = (), is_partitioned: bool = False
+    ) -> None:
         self.tape = tape
+        self._is_partitioned = is_partitioned
         self.num_values = len(tape.values)
         self.num_slots = len(tape.slots)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
@@ -161,19 +165,20 @@ class ExecutionPlan:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
         return self._merged
 
-    def has_all(
-        self, externals: list[tuple[int, torch.Tensor | None]], find: Callable[[Source], torch.Tensor | None]
-    ) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
-        """Return True if the block's own tensors exist in this call, with the layout that was recorded on the tape.
+    def fetch(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[int, torch.Tensor]] | None:
+        """Look up the existing tensors that replay reads, in this call of `block`. Return (value, tensor) for each of
+        `self.externals`.
 
-        `externals` are (value, tensor) for `self.externals` in this call. `find(source)` returns the tensor at a
-        source, which is a place such as a parameter's name. The layout of arguments is not checked, because it is part
-        of the call's key.
+        Return None if one of the block's own tensors does not exist, or has another layout than recorded on the tape.
+        The layout of arguments is not checked, because it is part of the call's key.
         """
+        externals = find_externals(self.externals, block, args, kwargs)
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
             if tensor is None:
-                return False
+                return None
             if type(tensor) not in PLAIN:
                 tensor = local_of(tensor)
             if (
@@ -183,17 +188,19 @@ class ExecutionPlan:
                 or tensor.dtype is not dtype
                 or tensor.device != device
             ):
-                return False
-        return not self._sharing or self._is_shared(find)
+                return None
+        if self._sharing and not self._is_shared(block, args, kwargs):
+            return None
+        return cast("list[tuple[int, torch.Tensor]]", externals)  # `find_external` finds every argument
 
-    def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
+    def _is_shared(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if tensors that shared a storage in the recorded call also share a storage in this call.
 
-        Further tensors on a storage must also have the recorded layout. `find(source)` returns the tensor at a source,
-        which is a place such as a parameter's name.
+        Further tensors on a storage must also have the recorded layout.
         """
         for value, source, geometry in self._sharing:
-            first, other = find(self._source_of(value)), find(source)
+            first = find_external(self._source_of(value), block, args, kwargs)
+            other = find_external(source, block, args, kwargs)
             if first is None or other is None:
                 return False
             first, other = local_of(first), local_of(other)
@@ -262,7 +269,7 @@ class ExecutionPlan:
             in_cell=value in self.roots,
             needs=self.needs.get(value),
             checks_offset=source is None,
-            is_parameter=source is not None and source.place == "parameter",
+            is_partitioned=self._is_partitioned and source is not None and source.place == "parameter",
             is_read_by_replay=value in read,
         )
 

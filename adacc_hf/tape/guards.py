@@ -16,9 +16,9 @@ NOTE [What Dynamo's guards leave out]
 3. Tensors that have a name in the block, but are reached in another way on the path: by a list of layers, or a bound
    method. A traced path is valid for the recorded names (`TracedPath.fits`).
 4. Methods, and attributes that classes inherit: a traced path compares the attributes that the trace looked up on
-   classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo_gaps.py`).
+   classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo.py`).
 5. Storage offsets, and which tensors share a storage. The key contains the offsets and the sharing of the arguments.
-   `ExecutionPlan.has_all` compares the offsets and the sharing of the block's own tensors.
+   `ExecutionPlan.fetch` compares the offsets and the sharing of the block's own tensors.
 6. Blocks that cannot be traced completely: data read into Python, code without source, a value that changes at every
    call. `untraced_key` distinguishes the calls of these blocks, and each call is validated against its tape, operator
    by operator (run/validation.py).
@@ -26,7 +26,6 @@ NOTE [What Dynamo's guards leave out]
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -52,8 +51,6 @@ from adacc_hf.torch_glue.private import (
     storage_key,
 )
 from adacc_hf.torch_glue.tensors import storage_of
-
-log = logging.getLogger(__name__)
 
 MAX_PATHS = 64
 """Maximum number of traced paths cached for each Python class of blocks. A traced path is Dynamo's trace of one path

@@ -7,7 +7,7 @@ last call (rule R12).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -83,25 +83,19 @@ def block_layout(block: nn.Module) -> Hashable:
     )
 
 
-def fetch(
-    externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
+def find_externals(
+    externals: Iterable[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Look up the existing tensors that replay reads, in this call of `block`. Return (value, tensor) for each of
-    `externals`.
-
-    `externals` are (value, source) of arguments, parameters, buffers and attached tensors. A source is the place where
-    a call finds the tensor. An attached tensor is stored on a module or a parameter without being registered as a
-    parameter or buffer, such as the scales of a quantized weight. The tensor in a pair is None if the call has no
-    tensor at the source.
-    """
+    """Return (value, tensor) for each (value, source) in `externals`, in this call of `block` (see `find_external`)."""
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Return the tensor at `source`, a place such as a parameter's name, in this call of `block`.
 
-    The tensor is detached unless it is a parameter. Return None if a tensor that was attached to a parameter or module
-    no longer exists.
+    A source is the place of an argument, parameter, buffer or attached tensor. An attached tensor is stored on a module
+    or a parameter without being registered as a parameter or buffer, such as the scales of a quantized weight. The
+    tensor is detached unless it is a parameter. Return None if an attached tensor no longer exists.
     """
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])

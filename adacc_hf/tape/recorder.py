@@ -32,10 +32,10 @@ from adacc_hf.tape.tape import (
     tensor_refs,
 )
 from adacc_hf.torch_glue.compat import (
+    Cache,
     attention_of,
     cast_source,
     class_name,
-    has_cache,
     only_reads_cache,
 )
 from adacc_hf.torch_glue.private import (
@@ -103,9 +103,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._written: dict[int, TensorRef] = {}
         """For each value that an in-place operator made, the part of the storage's previous version that the operator
         overwrote."""
-        self.untrusted: str | None = (
-            CACHE if only_reads_cache(block) and has_cache(partial(block, **kwargs), args) else None
-        )
+        has_cache = any(isinstance(argument, Cache) for argument in (*args, *kwargs.values()))
+        self.untrusted: str | None = CACHE if has_cache and only_reads_cache(block) else None
         """The reason why the tape must not be used, or None."""
         self.reads: list[Read] = []
         self._in_operator = False

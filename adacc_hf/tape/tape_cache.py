@@ -61,11 +61,17 @@ class TapeCache:
     """Cache of a model's tapes (records of a block's operators), and of the execution plans built for these tapes.
 
     Blocks with equal tapes share one tape object. A tape is freed when all blocks have dropped the call keys that map
-    to the tape. Tapes recorded by a profile stay alive (`profiled_tapes`).
+    to the tape. Tapes recorded by a profile stay alive (`profiled_tapes`). `is_partitioned` is True if ZeRO 3 divides
+    the model's parameters among ranks.
     """
 
-    def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
+    def __init__(
+        self,
+        verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify,
+        is_partitioned: bool = False,
+    ) -> None:
         self._verify = verify
+        self._is_partitioned = is_partitioned
         self.tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         """Recorded tapes that are alive, by digest."""
         self.execution_plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
@@ -333,7 +339,10 @@ class TapeCache:
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
         equal = tuple(tape.equal.items())  # a symbolic tape has fewer equal values than its first recorded tape
-        return self._once((tape.digest, (actions, shared, equal)), lambda: ExecutionPlan(tape, choices, shared))
+        return self._once(
+            (tape.digest, (actions, shared, equal)),
+            lambda: ExecutionPlan(tape, choices, shared, self._is_partitioned),
+        )
 
     def resized(self, plan: ExecutionPlan, tape: Tape) -> ExecutionPlan:
         """Return a version of the execution plan `plan` that runs on `tape`.

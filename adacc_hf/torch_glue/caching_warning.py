@@ -14,9 +14,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import warning_once
 
-log = logging.getLogger(__name__)
-
-
 _LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 _CACHING_WARNING = "Caching is incompatible with gradient checkpointing"
 

@@ -23,9 +23,7 @@ from adacc_hf.torch_glue.model_state import ModelState
 from adacc_hf.torch_glue.no_trace import record_state_changes
 from adacc_hf.torch_glue.private import (
     CHECKPOINTED,
-    eval_frame_callback,
     forward_hooks,
-    outer_hooks,
     private_name,
     sequence_number,
     tree_leaves,
@@ -46,11 +44,11 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 5.17 the name is an older one."""
 
 __all__ = [
-    "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
-    "adds_into_wider", "attention_of", "block_of", "cast_source", "checkpoint_call", "class_name", "graph_owner",
-    "has_cache", "has_filled_cache", "is_compiled_around", "keyword_arguments", "layerdrop_rates",
-    "no_packed_sequences", "observing_hooks", "only_reads_cache", "outer_hooks", "owns_graph_node", "run_inside_hooks",
-    "switch_checkpointing", "without_caches", "without_layerdrop",
+    "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "Cache", "GradientCheckpointingLayer", "PreTrainedModel",
+    "PretrainedConfig", "adds_into_wider", "attention_of", "block_of", "cast_source", "checkpoint_call", "class_name",
+    "graph_owner", "has_filled_cache", "keyword_arguments", "layerdrop_rates", "no_packed_sequences",
+    "observing_hooks", "only_reads_cache", "owns_graph_node", "switch_checkpointing", "without_caches",
+    "without_layerdrop",
 ]  # fmt: skip
 
 
@@ -94,34 +92,6 @@ def block_of(fn: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-def run_inside_hooks(
-    fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
-) -> Any:
-    """Run the call `fn(*args)` of a block: pass the block's forward to `run`, and call the block's forward hooks around
-    `run`.
-
-    `run(forward, args)` gets the forward without hooks. Return the result of the call. Transformers 5.23 passes the
-    forward alone as `fn`, but 5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because
-    FSDP2's hooks gather the parameters before forward and free the parameters afterwards.
-    """
-    block, call = block_of(fn), fn.func if isinstance(fn, partial) else fn
-    if block is None or getattr(call, "__func__", None) is not nn.Module.__call__:
-        return run(fn, args)
-    forward, instance_forward = block.forward, block.__dict__.get("forward")
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return run(partial(forward, **kwargs), args)
-
-    block.forward = replacement
-    try:
-        return fn(*args)
-    finally:
-        if instance_forward is None:
-            del block.forward
-        else:
-            block.forward = instance_forward
-
-
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Return (fn, args) of a block's call with each key-value cache among the arguments replaced by None.
 
@@ -134,11 +104,6 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
         keywords = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
         fn = partial(fn.func, *fn.args, **keywords)
     return fn, args
-
-
-def has_cache(fn: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a key-value cache is among the arguments of the block's call `fn(*args)`."""
-    return any(isinstance(value, Cache) for value in (*args, *keyword_arguments(fn).values()))
 
 
 def only_reads_cache(block: nn.Module) -> bool:
@@ -192,15 +157,6 @@ def forward_needs_all_ranks(module: nn.Module) -> bool:
     functions = [ALL_ATTENTION_FUNCTIONS.get(name) for name in attention_of(module)]
     shares_sequences = any(getattr(function, "__module__", "").startswith("deepspeed.") for function in functions)
     return shares_sequences or any(isinstance(inner, nn.SyncBatchNorm) for inner in module.modules())
-
-
-def is_compiled_around() -> bool:
-    """Return True if this code runs inside a function or module that torch.compile compiles.
-
-    Two signs are checked: `is_compiling` is True while the compiler traces, and Dynamo's eval-frame callback is set
-    while Python runs the code.
-    """
-    return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
 class _IdentityFunction(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""Additional guards on data that Dynamo does not guard: object identities, classes, the order of dicts, and the
-standard library's globals.
+"""Additional guards on data that Dynamo does not guard (object identities, classes, the order of dicts, the standard
+library's globals), and shapes that torch does not infer.
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While
@@ -10,63 +10,11 @@ expression in this list.
 
 from __future__ import annotations
 
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from keyword import iskeyword
 from typing import Any
 
 import torch
-
-_CALL_METHODS = ("__call__", "_call_impl")
-"""Methods through which Python calls a module's forward. Dynamo does not look them up."""
-
-
-class ClassReads:
-    """Guard on the methods, properties and attributes that traced code looked up on classes.
-
-    `reads` contains the (class, name) of each lookup.
-    """
-
-    def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
-        by_class: dict[type, list[str]] = {}
-        for owner, name in reads:
-            by_class.setdefault(owner, []).append(name)
-        lines, items, variables = [], [], {}
-        for number, (owner, names) in enumerate(by_class.items()):
-            variables[f"c{number}"] = weakref.ref(owner)
-            lines.append(f"k{number} = c{number}()")
-            names = [*names, *(_CALL_METHODS if issubclass(owner, torch.nn.Module) else ())]
-            items += [f"k{number}.{name}{end}" for name in names for end in _stable_suffixes(owner, name)]
-        code = "".join(f"    {line}\n" for line in lines)
-        exec(f"def values():\n{code}    return ({''.join(f'{item}, ' for item in items)})", variables)
-        self._values: Callable[[], tuple[Any, ...]] = variables["values"]  # type: ignore[assignment]
-        self._before = self._values()
-
-    def are_current(self) -> bool:
-        """Return True if all attributes in the guard still have the values that they had when the code was traced."""
-        try:
-            return self._values() == self._before  # compares identities first, which is cheap
-        except Exception:  # an attribute or a class does not exist any more, or a new value cannot be compared
-            return False
-
-
-def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return (suffix,) such that the expression `owner.name` + suffix gives the same object at each evaluation.
-
-    The guard compares these objects. For a class method, Python creates a new bound method at each evaluation, so the
-    suffix is ".__func__". The suffix is "" if `owner.name` itself always gives the same object. Return () if no suffix
-    gives the same object.
-    """
-    for base in owner.__mro__:
-        if name in vars(base) and name.isidentifier() and not iskeyword(name):
-            value = vars(base)[name]
-            if isinstance(value, classmethod):
-                return (".__func__",)
-            is_stable = isinstance(value, types.FunctionType | property | staticmethod)
-            return ("",) if is_stable or not hasattr(type(value), "__get__") else ()
-    return ()
 
 
 @contextmanager
@@ -242,6 +190,31 @@ def _guard_identity(variable: Any, by_value: bool) -> None:
     is_plain = isinstance(variable, UserDefinedObjectVariable) and type(variable.value).__hash__ is object.__hash__
     if is_plain or not by_value:
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+
+
+@contextmanager
+def grouped_products_of_any_dtype() -> Iterator[None]:
+    """Let torch infer the shapes of grouped matrix products in float32 and float16 inside the `with` block.
+
+    torch's shape inference supports only bfloat16, although torch's kernels support the other dtypes.
+    """
+    from torch import _meta_registrations
+
+    original = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
+    if original is None:
+        yield
+        return
+
+    def infer_shape(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        if a.dtype is not b.dtype or a.dtype not in (torch.float32, torch.float16):
+            return original(a, b, *args, **kwargs)
+        return original(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
+
+    _meta_registrations._meta_grouped_mm_common = infer_shape  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _meta_registrations._meta_grouped_mm_common = original
 
 
 def name_of(source: Any) -> str:

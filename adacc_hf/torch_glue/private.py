@@ -36,17 +36,16 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "ATTRIBUTES", "BACKWARD_HOOKS", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS",
-    "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE",
-    "SOFTMAX", "SPEC", "SYNC_GRADIENTS", "TO_COPY", "VIEWED", "DataDependentOutputException",
+    "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS",
+    "SHARDED_SIZE", "SOFTMAX", "SPEC", "SYNC_GRADIENTS", "TO_COPY", "VIEWED", "DataDependentOutputException",
     "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase",
-    "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all", "attention_name", "attention_operator",
-    "attention_priority", "before_profilers_start", "buffers_of", "collective_count", "collective_counts",
-    "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback", "forward_hooks",
-    "forward_pre_hooks", "gradient_sync_switches", "input_metadata", "is_profiling", "is_traceable_wrapper_subclass",
-    "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of",
-    "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count",
-    "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
-    "viewed_tensor", "without_modes",
+    "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all", "attention_operator", "attention_priority",
+    "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices", "coo_values",
+    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "gradient_sync_switches",
+    "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
+    "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
+    "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
+    "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of", "viewed_tensor", "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -234,16 +233,11 @@ _ATTENTION = {
 }
 
 
-def attention_name(kind: str) -> str:
-    """Return the name of a fused-attention operator of torch, without namespace and overload.
+def attention_operator(kind: str) -> Any:
+    """Return torch's fused-attention operator of this `kind`, with all its overloads.
 
     `kind` is "math", "efficient", "flash", "cpu" or "cudnn"; or "flash_backward" or "cpu_backward".
     """
-    return _ATTENTION[kind]
-
-
-def attention_operator(kind: str) -> Any:
-    """Return torch's fused-attention operator of this `kind` (see `attention_name`), with all its overloads."""
     return getattr(torch.ops.aten, _ATTENTION[kind])
 
 

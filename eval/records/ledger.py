@@ -174,17 +174,22 @@ def _is_ledger(record: Any) -> bool:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process, until the process ends. Raise RecordError if another process has locked it."""
+def lock_folder(folder: Path, holder: str = "another run") -> Iterator[int]:
+    """Lock `folder` inside the `with` block, and yield the lock's file descriptor.
+
+    A child process that inherits the descriptor keeps the lock if this process is killed. Raise RecordError if another
+    process has locked the folder. `holder` describes that process in the error.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RecordError(
-            f"another run writes into {folder}: wait for its end, or choose another folder with --output"
+            f"{folder} is locked by {holder}, which writes into it: wait for its end, or choose another folder with "
+            f"--output"
         ) from None
     else:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -27,8 +27,7 @@ from adacc_hf.eval.records.command_line import parse, positive_int, runner_parse
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status
-from adacc_hf.eval.repository.low_rank import METHODS
-from adacc_hf.eval.repository.low_rank_memory import LlamaShape
+from adacc_hf.eval.repository.low_rank import METHODS, LlamaShape
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.training import ByteSequences, logged, read_text
 from adacc_hf.reports.run_record import markdown_table

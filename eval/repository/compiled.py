@@ -33,8 +33,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.compiled_policy import PlanStore
-from adacc_hf.eval.records.clock import CLOCKS, cpu_seconds
-from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.command_line import CLOCKS, cpu_seconds, parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status

@@ -34,8 +34,7 @@ from adacc_hf.eval.repository.published.measurements import (
     sources,
     undecidable,
 )
-from adacc_hf.eval.repository.published.prediction import predict
-from adacc_hf.eval.repository.published.speed import predict_pair
+from adacc_hf.eval.repository.published.prediction import predict, predict_pair
 from adacc_hf.reports.run_record import markdown_table
 
 HALVES = ("open", "both")

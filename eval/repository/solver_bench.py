@@ -21,8 +21,7 @@ from tqdm import tqdm
 from adacc_hf import InfeasibleBudgetError, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.eval.records.clock import CLOCKS
-from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.command_line import CLOCKS, parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.reports.run_record import Settings, Spread, markdown_table

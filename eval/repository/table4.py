@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import adacc_hf
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.files import POLICY_FILE, read_json
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.eval.downstream import average
 from adacc_hf.eval.records.command_line import add_settings, positive_int, read_settings, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, open_ledger
-from adacc_hf.eval.repository.paper_table4 import paper_figures, paper_table_text
-from adacc_hf.eval.repository.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
+from adacc_hf.eval.records.ledger import Ledger, RecordError, lock_folder, open_ledger
 from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, PAPER_TASKS, cloze_task, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.zero_shot import ModelSource
@@ -176,6 +181,146 @@ def _cells(method: str, points: Mapping[str, Mapping[str, Any]], tasks: Sequence
 def _failures(points: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return one line per method whose training failed."""
     return [f"{name}: {figures['reason']}" for name, figures in points.items() if figures.get("status") == "error"]
+
+
+# The paper's own Table 4.
+
+
+PAPER_METHODS = {
+    "none": "Baseline",
+    "quantization": "Quantization",
+    "adacc": "Adacc",
+    "adacc_no_outlier": "Adacc w/o outlier",
+}
+"""The paper's titles by our method names. The paper has no row for full checkpointing, which changes no gradient."""
+
+PAPER_COLUMNS = ("lambada_openai", "arc_easy", "sciq", "swag", "Ave.")
+
+PAPER_TABLE4: dict[tuple[str, int], dict[str, tuple[float | None, ...]]] = {
+    ("117M", 32): {
+        "none": (53.46, 39.56, 71.80, 37.46, 50.57),
+        "quantization": (2.77, 25.08, None, 24.66, 13.13),
+        "adacc": (53.13, 39.1, 70.80, 37.22, 50.06),
+        "adacc_no_outlier": (53.03, 39.18, 69.90, 36.98, 49.77),
+    },
+    ("117M", 64): {
+        "none": (54.76, 42.05, 72.60, 38.19, 51.90),
+        "quantization": (3.14, 25.08, None, 24.66, 13.22),
+        "adacc": (54.82, 41.04, 71.80, 38.09, 51.44),
+        "adacc_no_outlier": (54.7, 39.77, 71.80, 38.09, 51.03),
+    },
+    ("345M", 8): {
+        "none": (56.97, 42.85, 72.50, 39.49, 52.95),
+        "quantization": (43.1, 25.08, None, 24.66, 23.21),
+        "adacc": (56.29, 42.55, 72.70, 39.26, 52.7),
+        "adacc_no_outlier": (56.06, 41.79, 71.60, 39.12, 52.14),
+    },
+    ("345M", 16): {
+        "none": (58.06, 44.65, 76.20, 40.88, 54.95),
+        "quantization": (50.45, 25.08, None, 24.65, 25.05),
+        "adacc": (57.67, 44.53, 76.60, 40.79, 54.90),
+        "adacc_no_outlier": (57.32, 43.77, 75.10, 40.17, 54.09),
+    },
+}
+"""Accuracies by model and batch size, in the order of PAPER_COLUMNS. None where the paper prints a dash.
+
+The paper's mean counts a dash as 0.
+"""
+
+
+def paper_figures() -> dict[str, dict[str, dict[str, float | None]]]:
+    """Return the paper's table for a record: by model and batch size, by method, by column."""
+    return {
+        f"{size}, batch {batch}": {
+            method: dict(zip(PAPER_COLUMNS, values, strict=True)) for method, values in methods.items()
+        }
+        for (size, batch), methods in PAPER_TABLE4.items()
+    }
+
+
+def paper_table_text() -> str:
+    """Return the paper's table as Markdown."""
+    return markdown_table(
+        [
+            {"paper": f"{size}, batch {batch}, {PAPER_METHODS[method]}"}
+            | {
+                name: "-" if value is None else f"{value:.2f}"
+                for name, value in zip(PAPER_COLUMNS, values, strict=True)
+            }
+            for (size, batch), methods in PAPER_TABLE4.items()
+            for method, values in methods.items()
+        ]
+    )
+
+
+# Trainings by the recipe, each in its own process.
+
+
+class TrainingFailedError(AdaccError):
+    """Error of a recipe that ended with an exit status other than 0. The recipe's output has the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRun:
+    """One call of recipes/gpt2_pile.py."""
+
+    method: str
+    folder: Path
+    """Run folder. The run resumes from a checkpoint in the folder, so only the same run may write there."""
+    options: Sequence[str]
+    """All other command-line options."""
+    threads: int = 1
+    """CPU threads of torch."""
+
+    def train(self) -> dict[str, Any]:
+        """Train, and return the figures of the last record. Raise TrainingFailedError if the training fails."""
+        checkpoint = last_checkpoint(self.folder)
+        command = [sys.executable, str(recipe_path()), "--method", self.method, "--output_dir", str(self.folder)]
+        command += ["--report", "false", *self.options]
+        command += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
+        with lock_folder(self.folder, holder="the training of an earlier run") as lock:
+            # The training process inherits the lock. If its parent is killed, no second training can start in the
+            # folder.
+            environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+            status = subprocess.run(command, env=environment, pass_fds=[lock], check=False).returncode
+        if status != 0:
+            raise TrainingFailedError(
+                f"{' '.join(command)} ended with status {status}: see the last lines of its output"
+            )
+        return self._figures(checkpoint)
+
+    def _figures(self, checkpoint: Path | None) -> dict[str, Any]:
+        metrics = read_json(self.folder / "all_results.json", RecordError, "training result")
+        policy = self.folder / POLICY_FILE
+        return {
+            "steps": metrics["steps"],
+            "final_train_loss": metrics["final_train_loss"],
+            "validation_loss": metrics["eval_loss"],
+            "gone_on_from": checkpoint.name if checkpoint else None,
+            # Actions of the policy at the end of training. A method without a policy saves or recomputes everything.
+            "actions": dict(Policy.load(policy).action_counts()) if policy.is_file() else None,
+        }
+
+
+def recipe_path() -> Path:
+    """Return the recipe in the source checkout that this package is imported from. Raise ValueError if there is
+    none."""
+    path = Path(adacc_hf.__file__).resolve().parents[1] / "recipes" / "gpt2_pile.py"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: models are trained by the recipes, which an installed package leaves out; "
+            "run from a source checkout (pip install -e .)"
+        )
+    return path
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the latest complete checkpoint of a run folder.
+
+    A complete checkpoint has trainer_state.json, written last.
+    """
+    complete_checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(complete_checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,6 @@ class ModelSource:
     device: str = "cpu"
     """Device that a checkpoint is loaded to, in its saved dtype. A model in memory stays on its device."""
     batch_size: int = 8
-
-
-def evaluate(
-    source: ModelSource, tasks: Mapping[str, ConfigurableTask], limit: int | None = None
-) -> dict[str, TaskScore]:
-    """Return the scores on all tasks, for example the tasks from `lm_eval_tasks.load_tasks`."""
-    with language_model(source) as model:
-        return {name: score(model, task, limit) for name, task in tasks.items()}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
-from adacc_hf.eval.records.clock import CLOCKS
+from adacc_hf.eval.records.command_line import CLOCKS
 from adacc_hf.eval.trials.gradients import (
     NOISE_RUNS,
     ROUNDING,

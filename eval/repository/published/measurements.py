@@ -23,9 +23,6 @@ from transformers import PretrainedConfig
 FOLDER = Path(__file__).parent
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB of 2^20": 2**20}
 """Bytes per unit of a published figure."""
-METERS = ("allocated", "active", "reserved", "nvidia-smi")
-"""Memory counters: live tensors, live tensors by another counter of torch's allocator, bytes kept by the allocator,
-bytes seen by the driver."""
 HELD_OUT_SEED = 32
 
 
@@ -44,7 +41,7 @@ class Setting:
     sharding: str
     devices: int
     checkpointing: str
-    """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (speed.py)."""
+    """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (prediction.py)."""
     attention: str
     head: str
     """plain: the model's own loss. chunked: the whole logits never exist at once."""
@@ -52,7 +49,7 @@ class Setting:
     compact_rank: float | None
     accumulates: bool
     older: list[str]
-    """Behaviours of torch or Transformers in the measured version that have changed since (older_versions.py)."""
+    """Behaviours of torch or Transformers in the measured version that have changed since (prediction.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +61,8 @@ class Row(Setting):
     figure: float
     unit: str
     meter: str
+    """Memory counter: allocated (live tensors), active (live tensors, by another counter of torch's allocator),
+    reserved (bytes kept by the allocator), or nvidia-smi (bytes seen by the driver)."""
     context_mb: float
     """Bytes that the driver counts beyond the allocator's, in units of 2^20 bytes."""
     not_said: list[str]

@@ -11,7 +11,7 @@ from adacc_hf.artifacts.policy import RETAIN, Action, Choice
 from adacc_hf.cli import main
 from adacc_hf.compiler import CompiledPolicy, RegionPlan
 from adacc_hf.compiler.compiled_policy import GraphTensor
-from adacc_hf.compiler.graph_report import explain_compiled, write_compiled_report
+from adacc_hf.compiler.graph_report import compiled_report, explain_compiled
 
 INT8 = Choice(action=Action.COMPRESS, codec="int8", options=(("group_size", 64),))
 
@@ -76,7 +76,7 @@ def test_explanation_names_what_was_allowed(policy: CompiledPolicy, allowed: dic
 
 
 def test_report_has_map_run_and_events(policy: CompiledPolicy, tmp_path: Path) -> None:
-    text = write_compiled_report(tmp_path / "out", policy=policy, history=HISTORY).read_text()
+    text = compiled_report(policy=policy, history=HISTORY).save(tmp_path / "out").read_text()
     for heading in ("## Policy map", "## The run", "## Tensors", "## Events"):
         assert heading in text
     assert "| 0 | 3 | 3.00 KiB | 1.28 KiB | 42.7 % | 2.28 KiB | 4.00 KiB | 1.50 | planned |" in text
@@ -87,7 +87,7 @@ def test_report_has_map_run_and_events(policy: CompiledPolicy, tmp_path: Path) -
 
 
 def test_report_of_nothing_compiled_says_so(tmp_path: Path) -> None:
-    text = write_compiled_report(tmp_path, policy=CompiledPolicy(share=0.5)).read_text()
+    text = compiled_report(policy=CompiledPolicy(share=0.5)).save(tmp_path).read_text()
     assert "0 compiled regions" in text
     assert list(tmp_path.glob("*.png")) == []
 

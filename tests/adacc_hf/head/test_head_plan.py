@@ -16,7 +16,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.reports.plots import draw_frontier
-from adacc_hf.reports.report import write_report
+from adacc_hf.reports.report import policy_report
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import forward_loss, measure_step
 
@@ -179,7 +179,7 @@ def test_an_overhead_below_zero_is_shown(gpt2_like_profile, add_chunked_head, tm
     assert f"overhead {policy.predicted_overhead_ms:.2f} ms" in text
     assert "chunked head (5.00 ms, " in text
     assert "; the plain head would take 20.00 ms, " in text
-    report = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    report = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
     assert f"| {policy.predicted_overhead_ms:.2f} |" in report
     assert f"{100 * policy.predicted_overhead_ms / plain_blocks_ms(profile):.1f} %" in report
     assert draw_frontier(profile, policy).startswith(b"\x89PNG")
@@ -291,7 +291,7 @@ def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
     text = explain_policy(policy, profile)
     assert "chunked head (25.00 ms, " in text
     assert "; the plain head would take 20.00 ms, " in text
-    report = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    report = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
     assert "chunked head (25.00 ms, " in report
 
 

@@ -11,7 +11,7 @@ from adacc_hf import AdaccConfig, Profile, apply_policy, profile_model, solve_po
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.price.idle_blocks import ExecutedBlocks
 from adacc_hf.reports.explain import NOTHING_TO_DECIDE, explain_policy
-from adacc_hf.reports.report import write_report
+from adacc_hf.reports.report import policy_report
 
 
 class WithTeacher(nn.Module):
@@ -53,7 +53,7 @@ def test_they_are_in_the_policy_without_actions(model, token_batch, budget, tmp_
     policy = solve_policy(profile, budget, CONFIG)
     assert policy.idle_blocks == teacher
     assert NOTHING_TO_DECIDE in explain_policy(policy, profile)
-    write_report(tmp_path / "report", policy=policy, profile=profile)
+    policy_report(policy=policy, profile=profile).save(tmp_path / "report")
     plain = gradients(model, token_batch())
     with apply_policy(model, policy):
         ours = gradients(model, token_batch())

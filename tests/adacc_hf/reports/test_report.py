@@ -12,7 +12,7 @@ import pytest
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.report import write_report
+from adacc_hf.reports.report import policy_report
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 PICTURES = ("policy_map.png", "memory_bars.png", "memory.png", "frontier.png")
@@ -37,7 +37,7 @@ def markdown_rows(text: str, heading: str) -> list[list[str]]:
 
 
 def test_report_leaves_whole_files(tmp_path: Path, profile, policy) -> None:
-    path = write_report(tmp_path / "new" / "folder", profile=profile, policy=policy)
+    path = policy_report(profile=profile, policy=policy).save(tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "report.md"
     assert {file.name for file in path.parent.iterdir()} == FILES
     for name in PICTURES:
@@ -49,7 +49,7 @@ def test_report_leaves_whole_files(tmp_path: Path, profile, policy) -> None:
 
 
 def test_action_table_has_every_activation_of_every_plan(tmp_path: Path, profile, policy) -> None:
-    rows = markdown_rows(write_report(tmp_path, profile=profile, policy=policy).read_text(), "Actions")
+    rows = markdown_rows(policy_report(profile=profile, policy=policy).save(tmp_path).read_text(), "Actions")
     cells = [row for row in rows if row[0] not in ("activation", "---")]
     expected = [
         (profile.kinds[0].names[index], choice.action.value, choice.codec or "")
@@ -60,7 +60,7 @@ def test_action_table_has_every_activation_of_every_plan(tmp_path: Path, profile
 
 
 def test_summary_gives_the_simulated_figures(tmp_path: Path, profile, policy) -> None:
-    text = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    text = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
     row = next(line for line in text.splitlines() if line.startswith("| this policy |"))
     assert f"| {policy.predicted_overhead_ms:.2f} |" in row
     plain = next(line for line in text.splitlines() if line.startswith("| plain |"))
@@ -68,7 +68,7 @@ def test_summary_gives_the_simulated_figures(tmp_path: Path, profile, policy) ->
 
 
 def test_the_first_paragraph_compares_the_policy_with_plain_training(tmp_path: Path, profile, policy) -> None:
-    text = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    text = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
     paragraph = text.split("\n\n")[1]
     peak, plain_peak = policy.predicted_peak_bytes, uniform_policy(profile, "retain").predicted_peak_bytes
     counts = policy.action_counts()
@@ -78,7 +78,7 @@ def test_the_first_paragraph_compares_the_policy_with_plain_training(tmp_path: P
 
 
 def test_units_keep_their_capitals(tmp_path: Path, profile, policy) -> None:
-    text = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    text = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
     assert re.search(r"Replay: .* stores \d+\.\d\d [KMG]iB", text)
     assert "mib" not in text
 
@@ -92,7 +92,9 @@ def test_comparison_and_events_are_shown(tmp_path: Path, profile, policy) -> Non
         {"method": "plain", "peak_bytes": 2**20, "tokens/s": "1.00", "loss": 2.0},
         {"method": "adacc", "peak_bytes": 2**19, "tokens/s": "0.91", "loss": None},
     ]
-    text = write_report(tmp_path, profile=profile, policy=policy, history=history, comparison=comparison).read_text()
+    text = (
+        policy_report(profile=profile, policy=policy, history=history, comparison=comparison).save(tmp_path).read_text()
+    )
     assert markdown_rows(text, "Comparison of methods")[2:] == [
         ["plain", "1.00 MiB", "1.00", "2"],
         ["adacc", "512.00 KiB", "0.91", "-"],
@@ -109,7 +111,7 @@ def test_measured_timeline_changes_the_picture(tmp_path: Path, profile, policy) 
     history = [{"step": 5, "event": "measured", "timeline": timeline}]
     pictures = [
         (
-            write_report(tmp_path / name, profile=profile, policy=policy, history=records).parent / "memory.png"
+            policy_report(profile=profile, policy=policy, history=records).save(tmp_path / name).parent / "memory.png"
         ).read_bytes()
         for name, records in (("without", []), ("again", []), ("with", history))
     ]
@@ -126,7 +128,7 @@ def test_only_a_budget_of_the_peak_is_drawn(tmp_path: Path, profile, policy) -> 
     }
     pictures, texts = {}, {}
     for name, pairs in facts.items():
-        path = write_report(tmp_path / name, profile=profile, policy=replace(policy, facts=pairs))
+        path = policy_report(profile=profile, policy=replace(policy, facts=pairs)).save(tmp_path / name)
         pictures[name], texts[name] = (path.parent / "memory.png").read_bytes(), path.read_text()
     assert pictures["none"] == pictures["stored"]
     assert pictures["none"] != pictures["peak"]
@@ -137,25 +139,25 @@ def test_timeline_with_a_foreign_phase_is_refused(tmp_path: Path, profile, polic
     history = [{"step": 5, "event": "measured", "timeline": [("lunch", 1)]}]
     expected = r"has phase 'lunch', which is not in the first timeline: choose from forward h\.0"
     with pytest.raises(ValueError, match=expected):
-        write_report(tmp_path, profile=profile, policy=policy, history=history)
+        policy_report(profile=profile, policy=policy, history=history).save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_with_different_columns_are_refused(tmp_path: Path, profile, policy) -> None:
     with pytest.raises(ValueError, match="rows must have the same columns"):
-        write_report(tmp_path, profile=profile, policy=policy, comparison=[{"method": "a"}, {"name": "b"}])
+        policy_report(profile=profile, policy=policy, comparison=[{"method": "a"}, {"name": "b"}]).save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_policy_of_another_profile_is_refused(tmp_path: Path, gpt2_like_profile, policy) -> None:
     with pytest.raises(PolicyMismatchError, match="the policy has 3 blocks, the profile 4"):
-        write_report(tmp_path, profile=gpt2_like_profile(num_blocks=4, attention="eager"), policy=policy)
+        policy_report(profile=gpt2_like_profile(num_blocks=4, attention="eager"), policy=policy).save(tmp_path)
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path: Path, profile, policy) -> None:
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(NotADirectoryError, match="taken is a file: choose another folder"):
-        write_report(tmp_path / "taken", profile=profile, policy=policy)
+        policy_report(profile=profile, policy=policy).save(tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "mine"
 
 
@@ -169,7 +171,7 @@ def test_missing_matplotlib_names_the_extra(tmp_path: Path, profile, policy, mon
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(ImportError, match=r"pip install 'adacc-hf\[plot\]'"):
-        write_report(tmp_path, profile=profile, policy=policy)
+        policy_report(profile=profile, policy=policy).save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,6 +182,6 @@ def test_two_kinds_of_block_are_both_drawn(tmp_path: Path, tape_builder, profile
         tape.operator("op", [tape.value("start", 4096)], [("out", 4096)], 1.0, save=[0, -1])
         kinds.append(tape.kind(digest=digest))
     profile = profile_of(kinds, [0, 0, 1, 1])
-    text = write_report(tmp_path, profile=profile, policy=uniform_policy(profile, "recompute")).read_text()
+    text = policy_report(profile=profile, policy=uniform_policy(profile, "recompute")).save(tmp_path).read_text()
     assert "### Block: h.0 to h.1 (2 blocks)" in text
     assert "### Block: h.2 to h.3 (2 blocks)" in text

@@ -1,4 +1,4 @@
-"""Blocks: how they are found, wrapped in a function, and unwrapped without a trace."""
+"""Blocks: how they are wrapped in a function, and unwrapped without a trace."""
 
 import copy
 import io
@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, remove_policy
-from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
-from adacc_hf.run.blocks import Installation, TrainingFlag, find_blocks
+from adacc_hf.artifacts.errors import NestedHooksError
+from adacc_hf.run.blocks import BlockFunction, Installation, TrainingFlag
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import (
@@ -85,26 +84,6 @@ def state_of(model):
     return {name: {**module.__dict__} for name, module in model.named_modules()}
 
 
-def test_blocks_are_the_checkpointing_layers(tiny_gpt2):
-    assert [name for name, _ in find_blocks(tiny_gpt2(layers=3))] == [f"transformer.h.{i}" for i in range(3)]
-
-
-def test_only_the_outermost_of_nested_blocks_counts(toy_model):
-    model = toy_model(lambda block, hidden: hidden)
-    model.layers[0].inside = copy.deepcopy(model.layers[1])
-    assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1"]
-    model.layers_after = copy.deepcopy(model.layers[1])  # a name with the same prefix is not nested
-    assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1", "layers_after"]
-
-
-def test_no_blocks_is_an_error_with_a_way_out(plain_model):
-    message = r"PlainModel has no repeated blocks.*ModuleLists: Layer \(3 times\)\).*block_classes=\('Layer',\)"
-    with pytest.raises(NoBlocksError, match=message):
-        find_blocks(plain_model)
-    with pytest.raises(NoBlocksError, match=r"block_classes=\('Lair',\) names no module of "):
-        profile_model(plain_model, {"x": torch.ones(1, 8)}, AdaccConfig(block_classes=("Lair",)))
-
-
 def test_each_block_gets_a_function_of_its_own(tiny_gpt2):
     model = tiny_gpt2()
     installation = Installation(model)
@@ -114,6 +93,27 @@ def test_each_block_gets_a_function_of_its_own(tiny_gpt2):
     assert functions == list(installation.functions.values())
     assert functions[0] is not functions[1]
     installation.remove()
+
+
+def test_a_blocks_hooks_run_around_its_strategy():
+    """A block's hooks run around the strategy in every release: some pass on the whole call, some the forward alone."""
+    block, order = nn.Linear(2, 2), []
+    block.register_forward_pre_hook(lambda *_: order.append("before"))
+    block.register_forward_hook(lambda *_: order.append("after"))
+    x = torch.ones(1, 2)
+
+    class Noted:
+        def run(self, block, fn, args, kwargs):
+            order.append("run")
+            return fn(*args)
+
+    function = BlockFunction("block", block, Noted())
+    expected = block.forward(x)
+    assert torch.equal(function(partial(block.__call__, input=x)), expected)
+    assert order == ["before", "run", "after"]
+    assert torch.equal(function(partial(nn.Linear.forward, block), x), expected)
+    assert order[3:] == ["run"]
+    assert "forward" not in vars(block)
 
 
 def test_caches_are_nulled(tiny_gpt2, token_batch):
@@ -143,23 +143,6 @@ def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
     with apply_policy(model, policy):
         model(**batch, past_key_values=cache, use_cache=True).loss.backward()
     assert cache.get_seq_length() == 0
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23
-@pytest.mark.parametrize(("name", "words"), [("PrefixTuningConfig", "prefix tuning"), ("CartridgeConfig", "cartridge")])
-def test_adapters_that_are_caches_are_refused(tiny_gpt2, name, words):
-    peft = pytest.importorskip("peft")
-    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match=f"^{words} passes its prefix to the blocks"):
-        Installation(peft.get_peft_model(tiny_gpt2(), config))
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
-def test_an_alora_is_refused(tiny_gpt2):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], alora_invocation_tokens=[1, 2])
-    with pytest.raises(ValueError, match=r"^alora_invocation_tokens .* gradient_checkpointing=True without adacc_hf"):
-        Installation(peft.get_peft_model(tiny_gpt2(), config))
 
 
 @pytest.mark.parametrize("wrap", [lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())])
@@ -325,17 +308,6 @@ def test_profiling_inside_hooks_is_refused(tiny_gpt2, token_batch):
     with torch.autograd.graph.save_on_cpu(), pytest.raises(NestedHooksError, match="activation offloading"):
         profile_model(model, token_batch(), CONFIG)
     assert state_of(model) == before
-
-
-@pytest.mark.parametrize("path", ["transformer.h.1", "transformer.h.0.mlp"])
-def test_checkpoint_wrappers_are_refused(tiny_gpt2, token_batch, path):
-    """Checkpoint wrappers around a block (FSDP's activation_checkpointing) or inside one are refused."""
-    model = tiny_gpt2()
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, checkpoint_wrapper(model.get_submodule(path)))
-    with pytest.raises(NestedHooksError, match=rf"{path} is wrapped .*activation_checkpointing"):
-        profile_model(model, token_batch(), CONFIG)
-    assert not any(FUNCTION in module.__dict__ for module in model.modules())
 
 
 def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_steps):
@@ -584,13 +556,6 @@ def test_a_policy_of_a_part_within_another_is_named(plain_model):
         pytest.raises(NestedHooksError, match=r"another policy of adacc_hf.*handle\.replace"),
     ):
         plain_model(**batch)
-
-
-def test_the_classes_of_lists_of_modules_are_proposed(plain_model):
-    with pytest.raises(NoBlocksError, match=r"block_classes=\('Layer',\)\)$"):
-        find_blocks(plain_model)
-    with pytest.raises(NoBlocksError, match=r"'Leyer'.*block_classes=\('Layer',\)\)$"):
-        find_blocks(plain_model, ("Leyer",))
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev", "vjp"])

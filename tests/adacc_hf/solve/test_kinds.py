@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.plans import plain_plan
-from adacc_hf.solve.kinds import Kinds
+from adacc_hf.artifacts.policy import RETAIN
+from adacc_hf.solve.kinds import Kinds, price_by_bytes
+from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
+from adacc_hf.solve.solver import least_peak_bytes, quick_least_policy, solve_policy
 
 CONFIG = AdaccConfig()
 
@@ -47,3 +56,97 @@ def test_outcomes_are_simulated_once_for_all_prices(gpt2_like_profile, monkeypat
     monkeypatch.setattr("adacc_hf.solve.minimum_peak.run_block", lambda *_: None)
     same = next(each for each in kinds.by_bytes.frontiers[0] if each.plan == plan.plan)
     assert by_bytes.outcome(0, same) is outcome
+
+
+SOLVING = settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def with_other_times(profile, seed):
+    """Return a copy of a profile in which all times differ by random factors from 0.2 to 5."""
+    generator = random.Random(seed)
+    return with_times(profile, lambda ms: ms * 5 ** generator.uniform(-1, 1))
+
+
+def with_times(profile, other_ms):
+    """Return a copy of a profile in which `other_ms` replaces each time."""
+
+    def other_value(value):
+        codecs = tuple(
+            replace(option, encode_ms=other_ms(option.encode_ms), decode_ms=other_ms(option.decode_ms))
+            for option in value.codecs
+        )
+        return replace(value, codecs=codecs)
+
+    kinds = tuple(
+        replace(
+            kind,
+            operators=tuple(replace(operator, ms=other_ms(operator.ms)) for operator in kind.operators),
+            values=tuple(map(other_value, kind.values)),
+        )
+        for kind in profile.kinds
+    )
+    heads = tuple(replace(head, ms=other_ms(head.ms)) for head in profile.other_heads)
+    return replace(profile, kinds=kinds, head_ms=other_ms(profile.head_ms), other_heads=heads)
+
+
+def without_large_head(profile):
+    """Return a copy whose peak is in a block, so that the least peak depends on the plans of the blocks."""
+    return replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
+
+
+def least_bytes_of(profile, config=None):
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(profile, 1, config)
+    return error.value.smallest_budget_bytes
+
+
+@SOLVING
+@given(data=st.data())
+def test_times_do_not_change_the_least_peak(profiles, data):
+    profile = data.draw(profiles(num_kinds=2, max_blocks=3))
+    other = with_other_times(profile, data.draw(st.integers(0, 1000)))
+    least_bytes = least_bytes_of(profile)
+    assert least_bytes_of(other) == least_bytes
+    assert least_peak_bytes(other, least_bytes) == least_peak_bytes(profile, least_bytes) == least_bytes
+    assert solve_policy(other, least_bytes).predicted_peak_bytes <= least_bytes
+
+
+@pytest.mark.parametrize("actions", [("retain", "recompute"), ("retain", "compress", "recompute")])
+def test_times_do_not_change_the_least_peak_of_gpt2(gpt2_like_profile, actions):
+    profile, config = (
+        without_large_head(gpt2_like_profile(num_blocks=3, attention="eager")),
+        AdaccConfig(actions=actions),
+    )
+    least_bytes = least_bytes_of(profile, config)
+    for seed in range(3):
+        other = with_other_times(profile, seed)
+        assert least_bytes_of(other, config) == least_bytes
+        assert solve_policy(other, least_bytes, config).predicted_peak_bytes <= least_bytes
+        with pytest.raises(InfeasibleBudgetError):
+            solve_policy(other, least_bytes - 1, config)
+
+
+def test_a_policy_with_the_least_peak_has_measured_times(gpt2_like_profile):
+    """The overhead of a policy that was found with prices in bytes is in ms, and grows with the measured times."""
+    profile = without_large_head(gpt2_like_profile(num_blocks=3))
+    slower = with_times(profile, lambda ms: 2 * ms)
+    overheads = [quick_least_policy(each).predicted_overhead_ms for each in (profile, slower)]
+    assert overheads[1] == pytest.approx(2 * overheads[0], rel=1e-9)  # sums of the same terms
+    assert overheads[0] > 0
+
+
+def test_prices_are_of_bytes_and_actions_do_not_change(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=1)
+    model = build_block_model(profile.kinds[0], AdaccConfig())
+    priced = price_by_bytes(model)
+    other = price_by_bytes(build_block_model(with_other_times(profile, 0).kinds[0], AdaccConfig()))
+    assert (priced.menus, priced.kind.operators) == (other.menus, other.kind.operators)
+    assert [plan.ms for plan in priced.checkpoints] == [plan.ms for plan in other.checkpoints]
+    assert priced.runnable == model.runnable
+    assert all(operator.ms > 0 for operator in priced.kind.operators)
+    for value, menu in model.menus.items():
+        assert [(form.choice, form.nbytes) for form in priced.menus[value]] == [(f.choice, f.nbytes) for f in menu]
+        assert all((form.ms > 0) == (form.choice != RETAIN) for form in priced.menus[value])
+    assert [plan.plan for plan in priced.checkpoints] == [plan.plan for plan in model.checkpoints]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
-from adacc_hf.solve.byte_prices import price_by_bytes
 from adacc_hf.solve.frontier import frontiers
+from adacc_hf.solve.kinds import price_by_bytes
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, local_search

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, StaticCache, TrainingArguments
 
 from adacc_hf.torch_glue import compat
+from adacc_hf.torch_glue.private import outer_hooks
 from adacc_hf.torch_glue.rng_state import PythonStates
 
 
@@ -55,13 +56,6 @@ def test_caches_of_all_kinds_go_and_all_else_stays(tiny_gpt2):
     assert compat.without_caches(max, (1,)) == (max, (1,))
 
 
-def test_outer_hooks_are_seen():
-    assert compat.outer_hooks() is None
-    with torch.autograd.graph.save_on_cpu():
-        assert compat.outer_hooks() is not None
-    assert compat.outer_hooks() is None
-
-
 def test_checkpoint_wrappers_are_known():
     assert compat.is_checkpoint_wrapper(checkpoint_wrapper(nn.Linear(1, 1)))
     assert not compat.is_checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1))))
@@ -80,26 +74,6 @@ def test_class_names_are_those_before_fsdp2(tiny_gpt2):
     assert compat.class_name(block) == "GPT2Block"
 
 
-def test_a_blocks_hooks_run_around_what_is_recorded():
-    """A block's hooks run around the recorded call, in every release: some pass on the whole call, some the forward
-    alone."""
-    block, order = nn.Linear(2, 2), []
-    block.register_forward_pre_hook(lambda *_: order.append("before"))
-    block.register_forward_hook(lambda *_: order.append("after"))
-    x = torch.ones(1, 2)
-
-    def run(fn, args):
-        order.append("run")
-        return fn(*args)
-
-    expected = block.forward(x)
-    assert torch.equal(compat.run_inside_hooks(partial(block.__call__, input=x), (), run), expected)
-    assert order == ["before", "run", "after"]
-    assert torch.equal(compat.run_inside_hooks(partial(nn.Linear.forward, block), (x,), run), expected)
-    assert order[3:] == ["run"]
-    assert "forward" not in vars(block)
-
-
 def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
     def fail(x):
         raise KeyError("planned")
@@ -107,7 +81,7 @@ def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
     with pytest.raises(KeyError, match="planned") as error_info:
         compat.checkpoint_call(fail, torch.ones(1, requires_grad=True))
     assert error_info.value is not None
-    assert compat.outer_hooks() is None
+    assert outer_hooks() is None
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])

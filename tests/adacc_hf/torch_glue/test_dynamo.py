@@ -24,7 +24,6 @@ from transformers.utils import is_torchdynamo_compiling
 
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.execution_plan import ExecutionPlan, least_memory_choices
-from adacc_hf.tape.inputs import fetch, find_external
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue import dynamo
 from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
@@ -377,8 +376,7 @@ def test_a_storage_offset_is_noticed_by_the_plan_alone(offset):
     plan = ExecutionPlan(tape, least_memory_choices(tape))
 
     def has_all():
-        externals = fetch(plan.externals, block, (hidden,), {})
-        return plan.has_all(externals, lambda source: find_external(source, block, (hidden,), {}))
+        return plan.fetch(block, (hidden,), {}) is not None
 
     assert has_all()
     block.put_at(offset)

@@ -7,8 +7,8 @@ import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import dicts, user_defined
 
+from adacc_hf.torch_glue.dynamo import ClassReads
 from adacc_hf.torch_glue.dynamo_gaps import (
-    ClassReads,
     guard_identities,
     name_of,
     record_class_reads,

@@ -250,3 +250,22 @@ def test_a_partitioned_parameter_that_changes_before_backward_is_refused(tiny_gp
             model.transformer.h[0].mlp.c_fc.weight.add_(1.0)
         with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("is_partitioned", [True, False])
+def test_a_call_under_a_plan_keeps_no_gathered_memory_alive(tiny_gpt2, token_batch, is_partitioned):
+    """Without ZeRO 3, the call keeps the parameter's memory alive, as plain autograd does."""
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(), AdaccConfig())
+    if is_partitioned:
+        for parameter in model.parameters():
+            parameter.ds_id = 0
+    with apply_policy(model, uniform_policy(profile, "recompute")):
+        for _ in range(3):
+            model(**token_batch()).loss.backward()
+        loss = model(**token_batch()).loss
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        storage = StorageWeakRef(weight.untyped_storage())
+        weight.data = torch.empty(0)
+        assert storage.expired() == is_partitioned
+        del loss

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from adacc_hf.eval.records.command_line import add_settings, check_clock, positive_int, read_settings
+from adacc_hf.eval.records.command_line import CLOCKS, add_settings, check_clock, positive_int, read_settings
 from adacc_hf.reports.run_record import Settings
 
 
@@ -54,3 +57,21 @@ def test_cpu_time_is_refused_for_several_threads() -> None:
     check_clock("wall", Settings(runner="x", output=Path("x"), threads=2))
     with pytest.raises(ValueError, match="--threads=2 --device=cpu use --clock=wall"):
         check_clock("cpu", Settings(runner="x", output=Path("x"), threads=2))
+
+
+BUSY = "import time\nwhile time.process_time() < 0.2: pass"
+
+
+def test_cpu_time_does_not_pass_while_sleeping() -> None:
+    starts = {name: now() for name, now in CLOCKS.items()}
+    time.sleep(0.3)
+    passed = {name: now() - starts[name] for name, now in CLOCKS.items()}
+    assert passed["wall"] >= 0.3
+    # Other threads of the test process may work in the meantime. In an idle process the time is below 1 ms.
+    assert passed["cpu"] < 0.2
+
+
+def test_cpu_time_counts_finished_children() -> None:
+    start = CLOCKS["cpu"]()
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+    assert CLOCKS["cpu"]() - start >= 0.2

@@ -109,7 +109,7 @@ def test_a_damaged_record_is_reported_and_kept(settings: Settings) -> None:
 
 
 def test_two_runs_in_one_folder_are_refused(settings: Settings) -> None:
-    with lock_folder(settings.output.parent), pytest.raises(RecordError, match=r"another run writes into .*--output"):
+    with lock_folder(settings.output.parent), pytest.raises(RecordError, match=r"locked by another run, .*--output"):
         run(settings, "abc")
     assert run(settings, "abc") == "abc"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval.repository import codec_bandwidth, codecs, gradient_error
-from adacc_hf.eval.repository.codec_schemes import Scheme
+from adacc_hf.eval.repository.gradient_error import Scheme
 from adacc_hf.eval.trials.workload import Workload
 
 INT8 = Scheme(name="int8", group_size=64, rounding="nearest")

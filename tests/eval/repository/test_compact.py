@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval.records.schemas import check_record
-from adacc_hf.eval.repository import compact, low_rank_memory
-from adacc_hf.eval.repository.low_rank_memory import ADACC, LlamaShape
+from adacc_hf.eval.repository import compact, low_rank
+from adacc_hf.eval.repository.low_rank import ADACC, LlamaShape
 from adacc_hf.eval.trials.isolation import run_here
 
 TINY = LlamaShape(width=64, inner=128, layers=2, heads=2, vocabulary=256, batch=2, tokens=64)
@@ -18,7 +18,7 @@ SPREAD = {"low": 90.0, "median": 100.0, "high": 120.0}
 
 def invented_point(function, order: dict, timeout_s: float | None) -> dict:
     """Return peaks of 100 MiB and more, without GaLore."""
-    if function is low_rank_memory.time_steps:
+    if function is low_rank.time_steps:
         row = {"step_ms": SPREAD, "of_plain": 1.0, "of_plain_by_round": SPREAD, "peak_bytes": 2**20}
         galore = row | {"of_plain": 1.5, "drawing_ms": 20_100.0, "drawing_gap": 200}
         return {"status": "measured", "plain": row, "galore": galore}
@@ -61,7 +61,7 @@ def test_tables_by_hand(tmp_path: Path) -> None:
 
 def test_what_fails_is_said(tmp_path: Path) -> None:
     def failing(function, order: dict, timeout_s: float | None) -> dict:
-        if function is low_rank_memory.time_steps:
+        if function is low_rank.time_steps:
             return {"status": "error", "reason": "broken"}
         return invented_point(function, order, timeout_s)
 

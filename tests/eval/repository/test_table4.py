@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,18 @@ import pytest
 from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.cli import main
-from adacc_hf.eval.repository.recipe_runs import RecipeRun, TrainingFailedError
-from adacc_hf.eval.repository.table4 import METHODS
+from adacc_hf.eval.records.ledger import RecordError
+from adacc_hf.eval.repository import table4
+from adacc_hf.eval.repository.table4 import (
+    METHODS,
+    PAPER_TABLE4,
+    RecipeRun,
+    TrainingFailedError,
+    last_checkpoint,
+    paper_figures,
+    paper_table_text,
+    recipe_path,
+)
 
 PASSAGES = ["The river is a river", "No stone is left on any stone", "We open the door, then close the door"]
 
@@ -179,3 +191,75 @@ def test_the_recipe_really_trains(command: list[str], tmp_path: Path) -> None:
     assert points["adacc/cloze"]["num_samples"] > 0
     text = (tmp_path / "out" / "table4.md").read_text()
     assert f"{training['validation_loss']:.4f}" in text
+
+
+ROWS = [(*model, method, *values) for model, methods in PAPER_TABLE4.items() for method, values in methods.items()]
+
+PRINTED_WRONG = ("117M", 64, "adacc_no_outlier")
+"""Row whose mean over the columns is 51.09, where the paper prints 51.03."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:3])))
+def test_means_are_those_of_the_columns(row: tuple[float | None, ...]) -> None:
+    *columns, mean = row[3:]
+    # The figures have two decimals, and the last one is sometimes truncated and sometimes rounded. A dash counts as 0.
+    tolerance = 0.0101 if row[:3] != PRINTED_WRONG else 0.0601
+    assert sum(value or 0.0 for value in columns) / 4 == pytest.approx(mean, abs=tolerance)
+
+
+def test_the_paper_as_text_and_as_a_record() -> None:
+    assert "| 345M, batch 16, Adacc w/o outlier |" in paper_table_text()
+    assert len(paper_table_text().splitlines()) == 2 + 16
+    assert paper_figures()["117M, batch 64"]["adacc"]["Ave."] == 51.44
+
+
+def test_the_latest_whole_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step in (9, 10, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_failed_training_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "recipe.py"
+    script.write_text("import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))")
+    monkeypatch.setattr(table4, "recipe_path", lambda: script)
+    run = RecipeRun(method="none", folder=tmp_path / "run", options=["--seed", "1"], threads=3)
+    with pytest.raises(TrainingFailedError, match=r"recipe\.py --method none .* --seed 1 ended with status 3"):
+        run.train()
+
+
+@pytest.mark.usefixtures("checkout")
+def test_a_folder_that_is_trained_into_is_left_alone(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(RecordError, match="is locked by the training of an earlier run"):
+            RecipeRun(method="none", folder=tmp_path, options=[]).train()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_training_holds_its_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training process holds the lock, too. If only its parent is killed, the folder stays locked."""
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import fcntl, os, sys\n"
+        "folder = os.open(sys.argv[sys.argv.index('--output_dir') + 1], os.O_RDONLY)\n"
+        "inherited = [int(name) for name in os.listdir('/proc/self/fd') if int(name) not in (0, 1, 2, folder)]\n"
+        "paths = [os.readlink(f'/proc/self/fd/{one}') for one in inherited if os.path.exists(f'/proc/self/fd/{one}')]\n"
+        "sys.exit(7 if os.path.realpath(f'/proc/self/fd/{folder}') in paths else 8)\n"
+    )
+    monkeypatch.setattr(table4, "recipe_path", lambda: script)
+    with pytest.raises(TrainingFailedError, match="ended with status 7"):
+        RecipeRun(method="none", folder=tmp_path / "run", options=[]).train()
+
+
+@pytest.mark.usefixtures("checkout")
+def test_the_recipe_is_found_in_the_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recipe_path().name == "gpt2_pile.py"
+    monkeypatch.setattr(table4.adacc_hf, "__file__", str(tmp_path / "adacc_hf" / "__init__.py"))
+    with pytest.raises(ValueError, match="run from a source checkout"):
+        recipe_path()

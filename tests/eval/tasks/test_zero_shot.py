@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.tasks.zero_shot import ModelSource, TaskScore, accuracy_stderr, evaluate, language_model, score
+from adacc_hf.eval.tasks.zero_shot import ModelSource, TaskScore, accuracy_stderr, language_model, score
 
 Question = tuple[str, list[str], int]
 """Context that the model reads, the possible continuations, and the index of the correct one."""
@@ -49,7 +49,8 @@ def best_choices(loglikelihood: Any, question_list: list[Question], per_characte
 
 
 def scores(source: ModelSource, data_dir: Path, limit: int | None = None) -> dict[str, TaskScore]:
-    return evaluate(source, load_tasks(PAPER_TASKS, data_dir), limit)
+    with language_model(source) as model:
+        return {name: score(model, task, limit) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
 
 
 @pytest.mark.parametrize("name", PAPER_TASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from transformers import GPT2Config
 
 from adacc_hf.eval.records.records import WrongResultError
-from adacc_hf.eval.trials import barrier, peer_methods, trial
+from adacc_hf.eval.trials import peer_methods, trial
+from adacc_hf.eval.trials.gradients import ROUNDING, Gradients
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here
 from adacc_hf.eval.trials.methods import PAPER_METHODS, InstalledMethod, Promise
 from adacc_hf.eval.trials.model_under_test import Subject
-from adacc_hf.eval.trials.trial import run_trial
+from adacc_hf.eval.trials.trial import Reference, check, reference_gradients, run_trial
 
 
 @pytest.fixture(scope="module")
@@ -176,15 +178,15 @@ def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promi
     model_subject = Subject(**subject)
     model = model_subject.model()
     parameters_before = [parameter.detach().clone() for parameter in model.parameters()]
-    reference = barrier.reference_gradients(model_subject, model, model_subject.example())
+    reference = trial.reference_gradients(model_subject, model, model_subject.example())
     assert reference.noise == 0.0
     installed = InstalledMethod(call=Skewed(model, factor), promise=promise)
     if allowed:
-        check_result = barrier.check(model_subject, model, installed, reference)
+        check_result = trial.check(model_subject, model, installed, reference)
         assert 0.0 < max(check_result.get("gradient_error", 0.0), check_result.get("slope_error", 0.0)) < 0.05
     else:
         with pytest.raises(WrongResultError, match=r"compared with plain: .* differs|not the slope"):
-            barrier.check(model_subject, model, installed, reference)
+            trial.check(model_subject, model, installed, reference)
     for old, new in zip(parameters_before, model.parameters(), strict=True):
         torch.testing.assert_close(old, new.detach(), rtol=0, atol=1e-5)  # moved there and back, in float32
 
@@ -192,11 +194,11 @@ def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promi
 def test_another_order_of_sums_may_round_differently(subject: dict) -> None:
     model_subject = Subject(**subject)
     model = model_subject.model()
-    reference = barrier.reference_gradients(model_subject, model, model_subject.example())
+    reference = trial.reference_gradients(model_subject, model, model_subject.example())
     installed = InstalledMethod(call=Skewed(model, 1 + 2**-20), promise=Promise.EXACT, other_sums=True)
-    assert 0.0 < barrier.check(model_subject, model, installed, reference)["gradient_error"] < 1e-5
+    assert 0.0 < trial.check(model_subject, model, installed, reference)["gradient_error"] < 1e-5
     with pytest.raises(WrongResultError, match="allowed 1e-05; of the loss"):
-        barrier.check(
+        trial.check(
             model_subject,
             model,
             InstalledMethod(call=Skewed(model, 1.01), promise=Promise.EXACT, other_sums=True),
@@ -207,28 +209,28 @@ def test_another_order_of_sums_may_round_differently(subject: dict) -> None:
 def test_another_loss_is_red(subject: dict) -> None:
     model_subject = Subject(**subject)
     model = model_subject.model()
-    reference = barrier.reference_gradients(model_subject, model, model_subject.example())
+    reference = trial.reference_gradients(model_subject, model, model_subject.example())
     torch.nn.init.zeros_(model.transformer.wte.weight)
     for promise, message in [
         (Promise.LOSSY, "of the loss .*, allowed 0$"),
         (Promise.OWN_RANDOMNESS, "differs from .*, the loss of plain, by more than 2%"),
     ]:
         with pytest.raises(WrongResultError, match=message):
-            barrier.check(model_subject, model, InstalledMethod(call=model, promise=promise), reference)
+            trial.check(model_subject, model, InstalledMethod(call=model, promise=promise), reference)
 
 
 def test_what_does_not_fit_is_checked_on_less(subject: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = barrier._measured_reference
+    real = trial._measured_reference
 
     def limited_reference(subject, model, batch, name):
         if len(batch["input_ids"]) > 2 or name == "plain":
             raise torch.OutOfMemoryError("too large")
         return real(subject, model, batch, name)
 
-    monkeypatch.setattr(barrier, "_measured_reference", limited_reference)
+    monkeypatch.setattr(trial, "_measured_reference", limited_reference)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     model_subject = Subject(**subject)
-    reference = barrier.reference_gradients(model_subject, model_subject.model(), model_subject.example())
+    reference = trial.reference_gradients(model_subject, model_subject.model(), model_subject.example())
     assert (reference.name, len(reference.batch["input_ids"])) == ("HF gradient checkpointing", 2)
 
 
@@ -266,3 +268,51 @@ def test_what_the_gate_took_on_a_gpu_is_not_the_methods(subject: dict) -> None:
     torch.cuda.empty_cache()
     ungated, gated = (run_trial(on_gpu, "paper", "full", gate=gate) for gate in (False, True))
     assert gated["reserved_bytes"] == pytest.approx(ungated["reserved_bytes"], rel=0.05)  # fragments
+
+
+SUBJECT = Subject(preset="demo", batch=1, tokens=16)
+
+
+def gradients(off: float) -> Gradients:
+    """Return the gradients of one parameter, `off` away from those of another run."""
+    return Gradients(torch.tensor(2.0), {"weight": torch.tensor([1.0 + off, 0.0])})
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Return the list of the next steps' gradient errors, which a test fills and must use up."""
+    offs: list[float] = []
+    monkeypatch.setattr(trial, "step_gradients", lambda *_: gradients(offs.pop(0)))
+    yield offs
+    assert offs == []
+
+
+def test_noise_is_the_worst_of_three_runs(runs: list[float]) -> None:
+    """The first two of the three runs are equal by chance."""
+    runs += [0.0, 0.0, 1e-3]
+    reference = reference_gradients(SUBJECT, SUBJECT.model(), SUBJECT.example())
+    assert reference.noise == pytest.approx(1e-3, rel=1e-3)  # float32 represents 1 + 1e-3 to 1e-7
+
+
+@pytest.mark.parametrize(("device", "is_red"), [("cpu", True), ("cuda", False)])
+def test_a_gpu_may_add_in_another_order_though_no_run_showed_it(runs: list[float], device: str, is_red: bool) -> None:
+    subject = Subject(preset="demo", batch=1, tokens=16, device=device)
+    model = torch.nn.Linear(1, 1)
+    installed = InstalledMethod(call=model, promise=Promise.EXACT)
+    reference = Reference(name="plain", batch=SUBJECT.example(), gradients=gradients(0.0), noise=0.0)
+    runs += [ROUNDING["fp32"] / 2] if is_red else [ROUNDING["fp32"] / 2] * 3
+    if is_red:
+        with pytest.raises(WrongResultError, match="weight differs"):
+            check(subject, model, installed, reference)
+    else:
+        errors = check(subject, model, installed, reference)
+        assert errors["gradient_error"] == pytest.approx(ROUNDING["fp32"] / 2, rel=0.02)  # of float32's own 1e-7
+
+
+def test_what_is_wrong_is_red_on_a_gpu_too(runs: list[float]) -> None:
+    subject = Subject(preset="demo", batch=1, tokens=16, device="cuda")
+    model = torch.nn.Linear(1, 1)
+    reference = Reference(name="plain", batch=SUBJECT.example(), gradients=gradients(0.0), noise=0.0)
+    runs += [2 * ROUNDING["fp32"]]
+    with pytest.raises(WrongResultError, match="weight differs"):
+        check(subject, model, InstalledMethod(call=model, promise=Promise.EXACT), reference)

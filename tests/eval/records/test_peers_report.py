@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within, frontier, peak_at, speed_at
+from adacc_hf.eval.records.peers_report import Point, compare, fastest_within, frontier, peak_at, speed_at
 
 NUMBERS = st.floats(1.0, 1e6)
 POINTS = st.lists(st.builds(Point, name=st.just("x"), peak_bytes=NUMBERS, speed=NUMBERS), min_size=1, max_size=8)

@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from adacc_hf.eval.repository.published.older_versions import older_behaviours
+from adacc_hf.eval.repository.published.prediction import older_behaviours
 from adacc_hf.torch_glue.memory import measure_step
 
 
