@@ -212,7 +212,7 @@ def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 4), max_size=2).map(tuple),
     columns=st.integers(1, 300),

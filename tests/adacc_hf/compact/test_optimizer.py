@@ -406,7 +406,7 @@ def test_targets_can_be_named():
 
 
 def validation_loss(how):
-    """Return the loss after 400 steps on the standard library's text; `how` has CompAct's settings, None means
+    """Return the loss after 200 steps on the standard library's text; `how` has CompAct's settings, None means
     AdamW."""
     text = library_bytes().long()
     training_text, held_out = text[:-200_000], text[-200_000:]
@@ -421,8 +421,8 @@ def validation_loss(how):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, max_position_embeddings=64, use_cache=False)).train()
     plain = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0) if how is None else None
     optimizer = plain or CompactFactory()(model, **how)
-    steps, generator = 400, torch.Generator().manual_seed(0)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 40) * (1 - 0.9 * n / steps))
+    steps, generator = 200, torch.Generator().manual_seed(0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 20) * (1 - 0.9 * n / steps))
     for _ in range(steps):
         model(**random_batch(training_text, 16, generator)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -437,10 +437,10 @@ def validation_loss(how):
 def test_it_trains_and_a_subspace_lasts():
     """CompAct trains as well as AdamW, and keeping a subspace for many steps helps.
 
-    Resampling at every step leaves the moments without a common direction, and the loss is worse. Measured: AdamW 1.774
-    and 1.801 (seeds 0 and 1), a quarter of the inputs 1.748 and 1.760, resampled at every step 2.016 and 2.050. The
+    Resampling at every step leaves the moments without a common direction, and the loss is worse. Measured: AdamW 2.243
+    and 2.137 (seeds 0 and 1), a quarter of the inputs 2.104 and 2.076, resampled at every step 2.313 and 2.313. The
     bounds allow for the difference between two seeds.
     """
     full, quarter, every_step = map(validation_loss, (None, {"rank": 0.25}, {"rank": 0.25, "update_proj_gap": 1}))
     assert quarter < full + 0.06
-    assert every_step > quarter + 0.2
+    assert every_step > quarter + 0.1

@@ -14,7 +14,7 @@ from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import solve_policy
 
 SOLVING = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 MS_ROUNDING = 1e-9
 """Tolerance, as in test_solver.py."""
