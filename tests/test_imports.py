@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,20 +64,23 @@ def run_python(code: str, *, cwd: Path, **environment: str) -> str:
     return process.stdout.strip()
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Yield the names that the file imports, also inside functions, but not under TYPE_CHECKING."""
+@cache
+def imported_modules(path: Path) -> list[str]:
+    """Return the names that the file imports, also inside functions, but not under TYPE_CHECKING."""
+    names: list[str] = []
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             pending += node.orelse
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write it from adacc_hf"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             pending += ast.iter_child_nodes(node)
+    return names
 
 
 def python_files(folder: str) -> list[Path]:
