@@ -372,8 +372,11 @@ class BlockExecutor:
 
         Return False for calls that must always be recorded: calls of a block of whose kind no tape exists, calls at a
         size that a symbolic tape covers, where replay is verified (rule R7), and calls of a block with collectives,
-        which must run the same on all ranks (rule R13).
+        which must run the same on all ranks (rule R13). Return False for the first call of a block, too, if the profile
+        has recorded such a call at other sizes: the first policy leaves room to record it.
         """
+        if not self.tapes and self.tape_cache.is_recorded_at_other_sizes(key, self.name):
+            return False
         tapes = list(self.tapes.values()) or self.tape_cache.tapes_of_kind(self.plan.kind)
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
             return False

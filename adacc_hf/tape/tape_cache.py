@@ -182,6 +182,10 @@ class TapeCache:
         symbolic_tape = self._records_of(block, sizes).active_symbolic_tape()
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
+    def is_recorded_at_other_sizes(self, key: CallKey, block: str) -> bool:
+        """Return True if a call of `block` was recorded that differs from the call with this `key` only in sizes."""
+        return bool(self._records_of(block, self._sizes_of(key)).records)
+
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
         """Extend the range of sizes at which `symbolic_tape`, a tape for all sizes, is known to be right.
 

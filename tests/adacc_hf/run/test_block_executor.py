@@ -95,3 +95,19 @@ def test_a_first_call_with_other_operators_is_recorded_only_if_the_budget_has_ro
         is_scaled = True
         assert_same_steps(run_steps(model, batch, 2), plain)
         assert (UNRECORDED in handle.tape_cache.fallbacks.counts) == (not has_room)
+
+
+def test_a_first_call_that_was_profiled_at_another_size_is_recorded(toy_model, toy_batch, run_steps, assert_same_steps):
+    """The first policy of a run is made from small parts of the batch, and leaves room to record the whole batch."""
+
+    def forward(block, hidden):
+        return hidden + block.down(block.up(hidden).tanh())
+
+    model, batch = toy_model(forward), toy_batch()
+    plain = run_steps(model, batch, 2)
+    part = {name: tensor[:, :3] for name, tensor in batch.items()}
+    policy = uniform_policy(profile_model(model, part, CONFIG), "recompute")
+    with apply_policy(model, policy) as handle:
+        handle.tape_cache.may_record = lambda: False
+        assert_same_steps(run_steps(model, batch, 2), plain)
+        assert not handle.tape_cache.fallbacks.counts
