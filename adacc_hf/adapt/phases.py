@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.first_steps import CHECKPOINT
+from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
-from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError

@@ -160,8 +160,6 @@ class PolicyChoice:
             return
         replanner.adopt(policy)
         self.follow(size_policy, policy)
-        if self.context.guard.check_new_policy():
-            self.context.policy_step = self.context.step
         self._measure_if_larger(size_policy)
         self.has_replaced_borrowed = True
         reason = (
@@ -198,8 +196,6 @@ class PolicyChoice:
         policy = size_policy.replanner.solve_within(memory_budget)
         size_policy.due, size_policy.must_solve = None, False
         self.follow(size_policy, policy)
-        if self.context.guard.check_new_policy():
-            self.context.policy_step = self.context.step  # tracked as often as the first policy
         return policy
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
@@ -281,8 +277,11 @@ class PolicyChoice:
     def follow(self, size_policy: SizePolicy, policy: Policy) -> None:
         """Replace the policy of `size_policy` (the record of one batch size) by `policy`, from the next micro-batch on.
 
-        The times of normal steps under the old policy are dropped.
+        The times of normal steps under the old policy are dropped. If the guard against degraded gradients has to
+        check the new policy, the policy is tracked as often as the run's first policy.
         """
+        if self.context.guard.check_new_policy():
+            self.context.policy_step = self.context.step
         self._lasts = False
         size_policy.plans = self._handle.prepare(policy, size_policy.plans)
         size_policy.times.start_over()

@@ -145,15 +145,10 @@ class Replanning:
                 **predictions(policy),
             )
         )
-        self._follow(step, size_policy, policy)
+        self._choice.follow(size_policy, policy)
         if num_actions:
             costs = describe_costs(policy, size_policy.replanner.priced)
             announce("Adacc: policy changed at step %d (%s): %s", step, reason, costs)
-
-    def _follow(self, step: int, size_policy: SizePolicy, policy: Policy) -> None:
-        self._choice.follow(size_policy, policy)
-        if self._context.guard.check_new_policy():
-            self._context.policy_step = step  # tracked as often as the first policy
 
 
 def num_changes(before: Policy, after: Policy) -> tuple[int, int]:

@@ -102,3 +102,17 @@ class TrackingSteps:
         for size_policy in self._choice.cache.all:
             size_policy.replanner.cancel_tracking()
         self.is_on = False
+
+
+def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
+    """Return True if outliers and errors are measured in the step that comes `steps_since` steps after the policy was
+    set.
+
+    `tracking` is the setting of AdaccConfig. "exponential" selects the steps 1, 2, 4, ... after the policy was set. A
+    number N selects every N-th step.
+    """
+    if tracking == "off" or steps_since < 1:
+        return False
+    if tracking == "exponential":
+        return steps_since & (steps_since - 1) == 0
+    return steps_since % int(tracking) == 0

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import policy_phases, profile_requests
+from adacc_hf.adapt import adaptive_phase, profile_requests
 
 PARTS = ("student", "teacher")
 TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}
@@ -73,14 +73,14 @@ def test_a_policy_is_made_at_once_for_the_blocks_that_train(assert_equal_to_plai
 
 
 def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):
-    monkeypatch.setattr(policy_phases, "LOOK_STEPS", 3)
+    monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 3)
     callback = assert_equal_to_plain(lambda step: PARTS if step > 6 else {"student"}, 12)
     assert policy_steps(callback) == [0, 10]
     assert not callback.policy.idle_blocks
 
 
 def test_blocks_that_never_train_together_stay_under_torchs_checkpoint(assert_equal_to_plain, monkeypatch, caplog):
-    monkeypatch.setattr(policy_phases, "LOOK_STEPS", 3)
+    monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 3)
     monkeypatch.setattr(profile_requests, "MOST_TRIES", 2)
     callback = assert_equal_to_plain(lambda step: {PARTS[step % 2]}, 12)
     assert policy_steps(callback) == [0]

@@ -11,7 +11,7 @@ import torch
 from run_builders import InOrder, refuse_profiles_of
 from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
 
-import adacc_hf.adapt.policy_phases as phases_module
+import adacc_hf.adapt.adaptive_phase as phases_module
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_requests import OTHER_OPERATORS

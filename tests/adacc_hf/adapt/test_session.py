@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from adacc_hf import AdaccConfig, AdaccSession, profile_model, remove_policy
 from adacc_hf.adapt import run_profiler
+from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
-from adacc_hf.adapt.policy_phases import AdaptivePhase
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.artifacts.errors import InfeasibleBudgetError

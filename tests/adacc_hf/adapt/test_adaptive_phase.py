@@ -12,10 +12,10 @@ from run_builders import SpikeLoss, compress_first, events, failing, run_lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
-import adacc_hf.adapt.policy_phases as phases_module
+import adacc_hf.adapt.adaptive_phase as phases_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, AdaccSession
-from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
+from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run.call import Recording
@@ -293,49 +293,16 @@ def recomputing(fake_profile):
     return uniform_policy(fake_profile, "recompute")
 
 
-def fake_run(policy, profile, overhead_ms):
-    stats = SimpleNamespace(overhead_ms=overhead_ms, logged=lambda: None)
-    return SimpleNamespace(active_policy=policy, profile=profile, stats=stats, fallback_figures=dict)
-
-
-def figures(policy, profile, overhead_ms=None):
-    """Return the figures of a policy that never changes."""
-    return FixedPolicyPhase(fake_run(policy, profile, overhead_ms), None).figures({}, is_on_all_ranks=True)
-
-
-class PhaseOfOneSize(AdaptivePhase):
-    """Phase whose parts a test sets."""
-
-    __init__ = FixedPolicyPhase.__init__
-
-
 def adaptive_figures(policy, profile, has_work, **shown):
     """Return the figures of a policy that follows the data. `shown` are figures of the current size's policy."""
     measured = {"measured_peak_bytes": None, "error": None, "gradient_error": None, **shown}
     size_policy = SimpleNamespace(replanner=SimpleNamespace(has_work=lambda: has_work), **measured)
-    phase = PhaseOfOneSize(fake_run(policy, profile, None), None)
+    stats = SimpleNamespace(overhead_ms=None, logged=lambda: None)
+    phase = AdaptivePhase.__new__(AdaptivePhase)
+    phase._run = SimpleNamespace(active_policy=policy, profile=profile, stats=stats, fallback_figures=dict)
     phase.choice = SimpleNamespace(shown=size_policy, cache=SimpleNamespace(all=[size_policy]))
     phase.context = SimpleNamespace(extra_ms=2.5, guard=SimpleNamespace(logged=lambda *_: None))
     return phase.figures({}, is_on_all_ranks=True)
-
-
-def test_a_policy_without_a_profile_has_its_predictions(recomputing):
-    assert figures(recomputing, None) == {
-        "adacc/stored_gib": recomputing.predicted_stored_bytes / 2**30,
-        "adacc/peak_gib": recomputing.predicted_peak_bytes / 2**30,
-        "adacc/overhead_ms": recomputing.predicted_overhead_ms,
-    }
-
-
-def test_the_measured_overhead_comes_before_the_predicted_one_even_if_it_is_zero(recomputing):
-    assert recomputing.predicted_overhead_ms > 0
-    assert figures(recomputing, None, 0.0)["adacc/overhead_ms"] == 0.0
-
-
-def test_the_rate_is_that_of_plain_training_s_bytes(recomputing, fake_profile):
-    rate = recomputing.predicted_stored_bytes / fake_profile.plain_stored_bytes
-    assert 0 < rate < 1
-    assert figures(recomputing, fake_profile)["adacc/compression_rate"] == rate
 
 
 def test_errors_are_zero_where_nothing_is_compressed_with_loss(recomputing, fake_profile):

@@ -1,4 +1,4 @@
-"""FixedPolicyPhase and AdaptivePhase: training under one policy, or under policies that are adapted during the run.
+"""AdaptivePhase: training under policies that are adapted to the data and to the batch sizes during the run.
 
 NOTE [Timetable of a step]. All ranks do the same at the same step. Part 2 runs in every step, and parts 1 and 3 only
 when they are due.
@@ -17,15 +17,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.announcements import describe_costs, describe_coverage
-from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
+from adacc_hf.adapt.announcements import describe_costs
+from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.first_steps import CHECKING, FOLLOWING, MEASURING, TRACKING
+from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
@@ -33,12 +33,11 @@ from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_requests import FALLBACK_MODES, ProfileRequests
 from adacc_hf.adapt.replanning import Replanning
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
-from adacc_hf.adapt.run_state import Phase, RunState, check_called
-from adacc_hf.adapt.tracking_steps import TrackingSteps
+from adacc_hf.adapt.run_state import RunState
+from adacc_hf.adapt.tracking_steps import TrackingSteps, is_tracking_step
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
@@ -57,93 +56,6 @@ TASKS = {
     CHECKING: "the first under a new policy, which checks the records of the blocks",
 }
 """Names of a step's tasks besides training, which the log line about a slow step lists."""
-
-
-class FixedPolicyPhase(Phase):
-    """Phase of a run that trains under a fixed policy, which is not adapted to the data."""
-
-    def __init__(self, run: RunState, handle: PolicyHandle) -> None:
-        self._run = run
-        self.handle = handle
-
-    def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, and return its result.
-
-        After an error, `run` is not called again, because the policy is fixed.
-        """
-        with memory_reported(self._run.memory_report):
-            return run()
-
-    def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
-        """Begin to follow `policy`, made for `profile`, after the end of a step.
-
-        If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
-        """
-        self._run.stats.estimate_early_overheads(profile, None)
-
-    def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
-        """Begin to follow `policy`, made for `profile`, before the forward of a step's first micro-batch.
-
-        `step` is the number of finished steps.
-        """
-        self.begin_after_step(profile, policy, is_provisional=False)
-        self.begin_micro_batch(None)
-
-    def resume(self, saved: Saved) -> None:
-        """Restore the state of the run from the checkpoint's state `saved`."""
-
-    def begin_micro_batch(self, inputs: Any) -> None:
-        self.handle.installation.begin_step()
-        self.handle.tape_cache.fallbacks.clear()
-
-    def end_micro_batch(self) -> None:
-        fallbacks = self.handle.tape_cache.fallbacks
-        refuse_fallbacks(self._run.config, fallbacks)
-        self._run.stats.add(self._run.active_policy.predicted_overhead_ms, fallbacks.counts)
-
-    def end_step(self, step: int) -> None:
-        if self._run.stats.reasons:
-            self._run.count_step(step)
-        if self._run.num_steps == 1:
-            check_called(self.handle.installation)
-
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        run, policy, overhead_ms = self._run, self._run.active_policy, self._run.stats.overhead_ms
-        figures = {
-            "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
-            "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
-            "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
-        }
-        if policy.predicted_host_bytes:
-            figures["adacc/host_gib"] = policy.predicted_host_bytes / 2**30
-            figures["adacc/measured_host_gib"] = host_pool.take_peak() / 2**30
-        if run.profile is not None:
-            figures["adacc/compression_rate"] = policy.predicted_stored_bytes / run.profile.plain_stored_bytes
-        if is_on_all_ranks:
-            run.stats.logged()
-        return figures | run.fallback_figures()
-
-    def save(self, folder: Path) -> None:
-        save_in_checkpoint(folder, self._saved())
-
-    def _saved(self) -> Saved:
-        run = self._run
-        saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
-        return Saved(
-            size_policies=saved,
-            memory_budget=run.config.memory_budget,
-            host_memory=run.config.host_memory,
-            history=run.history,
-            step=run.step,
-        )
-
-    def ends(self) -> None:
-        run = self._run
-        run.save_rest()
-        announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
-
-    def remove(self) -> None:
-        self.handle.remove()
 
 
 class AdaptivePhase(FixedPolicyPhase):
@@ -505,17 +417,3 @@ class AdaptivePhase(FixedPolicyPhase):
         super().remove()
         self._profiler.remove()
         self._batches.drop()
-
-
-def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Return True if outliers and errors are measured in the step that comes `steps_since` steps after the policy was
-    set.
-
-    `tracking` is the setting of AdaccConfig. "exponential" selects the steps 1, 2, 4, ... after the policy was set. A
-    number N selects every N-th step.
-    """
-    if tracking == "off" or steps_since < 1:
-        return False
-    if tracking == "exponential":
-        return steps_since & (steps_since - 1) == 0
-    return steps_since % int(tracking) == 0

@@ -1,0 +1,105 @@
+"""FixedPolicyPhase: training under one policy, which is not adapted to the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from adacc_hf.adapt.announcements import describe_coverage
+from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
+from adacc_hf.adapt.coverage import refuse_fallbacks
+from adacc_hf.adapt.oom_retry import memory_reported
+from adacc_hf.adapt.run_state import Phase, RunState, check_called
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.kernels._host_pool import host_pool
+from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.torch_glue.progress import announce
+
+
+class FixedPolicyPhase(Phase):
+    """Phase of a run that trains under a fixed policy, which is not adapted to the data."""
+
+    def __init__(self, run: RunState, handle: PolicyHandle) -> None:
+        self._run = run
+        self.handle = handle
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, which trains on the micro-batch, and return its result.
+
+        After an error, `run` is not called again, because the policy is fixed.
+        """
+        with memory_reported(self._run.memory_report):
+            return run()
+
+    def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
+        """Begin to follow `policy`, made for `profile`, after the end of a step.
+
+        If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
+        """
+        self._run.stats.estimate_early_overheads(profile, None)
+
+    def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
+        """Begin to follow `policy`, made for `profile`, before the forward of a step's first micro-batch.
+
+        `step` is the number of finished steps.
+        """
+        self.begin_after_step(profile, policy, is_provisional=False)
+        self.begin_micro_batch(None)
+
+    def resume(self, saved: Saved) -> None:
+        """Restore the state of the run from the checkpoint's state `saved`."""
+
+    def begin_micro_batch(self, inputs: Any) -> None:
+        self.handle.installation.begin_step()
+        self.handle.tape_cache.fallbacks.clear()
+
+    def end_micro_batch(self) -> None:
+        fallbacks = self.handle.tape_cache.fallbacks
+        refuse_fallbacks(self._run.config, fallbacks)
+        self._run.stats.add(self._run.active_policy.predicted_overhead_ms, fallbacks.counts)
+
+    def end_step(self, step: int) -> None:
+        if self._run.stats.reasons:
+            self._run.count_step(step)
+        if self._run.num_steps == 1:
+            check_called(self.handle.installation)
+
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        run, policy, overhead_ms = self._run, self._run.active_policy, self._run.stats.overhead_ms
+        figures = {
+            "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
+            "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
+            "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
+        }
+        if policy.predicted_host_bytes:
+            figures["adacc/host_gib"] = policy.predicted_host_bytes / 2**30
+            figures["adacc/measured_host_gib"] = host_pool.take_peak() / 2**30
+        if run.profile is not None:
+            figures["adacc/compression_rate"] = policy.predicted_stored_bytes / run.profile.plain_stored_bytes
+        if is_on_all_ranks:
+            run.stats.logged()
+        return figures | run.fallback_figures()
+
+    def save(self, folder: Path) -> None:
+        save_in_checkpoint(folder, self._saved())
+
+    def _saved(self) -> Saved:
+        run = self._run
+        saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
+        return Saved(
+            size_policies=saved,
+            memory_budget=run.config.memory_budget,
+            host_memory=run.config.host_memory,
+            history=run.history,
+            step=run.step,
+        )
+
+    def ends(self) -> None:
+        run = self._run
+        run.save_rest()
+        announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
+
+    def remove(self) -> None:
+        self.handle.remove()

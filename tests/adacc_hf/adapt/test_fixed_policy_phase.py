@@ -1,0 +1,46 @@
+"""Figures of a run under one policy, which the training loop logs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
+from adacc_hf.solve.simple_policies import uniform_policy
+
+
+@pytest.fixture
+def fake_profile(gpt2_like_profile):
+    return gpt2_like_profile()
+
+
+@pytest.fixture
+def recomputing(fake_profile):
+    return uniform_policy(fake_profile, "recompute")
+
+
+def figures(policy, profile, overhead_ms=None):
+    """Return the figures of a policy that never changes."""
+    stats = SimpleNamespace(overhead_ms=overhead_ms, logged=lambda: None)
+    run = SimpleNamespace(active_policy=policy, profile=profile, stats=stats, fallback_figures=dict)
+    return FixedPolicyPhase(run, None).figures({}, is_on_all_ranks=True)
+
+
+def test_a_policy_without_a_profile_has_its_predictions(recomputing):
+    assert figures(recomputing, None) == {
+        "adacc/stored_gib": recomputing.predicted_stored_bytes / 2**30,
+        "adacc/peak_gib": recomputing.predicted_peak_bytes / 2**30,
+        "adacc/overhead_ms": recomputing.predicted_overhead_ms,
+    }
+
+
+def test_the_measured_overhead_comes_before_the_predicted_one_even_if_it_is_zero(recomputing):
+    assert recomputing.predicted_overhead_ms > 0
+    assert figures(recomputing, None, 0.0)["adacc/overhead_ms"] == 0.0
+
+
+def test_the_rate_is_that_of_plain_training_s_bytes(recomputing, fake_profile):
+    rate = recomputing.predicted_stored_bytes / fake_profile.plain_stored_bytes
+    assert 0 < rate < 1
+    assert figures(recomputing, fake_profile)["adacc/compression_rate"] == rate
