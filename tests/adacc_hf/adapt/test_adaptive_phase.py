@@ -16,6 +16,7 @@ import adacc_hf.adapt.adaptive_phase as phases_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, AdaccSession
 from adacc_hf.adapt.adaptive_phase import AdaptivePhase
+from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run.call import Recording
@@ -293,13 +294,19 @@ def recomputing(fake_profile):
     return uniform_policy(fake_profile, "recompute")
 
 
+class PhaseOfOneSize(AdaptivePhase):
+    """Phase whose parts a test sets."""
+
+    __init__ = FixedPolicyPhase.__init__
+
+
 def adaptive_figures(policy, profile, has_work, **shown):
     """Return the figures of a policy that follows the data. `shown` are figures of the current size's policy."""
     measured = {"measured_peak_bytes": None, "error": None, "gradient_error": None, **shown}
     size_policy = SimpleNamespace(replanner=SimpleNamespace(has_work=lambda: has_work), **measured)
     stats = SimpleNamespace(overhead_ms=None, logged=lambda: None)
-    phase = AdaptivePhase.__new__(AdaptivePhase)
-    phase._run = SimpleNamespace(active_policy=policy, profile=profile, stats=stats, fallback_figures=dict)
+    run = SimpleNamespace(active_policy=policy, profile=profile, stats=stats, fallback_figures=dict)
+    phase = PhaseOfOneSize(run, None)
     phase.choice = SimpleNamespace(shown=size_policy, cache=SimpleNamespace(all=[size_policy]))
     phase.context = SimpleNamespace(extra_ms=2.5, guard=SimpleNamespace(logged=lambda *_: None))
     return phase.figures({}, is_on_all_ranks=True)
