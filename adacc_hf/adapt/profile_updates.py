@@ -104,7 +104,8 @@ def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
 
     Used if a measured peak exceeds the predicted peak by `extra_bytes`.
     """
-    return profile.with_extra_live_bytes(extra_bytes, [extra_bytes] * len(profile.blocks), extra_bytes)
+    at_blocks = [extra_bytes] * len(profile.blocks)
+    return profile.with_extra_live_bytes(extra_bytes, extra_bytes, at_blocks, extra_bytes)
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:

@@ -161,12 +161,13 @@ class Profile:
 
         return replace(self, kinds=tuple(replace(k, values=tuple(map(limited, k.values))) for k in self.kinds))
 
-    def with_extra_live_bytes(self, forward: int, blocks: Sequence[int], after: int) -> Profile:
-        """Return a copy with more live bytes for every head. Negative numbers reduce the live bytes.
+    def with_extra_live_bytes(self, forward: int, head: int, blocks: Sequence[int], after: int) -> Profile:
+        """Return a copy with more live bytes, for the plain and the chunked head. Negative numbers reduce the live
+        bytes.
 
-        `forward` bytes are live in the forward and in the loss's backward, `blocks[i]` in the backward of the i-th
-        block, and `after` once the backward of all blocks has ended. `static_bytes` and the optimizer's peak do not
-        change.
+        `forward` bytes are live in the forward of the blocks, `head` in the forward and backward of the head and loss,
+        `blocks[i]` in the backward of the i-th block, and `after` once the backward of all blocks has ended.
+        `static_bytes` and the optimizer's peak do not change.
         """
 
         def shifted(bases: Sequence[int]) -> tuple[int, ...]:
@@ -174,13 +175,13 @@ class Profile:
 
         heads = (
             replace(
-                head,
-                outside_peak_bytes=head.outside_peak_bytes + forward,
-                loss_peak_bytes=head.loss_peak_bytes + forward,
-                tail_peak_bytes=head.tail_peak_bytes + after,
-                backward_base_bytes=shifted(head.backward_base_bytes),
+                other,
+                outside_peak_bytes=other.outside_peak_bytes + head,
+                loss_peak_bytes=other.loss_peak_bytes + head,
+                tail_peak_bytes=other.tail_peak_bytes + after,
+                backward_base_bytes=shifted(other.backward_base_bytes),
             )
-            for head in self.other_heads
+            for other in self.other_heads
         )
         bases = shifted([block.backward_base_bytes for block in self.blocks])
         return replace(
@@ -189,8 +190,8 @@ class Profile:
                 replace(block, forward_base_bytes=block.forward_base_bytes + forward, backward_base_bytes=base)
                 for block, base in zip(self.blocks, bases, strict=True)
             ),
-            outside_peak_bytes=self.outside_peak_bytes + forward,
-            loss_peak_bytes=self.loss_peak_bytes + forward,
+            outside_peak_bytes=self.outside_peak_bytes + head,
+            loss_peak_bytes=self.loss_peak_bytes + head,
             tail_peak_bytes=self.tail_peak_bytes + after,
             other_heads=tuple(heads),
         )

@@ -237,7 +237,7 @@ class TrainingPlanner:
             shifts = {name: extra_bytes - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
-            profile.with_extra_live_bytes(extra_bytes, in_order, shifts["tail"]),
+            profile.with_extra_live_bytes(extra_bytes, extra_bytes, in_order, shifts["tail"]),
             static_bytes=profile.static_bytes + extra_bytes,
             optimizer_peak_bytes=self.static.update_peak_bytes,
             available_bytes=self.request.workload.device.memory_bytes,

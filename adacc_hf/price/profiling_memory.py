@@ -67,7 +67,8 @@ def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
 
     `profile` is the profile of the batch `part`. Its byte counts are scaled by the growth from `part` to `other`. The
     peak occurs either while a block is recorded, which keeps all values of the block alive, or while memory is
-    measured. The measurement recomputes all blocks but one, which retains its activations.
+    measured. The measurement recomputes all blocks but one, which retains its activations. The memory of the head and
+    of other code outside the blocks is scaled by the largest growth.
 
     The prediction may be too high, for two reasons: a dimension that equals a sequence length only by chance is scaled
     like this length, and the gradients of parameters are scaled like activations.
@@ -78,9 +79,12 @@ def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
     recorded = max(sum(growth.bytes_of(v) for v in kind.values if _is_computed(v)) for kind in profile.kinds)
     retained = max(sum(growth.bytes_of(v) for v in kind.activations if v.saved) for kind in profile.kinds)
     recomputed = simulate(profile, [recompute_plan(profile.kind_of(block)) for block in profile.blocks]).peak_bytes
+    outside = max(profile.outside_peak_bytes, profile.loss_peak_bytes) - static_bytes
+    mean = growth.mean([value for kind in profile.kinds for value in kind.values if _is_computed(value)])
+    outside_growth = int((growth.linear - mean) * outside)
     return static_bytes + max(
-        int(growth.linear * max(bases)) + recorded,
-        int(growth.linear * (recomputed - static_bytes)) + retained,
+        int(mean * max(bases)) + outside_growth + recorded,
+        int(mean * (recomputed - static_bytes)) + outside_growth + retained,
     )
 
 
@@ -96,16 +100,20 @@ class _Growth:
     samples: float
     """Number of samples in the second part, divided by the number in the first part."""
     lengths: Mapping[int, float]
-    """Ratio of sequence lengths (second part divided by first part), by the length in the first part."""
+    """Ratio of sequence lengths (second part divided by first part), by the length in the first part. A number of
+    tokens in all samples is listed like a length, because layers may merge samples and tokens into one dimension."""
+    has_features: bool
+    """True if the batch has features of images or audio, which are as long in all parts."""
 
     @classmethod
     def between(cls, part: Batch, other: Batch) -> _Growth:
         lengths: dict[int, float] = {}
         for before, after in zip(part.shapes, other.shapes, strict=True):
             if len(before.size) == 2:
-                length = before.size[1]
-                lengths[length] = max(lengths.get(length, 0.0), after.size[1] / length)
-        return cls(other.num_samples / part.num_samples, lengths)
+                ratio = after.size[1] / before.size[1]
+                for length in {before.size[1], before.size[0] * before.size[1]}:
+                    lengths[length] = max(lengths.get(length, 0.0), ratio)
+        return cls(other.num_samples / part.num_samples, lengths, any(len(shape.size) > 2 for shape in part.shapes))
 
     @property
     def linear(self) -> float:
@@ -117,7 +125,16 @@ class _Growth:
         """Predict the bytes of the profiled `value` if the second part of the batch is run.
 
         Every dimension that equals a sequence length of the first part is scaled. Attention's scores have two such
-        dimensions. If no dimension equals a sequence length, the bytes are scaled by the largest factor (`linear`).
+        dimensions. If no dimension equals a sequence length, the bytes are scaled by the number of samples if the batch
+        has features, and otherwise by the largest factor (`linear`).
         """
         ratios = [self.lengths[size] for size in value.shape if size in self.lengths]
-        return int(value.nbytes * (max(1.0, self.samples * prod(ratios)) if ratios else self.linear))
+        if ratios or self.has_features:
+            return int(value.nbytes * max(1.0, self.samples * prod(ratios)))
+        return int(value.nbytes * self.linear)
+
+    def mean(self, values: Sequence[Value]) -> float:
+        """Return the factor by which the bytes of all `values` together grow, or `linear` if the batch has no
+        features."""
+        nbytes = sum(value.nbytes for value in values)
+        return sum(map(self.bytes_of, values)) / nbytes if nbytes and self.has_features else self.linear
