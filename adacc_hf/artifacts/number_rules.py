@@ -67,9 +67,9 @@ class RuleFit:
         distinct = list(dict.fromkeys(columns))
         rules: dict[Column, Rule] = {}
         for column in distinct:
-            polynomial = self._basis.fit(column, MAX_TERMS_OF_DIFFERENCE)
+            polynomial = self._basis.fit(column, MAX_TERMS_OF_DIFFERENCE, with_fractions=True)
             if polynomial is not None:
-                rules[column] = Exact(polynomial, column[0])
+                rules[column] = Exact(polynomial)
         self._add_neighbours(distinct, rules)
         for fit in (self._exact_sum, self._approximation):
             for column in distinct:
@@ -83,8 +83,8 @@ class RuleFit:
 
         `column` contains the number's value for each measured batch.
         """
-        polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM)
-        return None if polynomial is None else Exact(polynomial, column[0])
+        polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM, with_fractions=True)
+        return None if polynomial is None else Exact(polynomial)
 
     def _approximation(self, column: Column) -> Rule:
         """Return an approximate rule for a number of the profile that is not exactly a polynomial of the batch's sizes.
@@ -128,7 +128,7 @@ class RuleFit:
                 best = rules[neighbour], difference
                 if len(difference.terms) <= 1:
                     break
-        return None if best is None else _rule_plus(*best, column[0])
+        return None if best is None else _rule_plus(*best)
 
     def _difference(self, column: Column) -> Polynomial | None:
         """Return the polynomial of the batch's sizes that gives `column` exactly, or None if no polynomial does.
@@ -152,9 +152,9 @@ def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column
             yield columns[place + distance]
 
 
-def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
+def _rule_plus(rule: Rule, difference: Polynomial) -> Rule:
     if isinstance(rule, Exact):
-        return Exact(rule.polynomial + difference, measured)
+        return Exact(rule.polynomial + difference)
     if isinstance(rule, Difference):
         return Difference(rule.other, rule.polynomial + difference)
     return Difference(rule, difference)
@@ -163,15 +163,14 @@ def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
 class Exact:
     """Rule of a number that is exactly a polynomial of the sizes.
 
-    If the polynomial's value for a batch is not an integer, the rule returns the number of the profiled batch.
+    If the polynomial's value for a batch is not an integer, the rule rounds it up.
     """
 
-    def __init__(self, polynomial: Polynomial, measured: int) -> None:
-        self.polynomial, self._measured = polynomial, measured
+    def __init__(self, polynomial: Polynomial) -> None:
+        self.polynomial = polynomial
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
-        number = self.polynomial(products)
-        return self._measured if number is None else number
+        return self.polynomial.ceil(products)
 
 
 class Difference:

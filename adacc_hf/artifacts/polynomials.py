@@ -2,16 +2,17 @@
 
 The sizes, strides, offsets and bytes of a block's tensors are sums of products of a few sizes, such as batch size and
 sequence length. A fit tries a constant, then one product of sizes times a factor, then sums of two and of three
-products, all in exact integers. A fit is accepted only if at least one call that was not used for the fit confirms the
-fit.
+products, all in exact arithmetic. A fit is accepted only if at least one call that was not used for the fit confirms
+the fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cache
 from itertools import combinations, product
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,10 @@ class Polynomial:
         quotient, remainder = divmod(total, self.divisor)
         return None if remainder else quotient
 
+    def ceil(self, products: Sequence[int]) -> int:
+        """Evaluate the polynomial, and round the result up to an integer."""
+        return -(-sum(factor * products[place] for factor, place in self.terms) // self.divisor)
+
     def __add__(self, other: Polynomial) -> Polynomial:
         divisor = lcm(self.divisor, other.divisor)
         factors: dict[int, int] = {}
@@ -95,7 +100,19 @@ class Basis:
         full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
-    def fit(self, column: Column, max_terms: int = MAX_TERMS) -> Polynomial | None:
+    def period(self, polynomial: Polynomial, symbol: int) -> int:
+        """Return the smallest number by which the size at index `symbol` can grow from one integer result of
+        `polynomial` to the next, if the polynomial is a constant plus a fraction of this size. Otherwise return 1.
+
+        For example, each further feature of an audio model needs 320 more samples of sound.
+        """
+        linear = tuple(int(place == symbol) for place in range(len(self._exponents[0])))
+        exponents = [self._exponents[place] for _, place in polynomial.terms]
+        if len(exponents) != 2 or linear not in exponents or any(map(sum, (e for e in exponents if e != linear))):
+            return 1
+        return polynomial.divisor // gcd(polynomial.divisor, polynomial.terms[exponents.index(linear)][0])
+
+    def fit(self, column: Column, max_terms: int = MAX_TERMS, with_fractions: bool = False) -> Polynomial | None:
         """Return the polynomial with the fewest terms that gives the numbers in `column` exactly, or None if no
         polynomial does.
 
@@ -105,6 +122,9 @@ class Basis:
         one more checks them. If a factor is negative, more calls are needed: five for three terms, and seven for four
         terms. Many combinations of terms are tried, so one of them might fit fewer calls by chance. Numbers of bytes
         are sums without negative factors.
+
+        The factors of several terms are integers, unless `with_fractions` is True. Fractions must be confirmed by two
+        more calls.
         """
         if len(set(column)) == 1:
             return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
@@ -117,9 +137,13 @@ class Basis:
                 return None
             is_doubtful = self.num_calls < 2 * num_terms - 1
             for places in self._candidate_places(num_terms, column):
-                factors = solve_integers([self._columns[place] for place in places], column)
-                if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):
-                    return Polynomial(tuple(zip(factors, places, strict=True)))
+                solution = solve_fractions([self._columns[place] for place in places], column)
+                if solution is None:
+                    continue
+                factors, divisor = solution
+                is_confirmed = divisor == 1 or (with_fractions and self.num_calls >= num_terms + 2)
+                if is_confirmed and all(factors) and not (is_doubtful and min(factors) < 0):
+                    return Polynomial(tuple(zip(factors, places, strict=True)), divisor)
         return None
 
     def fit_least_squares(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
@@ -199,10 +223,11 @@ def _fit_single_product(values: Column, column: Column, place: int) -> Polynomia
     return Polynomial(((numerator, place),), denominator) if remainder else Polynomial(((quotient, place),))
 
 
-def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | None:
-    """Return one integer factor per column, such that the sum of factor * column equals `target` in every call.
+def solve_fractions(columns: list[Column], target: Column) -> tuple[tuple[int, ...], int] | None:
+    """Return one integer factor per column, and a common divisor, such that the sum of factor * column / divisor equals
+    `target` in every call.
 
-    A column contains one number per call. Return None if there is no integer solution, or more than one solution.
+    A column contains one number per call. Return None if there is no solution, or more than one solution.
     """
     size = len(columns)
     rows = list(zip(*columns, target, strict=True))
@@ -220,13 +245,9 @@ def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | N
                 matrix[r] = [lead * x - head * y for x, y in zip(row, top, strict=True)]
     if any(row[size] for row in matrix[size:]):
         return None
-    factors = []
-    for place in range(size):
-        quotient, remainder = divmod(matrix[place][size], matrix[place][place])
-        if remainder:
-            return None
-        factors.append(quotient)
-    return tuple(factors)
+    fractions = [Fraction(matrix[place][size], matrix[place][place]) for place in range(size)]
+    divisor = lcm(*(fraction.denominator for fraction in fractions))
+    return tuple(int(fraction * divisor) for fraction in fractions), divisor
 
 
 def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:

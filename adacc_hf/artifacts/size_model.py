@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.number_rules import LeastSquares, RuleFit
+from adacc_hf.artifacts.number_rules import Exact, LeastSquares, RuleFit
 from adacc_hf.artifacts.polynomials import Basis, independent_sizes
 
 if TYPE_CHECKING:
@@ -101,6 +101,12 @@ class SizeModel:
         )
         columns = list(zip(*(numbers for _, numbers in measured), strict=True))
         self._rules = RuleFit(self._basis, self._num_elements, uses_lines).rules(columns)
+        polynomials = {rule.polynomial for rule in self._rules if isinstance(rule, Exact)}
+        self._periods = [
+            math.lcm(*(self._basis.period(polynomial, symbol) for polynomial in polynomials))
+            for symbol in range(len(self._symbols))
+        ]
+        """For each independent size, the step between sizes at which all tensor shapes are integers."""
 
     @property
     def uncertainty(self) -> float:
@@ -129,7 +135,12 @@ class SizeModel:
         if {name: len(size) for name, size in shapes} != ranks:
             return None
         dimensions = _batch_dimensions(shapes)
-        products = self._basis.products(tuple(_round_size(dimensions[p], self._reference[p]) for p in self._symbols))
+        products = self._basis.products(
+            tuple(
+                _round_size(dimensions[p], self._reference[p], period)
+                for p, period in zip(self._symbols, self._periods, strict=True)
+            )
+        )
         rounded = [polynomial(products) if polynomial else None for polynomial in self._dimension_rules]
         if any(size is None or size < lower for size, lower in zip(rounded, dimensions, strict=True)):
             return None
@@ -168,9 +179,9 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
     return SizeModel(measured)
 
 
-def _round_size(size: int, reference: int) -> int:
+def _round_size(size: int, reference: int, period: int) -> int:
     """Return the upper bound of the size class that `size` belongs to. `reference` is the upper bound of one of the
-    size classes.
+    size classes. All upper bounds above MAX_EXACT_SIZE differ from it by multiples of `period`.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
     sample, which often runs different operators.
@@ -178,7 +189,8 @@ def _round_size(size: int, reference: int) -> int:
     if size <= MAX_EXACT_SIZE:
         return size if size > 1 or reference == 1 else 2
     num_steps = math.ceil(math.log(size / reference, SIZE_CLASS_RATIO) - 1e-9)
-    return max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
+    bound = max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
+    return bound + (reference - bound) % period
 
 
 def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:

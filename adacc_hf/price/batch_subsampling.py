@@ -83,6 +83,12 @@ class Batch:
         """Distinct lengths of the batch's sequences, in order."""
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
+    @property
+    def sounds(self) -> set[int]:
+        """Lengths of the sounds in the batch. A sound is a sequence of floating-point numbers."""
+        tensors = (self.tensors[shape.name] for shape in self.shapes if len(shape.size) == 2)
+        return {tensor.shape[1] for tensor in tensors if tensor.is_floating_point()}
+
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
         """Return a copy of the batch in which each tensor is cut or repeated to its shape in `shapes`.
 
@@ -209,6 +215,8 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     def shortened(length: int, eighths: int, with_alignment: bool = True) -> int:
         if 0 < uncut_tokens < length:
             return uncut_tokens + max(1, (length - uncut_tokens) * eighths // 8)
+        if length in batch.sounds:
+            return _cut_sound(length, length * eighths // 8)
         if not with_alignment:
             return max(1 + eighths, length * eighths // 8)
         return _shortened_length(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
@@ -254,6 +262,18 @@ def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
     if length < 3 * LEAST_TOKENS:
         return max(part, 1 + eighths)
     return part if part % ALIGNED else part + ALIGNED // 2
+
+
+def _cut_sound(length: int, target: int) -> int:
+    """Return a length of at least `target`, to which a sound of this `length` is cut. The number of the model's
+    features is linear in the result.
+
+    Models of sound compute one feature from several values of the sound, by convolutions that round lengths down. Two
+    lengths that differ by a multiple of the convolutions' total stride are rounded by the same amount. 3840 is a
+    multiple of most models' strides, such as 320 (Wav2Vec2) and 1920 (Mimi).
+    """
+    step = next((step for step in (3840, 1280, 320, 64, 16) if 8 * step <= length), 1)
+    return length - (length - target) // step * step
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
@@ -323,7 +343,8 @@ def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, i
             size[0] = num_samples
         if len(size) == 2 and tokens is not None:
             shorter = tokens[1] + len(lengths) if is_pair and _is_decoder_tensor(shape.name) else tokens[0]
-            size[1] = shorter + lengths.index(size[1])
+            is_sound = size[1] in batch.sounds
+            size[1] = _cut_sound(size[1], shorter) if is_sound else shorter + lengths.index(size[1])
         return TensorShape(shape.name, tuple(size))
 
     return batch.resized([cut(shape) for shape in batch.shapes])

@@ -14,7 +14,7 @@ from adacc_hf.artifacts.polynomials import (
     Basis,
     Polynomial,
     independent_sizes,
-    solve_integers,
+    solve_fractions,
 )
 
 SIZES = st.integers(2, 500)
@@ -172,16 +172,39 @@ def test_integer_factors_are_exact(data):
     columns = [tuple(data.draw(entries)) for _ in range(size)]
     factors = tuple(data.draw(st.lists(st.integers(-999, 999), min_size=size, max_size=size)))
     target = tuple(sum(f * n for f, n in zip(factors, row, strict=True)) for row in zip(*columns, strict=True))
-    assert solve_integers(columns, target) in (factors, None)
+    assert solve_fractions(columns, target) in ((factors, 1), None)
 
 
 @given(st.lists(st.integers(1, 999), min_size=4, max_size=4), st.integers(1, 9))
 def test_linearly_dependent_columns_have_no_unique_factors(column, multiple):
     columns = [tuple(column), tuple(multiple * n for n in column)]
-    assert solve_integers(columns, tuple(3 * n for n in column)) is None
+    assert solve_fractions(columns, tuple(3 * n for n in column)) is None
 
 
 @given(st.lists(st.integers(1, 999), min_size=3, max_size=3, unique=True))
-def test_fractional_factors_are_refused(column):
+def test_fractional_factors_have_a_common_divisor(column):
     assume(any(n % 2 for n in column))
-    assert solve_integers([tuple(2 * n for n in column)], tuple(column)) is None
+    assert solve_fractions([tuple(2 * n for n in column)], tuple(column)) == ((1,), 2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(30, 99)), min_size=6, max_size=7, unique=True))
+def test_features_of_sounds_are_fractions_of_their_length(calls):
+    """A model of sound has one feature for each 320 values, and attention's scores grow with the features squared."""
+    rest = 108
+    calls = [(samples, 320 * features + rest) for samples, features in calls]
+    assume(len({length for _, length in calls}) >= 4 and len({samples for samples, _ in calls}) >= 2)
+    basis = Basis(calls)
+    features = tuple((length - 400) // 320 + 1 for _, length in calls)
+    scores = tuple(samples * n * n for (samples, _), n in zip(calls, features, strict=True))
+    assert basis.fit(features) is None
+    fitted = basis.fit(features, with_fractions=True)
+    assert basis.period(fitted, 1) == 320
+    assert basis.period(fitted, 0) == 1
+    for n in (10, 200, 500):
+        products = basis.products((4, 320 * n + rest))
+        assert fitted(products) == n
+        squares = basis.fit(scores, with_fractions=True)
+        assert squares is None or squares(products) == 4 * n * n
+        longer = basis.products((4, 320 * n + rest + 1))
+        assert fitted(longer) is None
+        assert fitted.ceil(longer) == n + 1
