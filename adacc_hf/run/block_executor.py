@@ -321,11 +321,13 @@ class BlockExecutor:
         """Run the block's first call with this `key` (traced path and sizes).
 
         If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
-        the call.
+        the call, unless autograd saves nothing, because neither the arguments nor the parameters require gradients.
         """
         had_filled_table, self._has_filled_table = self._has_filled_table, False
         key = self.known_shapes.with_current_layout(key, block)
         expected_entry = self.entries.expected_entry(key, args, kwargs)
+        if expected_entry is None and not _requires_grad(block, args, kwargs):
+            return fn(*args)
         if expected_entry is None and self._is_too_large_to_record(key):
             self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.tape_cache.fallbacks.add(UNRECORDED, self.name)
@@ -395,6 +397,12 @@ class BlockExecutor:
             self.entries.differs_from_record = True
             self.tape_cache.fallbacks.add(DIVERGED, self.name)
             self.tape_cache.forget(self.plan.kind, key)
+
+
+def _requires_grad(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if an argument of the block's call, or a parameter of the block, requires gradients."""
+    tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:

@@ -111,3 +111,25 @@ def test_a_first_call_that_was_profiled_at_another_size_is_recorded(toy_model, t
         handle.tape_cache.may_record = lambda: False
         assert_same_steps(run_steps(model, batch, 2), plain)
         assert not handle.tape_cache.fallbacks.counts
+
+
+def test_calls_without_gradients_are_not_recorded(toy_model, toy_batch, run_steps, assert_same_steps):
+    """Autograd saves nothing in the frozen feature encoder of a model of sound, whatever the length of the sound."""
+
+    def forward(block, hidden):
+        return hidden + block.down(block.up(hidden).tanh())
+
+    model, batch = toy_model(forward, num_blocks=3), toy_batch()
+    for module in (model.inlet, model.layers[0]):
+        module.requires_grad_(False)
+    shorter = {name: tensor[:, :4] for name, tensor in batch.items()}
+    plain = run_steps(model, batch, 1) + run_steps(model, shorter, 1)
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy) as handle:
+        handle.tape_cache.may_record = lambda: False
+        assert_same_steps(run_steps(model, batch, 1), plain[:1])
+        tapes = handle.installation.blocks["layers.0"].strategy.tapes
+        num_tapes = len(tapes)
+        assert_same_steps(run_steps(model, shorter, 1), plain[1:])
+        assert len(tapes) == num_tapes
+        assert handle.tape_cache.fallbacks.counts[UNRECORDED] == 2  # those of the other blocks
