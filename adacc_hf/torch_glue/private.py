@@ -46,7 +46,8 @@ __all__ = [
     "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
     "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
     "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
-    "tree_map", "tree_map_only", "unset_fake_temporarily", "unwritten_originals", "version_of", "viewed_tensor", "without_modes",
+    "tree_map", "tree_map_only", "unset_fake_temporarily", "unwritten_originals", "version_of", "viewed_tensor",
+    "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
