@@ -141,8 +141,7 @@ class WarmUpPhase(Phase):
             first = self._builder.before_first_step(dict(inputs), compute_loss)
         except BaseException as error:
             self._profile_error = error if isinstance(error, torch.OutOfMemoryError) else None
-            self._has_tried = False  # the loop may catch the error, such as an interrupt, and go on: try again then
-            self._begin_checkpointing()
+            self._begin_checkpointing()  # the loop may catch the error, such as an interrupt, and go on
             raise
         if first is None:
             self._begin_checkpointing()
@@ -214,6 +213,7 @@ class WarmUpPhase(Phase):
 
     def abandon_step(self) -> None:
         self._profiler.remove()
+        self._has_tried = False  # the error that broke the step off may have broken off the profile, too
 
     def ends(self) -> None:
         num_steps, config = self._run.num_steps, self._run.config

@@ -14,9 +14,15 @@ from torch import nn
 from adacc_hf.adapt.optimizer_hooks import InnerSteps, OptimizerProbe
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.errors import NoEstimateError, OptimizerStateError, UncalledBlocksError, as_sentence
+from adacc_hf.artifacts.errors import (
+    NoEstimateError,
+    OptimizerStateError,
+    RankFailedError,
+    UncalledBlocksError,
+    as_sentence,
+)
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch
+from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.profiler import profile_batch
@@ -102,8 +108,8 @@ class RunProfiler:
         with self._training_mode(model), interruption(PROFILING, "profiling the first batch"):
             try:
                 return self._estimate_or_measure(model, optimizer, batch, compute_loss)
-            except (UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
-                if is_out_of_memory(error):
+            except Exception as error:  # of any type, because a model may raise its own on this batch
+                if is_out_of_memory(error) or isinstance(error, RankFailedError):
                     raise
                 level = logging.INFO if isinstance(error, UncalledBlocksError) else logging.WARNING
                 self.note_unpredicted(as_sentence(error), level)
@@ -117,9 +123,9 @@ class RunProfiler:
         self.coming_bytes = step.coming_bytes([p for p in model.parameters() if p.requires_grad])
         try:
             profile = estimate_profile(model, batch, self._config, step)
-        except (NoEstimateError, UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
+        except Exception as error:
             was_broken_off = is_sharded(model) and not isinstance(error, NoEstimateError)
-            if is_out_of_memory(error) or was_broken_off:
+            if is_out_of_memory(error) or was_broken_off or isinstance(error, RankFailedError):
                 raise
             self._warn_whole_batch(batch, as_sentence(error))
         else:

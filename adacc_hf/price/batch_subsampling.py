@@ -35,9 +35,6 @@ lengths, so aligned and other lengths have separate tapes, the records of a bloc
 MEDIA = ("image", "video", "audio", "speech")
 """Words in the names of those config settings that are the id of an image or audio token."""
 
-UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
-"""Types of the errors that models raise if the tensors in a part of a batch do not fit together."""
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:

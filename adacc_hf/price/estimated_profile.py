@@ -20,7 +20,6 @@ from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.batch_subsampling import (
-    UNSUPPORTED_BATCH_ERRORS,
     Batch,
     is_encoder_decoder,
     move_media_first,
@@ -39,7 +38,6 @@ from adacc_hf.torch_glue.distributed import (
     gather_from_all_ranks,
     is_sharded,
 )
-from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
@@ -100,9 +98,9 @@ def estimate_profile(
                 profiles.append(measure_profile(model, part, part_config, step, reading))
         except UncalledBlocksError:
             raise
-        except Exception as error:
+        except Exception:
             is_last = index == len(choices) - 1
-            if shards or is_last or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
+            if shards or is_last:
                 raise
             continue
         has_one_structure = all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles)

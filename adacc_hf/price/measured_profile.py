@@ -24,7 +24,6 @@ from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.profile import BlockProfile, Head, Profile
 from adacc_hf.artifacts.size_model import profile_structure, size_dependent_numbers
 from adacc_hf.price.batch_subsampling import (
-    UNSUPPORTED_BATCH_ERRORS,
     Batch,
     extra_parts,
     is_encoder_decoder,
@@ -84,7 +83,7 @@ def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, t
     for part in (*profiled_parts(batch, is_pair), *extra_parts(batch, is_pair)):
         try:
             other = _measure(unpriced, part, record_model(unpriced, part, tape_cache))
-        except UNSUPPORTED_BATCH_ERRORS as error:
+        except Exception as error:
             log.info(
                 "Adacc: the model does not accept a part of the batch (%s): new sizes are profiled as they occur",
                 error,

@@ -19,7 +19,7 @@ from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch, is_encoder_decoder, profiled_parts
+from adacc_hf.price.batch_subsampling import Batch, is_encoder_decoder, profiled_parts
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
@@ -123,7 +123,7 @@ def record_other_sizes(model: nn.Module, batch: Batch, installation: Installatio
         installation.begin_step()
         try:
             forward_loss(model, part.tensors)
-        except UNSUPPORTED_BATCH_ERRORS as error:  # such as a text without the positions of its images
+        except Exception as error:  # such as a text without the positions of its images
             log.info(
                 "Adacc: the model does not accept a part of the batch (%s): new sizes are recorded as they occur",
                 error,

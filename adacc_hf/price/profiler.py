@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
-from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch
+from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
@@ -112,7 +111,7 @@ def profile_batch(
         out_of_memory = error.with_traceback(None)  # the frames hold the tensors that exceeded the memory
     try:
         profile = estimate_profile(model, batch, config, step, measurement)
-    except (NoEstimateError, UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as reason:
+    except Exception as reason:
         raise out_of_memory from reason
     log.warning(
         "Adacc: not enough memory to profile the whole batch (%s): estimating its profile from small parts of it. To "

@@ -41,7 +41,13 @@ from adacc_hf.torch_glue.compat import (
     only_reads_cache,
     without_caches,
 )
-from adacc_hf.torch_glue.private import eval_frame_callback, outer_hooks, transform_level, tree_leaves
+from adacc_hf.torch_glue.private import (
+    eval_frame_callback,
+    outer_hooks,
+    transform_level,
+    tree_leaves,
+    unwritten_originals,
+)
 from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
 
 log = logging.getLogger(__name__)
@@ -182,7 +188,8 @@ class BlockFunction:
             fn, args = without_caches(fn, args)
         previous = self._thread.enter(self.name)
         try:
-            return self._run_inside_hooks(fn, args)
+            with unwritten_originals():
+                return self._run_inside_hooks(fn, args)
         finally:
             self._thread.leave(previous)
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -45,7 +46,8 @@ __all__ = [
     "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
     "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
     "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
-    "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of", "viewed_tensor", "without_modes",
+    "tree_map", "tree_map_only", "unset_fake_temporarily", "unwritten_originals", "version_of", "viewed_tensor",
+    "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -139,6 +141,31 @@ COMPILED_MODULE = private_name("OptimizedModule", "_orig_mod")
 compiled_call = _attribute_getter("Module", "_compiled_call_impl")
 """Function that returns the compiled call of a module on which `Module.compile` was called, or None for any other
 module."""
+
+_SET_ORIGINAL = private_name("torch.nn.utils.parametrize", "_maybe_set")
+_set_original = getattr(parametrize, _SET_ORIGINAL)
+
+
+def _set_changed_original(original: Tensor, new: Tensor) -> None:
+    if original is not new:
+        _set_original(original, new)
+
+
+@contextmanager
+def unwritten_originals() -> Iterator[None]:
+    """Do not write to parameters that are parametrized without a `right_inverse` inside the `with` block.
+
+    `register_parametrization` would set such a parameter to itself. This changes no bits, but increases the version
+    counter like a write. PEFT's `target_parameters` parametrizes parameters in each forward.
+    """
+    before = getattr(parametrize, _SET_ORIGINAL)
+    setattr(parametrize, _SET_ORIGINAL, _set_changed_original)
+    try:
+        yield
+    finally:
+        setattr(parametrize, _SET_ORIGINAL, before)
+
+
 CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")
 """Name under which torch's activation-checkpoint wrapper contains the original module."""
 

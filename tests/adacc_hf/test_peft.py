@@ -20,6 +20,7 @@ TEXT = {"task_type": "CAUSAL_LM"}
 METHODS = {
     "LoRA": lambda: peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, **TEXT),
     "DoRA": lambda: peft.LoraConfig(r=4, use_dora=True, **QV),
+    "parameters": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["up_proj.weight"]),
     "upper layers": lambda: peft.LoraConfig(r=4, layers_to_transform=[2], **QV),
     "whole modules too": lambda: peft.LoraConfig(r=4, modules_to_save=["lm_head", "embed_tokens"], **QV),
     "tokens too": lambda: peft.LoraConfig(r=4, trainable_token_indices={"embed_tokens": [3, 4]}, **QV),

@@ -232,6 +232,38 @@ def test_a_step_that_was_broken_off_may_be_left_out():
     assert run.session.num_steps == len(BATCHES) - 3
 
 
+class UserError(Exception):
+    """Exception type that only the user's code knows."""
+
+
+@pytest.mark.parametrize("kind", [UserError, ValueError])
+def test_a_model_that_raises_an_error_on_the_first_batch(kind):
+    """The training forward raises the error, after it has drawn random numbers as in plain training. The next step is
+    profiled."""
+
+    def step(session, model, optimizer, batch, losses):
+        def fail(*args):
+            raise kind("not this batch")
+
+        hook = model.transformer.h[1].register_forward_hook(fail) if batch is BATCHES[0] else None
+        try:
+            with session.step(batch):
+                loss = model(**batch).loss
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        except kind:
+            losses.append(torch.get_rng_state().sum().item())
+        if hook is not None:
+            hook.remove()
+
+    plain = train(step, session_class=NoSession)
+    run = train(step, **HALF)
+    run.assert_equals(plain)
+    assert [event["step"] for event in run.session.history if event["event"] == "policy"] == [0]
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-the-first-step", "after-steps"])
 def test_an_interrupted_profile_is_made_again(monkeypatch, is_first):
     """After an interrupt while profiling, the loop continues with the next batch, first under torch's checkpoint."""

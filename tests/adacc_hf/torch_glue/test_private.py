@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import parametrize
 
 from adacc_hf.compiler import functorch
 from adacc_hf.torch_glue import compat, private
@@ -57,6 +58,7 @@ def owners(tiny_gpt2) -> dict[str, Any]:
         "Tensor": leaf,
         "UntypedStorage": leaf.untyped_storage(),
         "torch.autograd.profiler": torch.autograd.profiler,
+        "torch.nn.utils.parametrize": parametrize,
         "torch.ops.aten": torch.ops.aten,
     }
 
@@ -98,3 +100,35 @@ def test_modules_have_the_functions(module, private_uses):
 def test_functions_that_are_gone_are_found_to_be():
     assert not is_there("torch._inductor.nothing._of_the_kind")
     assert not is_there("torch.Tensor._nothing")
+
+
+class Shifted(nn.Module):
+    """Parametrization whose `right_inverse`, if `is_inverse`, makes a new tensor."""
+
+    def __init__(self, is_inverse: bool) -> None:
+        super().__init__()
+        if is_inverse:
+            self.right_inverse = lambda weight: weight - 1
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 1
+
+
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_only_a_parametrization_that_changes_a_parameter_writes_to_the_parameter(is_inverse):
+    layer = nn.Linear(2, 2)
+    before, version = layer.weight.detach().clone(), private.version_of(layer.weight)
+    with private.unwritten_originals():
+        parametrize.register_parametrization(layer, "weight", Shifted(is_inverse))
+    original = layer.parametrizations.weight.original
+    assert (private.version_of(original) > version) is is_inverse
+    assert torch.equal(original, before - int(is_inverse))
+
+
+def test_parametrizations_outside_the_context_write_again():
+    layer = nn.Linear(2, 2)
+    version = private.version_of(layer.weight)
+    with private.unwritten_originals():
+        pass
+    parametrize.register_parametrization(layer, "weight", Shifted(False))
+    assert private.version_of(layer.parametrizations.weight.original) > version
