@@ -82,7 +82,8 @@ class ExtrapolatedPolicies:
         size classes, or full recomputation.
 
         Return None if no policy fits, if the fastest policy is plain training, or if the fastest policy uses up the
-        budget (USED_UP). `profile` contains the memory of the comparison of bits.
+        budget (USED_UP). `profile` includes the memory of the first step at a size, which runs operators twice to
+        compare their bits.
         """
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
         policies = list(others)
@@ -179,7 +180,7 @@ class ExtrapolatedPolicies:
         is reused if it fits and nearly uses up the budget. Otherwise the solver runs.
 
         Raises InfeasibleBudgetError if no policy fits the budget. Raises it without a solver run if the policy that
-        needs the least memory at another size exceeds the budget by more than the fraction `far`.
+        needs the least memory at another size exceeds the budget by more than `far`, a fraction of the budget.
         """
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)

@@ -146,8 +146,8 @@ class DivergedBatches:
         """Return the predicted overhead in ms of a micro-batch in which no block call followed its plan.
 
         Once per run, report that such batches may exceed the budget. The report is a warning if `ran_planned` is True:
-        some calls ran operators that were not profiled under a plan, so that nothing predicts the memory they take. If
-        this batch is predicted to exceed the budget, report the excess, also once per run.
+        some blocks ran operators that no profile contains, under a plan for these operators, and their memory is not
+        predicted. If this batch is predicted to exceed the budget, report the excess, also once per run.
         """
         profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
         recomputing, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)

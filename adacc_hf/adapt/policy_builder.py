@@ -64,10 +64,11 @@ class PolicyBuilder:
 
         If the budget is a limit on peak memory, the policy is plain training if plain training fits. Otherwise it is a
         policy that needs little memory (`provisional_policy`), and is replaced after the first measured step. This
-        policy leaves room for the comparison of bits, which runs operators twice in the first step.
+        policy leaves room for the first step, which runs operators twice to compare their bits.
 
         Return None if, on some rank, the model skips blocks on this batch or returns no loss. Also return None if the
-        forward has collectives for another reason than sharded parameters, or if the ranks have no common parts.
+        forward has collectives for another reason than sharded parameters, or if the ranks' batches cannot be cut
+        to equal parts.
         Raises InfeasibleBudgetError if no policy fits the budget, and torch.OutOfMemoryError if memory runs out.
         """
         model, optimizer = self._run.model, self._run.optimizer

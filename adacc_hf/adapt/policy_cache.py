@@ -143,10 +143,10 @@ class PolicyCache:
         return current.get(sizes) or current.get(_smallest_around(shapes, sizes, current) or sizes)
 
     def within_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the policy for the size class `sizes`.
+        """Return the policy for a batch of `shapes` in the size class `sizes`, or None.
 
-        A class for whose upper bounds no policy fits the budget has policies for smaller sizes. Return the policy for
-        the smallest of these sizes in which a batch of `shapes` fits, or None.
+        If no policy fits the budget at the upper bounds of a class, the class has policies for smaller sizes instead.
+        The result is then the policy for the smallest of these sizes that are at least as large as the batch.
         """
         size_policy = self.at(sizes) or self.at(shapes)
         if size_policy is None and any(fits_in(smaller, sizes) for smaller, _ in self._above_budget):

@@ -6,11 +6,11 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | in a size class with a policy | that policy |
 | in a new class, before the first measured step | the run's first policy if it fits, else one with a low peak |
 | in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
-| in a new class, if none of these fits, or from that run on | a policy solved for the class's extrapolated profile |
-| in a class for whose upper bounds no policy fits | the policy of the smallest sizes of the class around the batch |
+| in a new class, if none of these fits, or after the solver run | a policy solved for the class's predicted profile |
+| in a class for whose upper bounds no policy fits | the policy for the smallest known sizes that the batch fits into |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
-| in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |
+| in no class and larger than each profiled size | none: torch's checkpoint, with a warning if the budget is a peak |
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ class PolicyChoice:
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
     def _keep_to(self, tightened: float | int, size_policy: SizePolicy) -> None:
-        """Solve again for `tightened`, the budget since memory ran out, if the policy of another size needs more.
+        """Solve again for `size_policy` if its policy needs more than `tightened`, the lower budget that was set when
+        memory ran out at another size.
 
         If no policy fits this budget, follow the policy that needs the least memory.
         """

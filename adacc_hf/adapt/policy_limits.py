@@ -35,8 +35,8 @@ def excluded_action(policy: Policy, config: AdaccConfig) -> str | None:
 
 
 def excluded_codec(choices: Iterable[Choice], config: AdaccConfig) -> str | None:
-    """Return which lossy codec is in `choices` although the settings exclude lossy codecs, with the setting, or
-    None."""
+    """Return a text that names a lossy codec in `choices` and the setting that excludes it, or None if all codecs are
+    allowed."""
     codecs = sorted({choice.codec for choice in choices if choice.codec and not codec_type(choice.codec).lossless})
     if not codecs or (Action.COMPRESS.value in config.actions and config.max_error != 0):
         return None

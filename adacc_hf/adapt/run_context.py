@@ -62,7 +62,8 @@ class RunContext:
     @property
     def settings(self) -> Hashable:
         """Everything besides the sizes of a batch that a policy for these sizes depends on, and that may change during
-        a run: the budget, the switched-off codecs, and the bytes that profiles miss."""
+        a run: the budget, the switched-off codecs, and the bytes by which
+        measured steps exceeded their profiles."""
         return self.memory_budget, self.switched_off, tuple(sorted(self.missing_bytes.items()))
 
     def note_memory(self, reason: str) -> None:

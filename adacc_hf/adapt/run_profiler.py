@@ -271,8 +271,9 @@ def common_batch(batch: dict[str, Any]) -> dict[str, Any] | None:
     """Return a copy of `batch` that is resized to the sizes of the first rank's batch, so that all ranks can profile
     the same parts.
 
-    Return None if, on some rank, the batch has other tensors, or tensors that are not texts: the model may reject parts
-    of such a batch, and a forward that fails midway would leave other ranks waiting.
+    Return None if, on some rank, the batch has other tensors, or other data than token ids and
+    masks, such as images: the model may reject parts of such a batch, and a forward that fails midway would leave other
+    ranks waiting.
     """
     shapes = batch_shapes(batch)
     first = broadcast_from_first_rank(lambda: shapes)

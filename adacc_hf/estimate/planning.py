@@ -406,7 +406,8 @@ def tiled_checkpointing(profile: Profile) -> Outcome:
 
 
 def tiled_title(profile: Profile) -> str:
-    """Return the name of the method TILED for `profile`, with the parts that the profile contains.
+    """Return the name of the method TILED for `profile`. The name lists only what the profile contains: tiles, a
+    chunked head, or both.
 
     Under ZeRO 3, for example, the head stays plain, and batches of few tokens have no tiles.
     """

@@ -120,7 +120,8 @@ class BlockExecutor:
         return self._run_as(key, block, self._in_tiles(block, fn), args, kwargs)
 
     def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call `fn` of `block` with the modules in tiles that the plan runs in tiles."""
+        """Return the call `fn` of `block`, changed so that some modules of the block run in tiles if the plan says
+        so."""
         tiling = self.plan.tiling
         return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
@@ -372,10 +373,12 @@ class BlockExecutor:
         """Return True if the budget has no room to record a call with this `key`. Recording keeps all intermediates of
         a block alive.
 
-        Return False for calls that must always be recorded: calls of a block of whose kind no tape exists, calls at a
-        size that a symbolic tape covers, where replay is verified (rule R7), and calls of a block with collectives,
-        which must run the same on all ranks (rule R13). Return False for the first call of a block, too, if the profile
-        has recorded such a call at other sizes: the first policy leaves room to record it.
+        Return False for calls that must always be recorded:
+        - if no block of this kind (same operators) has a tape;
+        - if a symbolic tape covers the size, because replay is verified there (rule R7);
+        - if the block has collectives, which all ranks must run alike (rule R13);
+        - in a block's first call, if the profile has recorded such a call at other sizes: the first policy leaves room
+          to record the call.
         """
         if not self.tapes and self.tape_cache.is_recorded_at_other_sizes(key, self.name):
             return False

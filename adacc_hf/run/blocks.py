@@ -188,13 +188,14 @@ class BlockFunction:
             fn, args = without_caches(fn, args)
         previous = self._thread.enter(self.name)
         try:
-            with unwritten_originals():
+            with unwritten_originals:
                 return self._run_inside_hooks(fn, args)
         finally:
             self._thread.leave(previous)
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the call `fn(*args)` of the block: its forward under the strategy, and its forward hooks around that.
+        """Run the call `fn(*args)` of the block: its forward as the current plan says (the strategy), and its forward
+        hooks around that.
 
         Transformers 5.23 passes the forward alone as `fn`, but 5.17 passes the call with its hooks. Hooks must not be
         recorded and replayed, because FSDP2's hooks gather the parameters before forward and free the parameters

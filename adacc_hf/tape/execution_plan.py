@@ -196,7 +196,7 @@ class ExecutionPlan:
     def _is_shared(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if tensors that shared a storage in the recorded call also share a storage in this call.
 
-        Further tensors on a storage must also have the recorded layout.
+        All tensors on a shared storage must have the recorded layout.
         """
         for value, source, geometry in self._sharing:
             first = find_external(self._source_of(value), block, args, kwargs)

@@ -10,11 +10,12 @@ sizes that take the same branches. Nothing is compiled, and no operator runs whi
 
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. The values of these
-   numbers are part of a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, lists in tuples,
-   and dicts' orders.
+   numbers are part of a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, which lists the
+   tuples among the arguments contain, and the order of dicts.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
-3. Tensors that have a name in the block, but are reached in another way on the path: by a list of layers, or a bound
-   method. A traced path is valid for the recorded names (`TracedPath.fits`).
+3. Tensors of the block that the code reaches by other objects than the block's attributes, such as a list of layers or
+   a bound method. A traced path contains the names of these tensors in the block, and is valid only for calls in which
+   they have the same names (`TracedPath.fits`).
 4. Methods, and attributes that classes inherit: a traced path compares the attributes that the trace looked up on
    classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo.py`).
 5. Storage offsets, and which tensors share a storage. The key contains the offsets and the sharing of the arguments.

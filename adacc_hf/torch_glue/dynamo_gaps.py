@@ -1,5 +1,5 @@
-"""Additional guards on data that Dynamo does not guard (object identities, classes, the order of dicts, the standard
-library's globals), and shapes that torch does not infer.
+"""Additional guards on data that Dynamo does not guard: object identities, classes, the order of dicts, the standard
+library's globals. Also shape inference for grouped matrix products, which torch lacks for some dtypes.
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While

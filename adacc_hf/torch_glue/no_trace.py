@@ -161,7 +161,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             if gradient is not None:
                 leaf.grad = None
         self._stack.enter_context(without_gradient_hooks(self._state.leaves, self._state.backward_hooks))
-        self._stack.enter_context(unwritten_originals())
+        self._stack.enter_context(unwritten_originals)
         self._stack.enter_context(torch.enable_grad())
         return self
 

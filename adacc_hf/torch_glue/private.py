@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
+from threading import Lock
 from typing import Any
 
 import torch
@@ -151,19 +152,30 @@ def _set_changed_original(original: Tensor, new: Tensor) -> None:
         _set_original(original, new)
 
 
-@contextmanager
-def unwritten_originals() -> Iterator[None]:
-    """Do not write to parameters that are parametrized without a `right_inverse` inside the `with` block.
+class UnwrittenOriginals:
+    """Context in which parameters that are parametrized without a `right_inverse` are not written to.
 
     `register_parametrization` would set such a parameter to itself. This changes no bits, but increases the version
-    counter like a write. PEFT's `target_parameters` parametrizes parameters in each forward.
+    counter like a write. PEFT's `target_parameters` parametrizes parameters in each forward. Several threads may be
+    inside the context at once.
     """
-    before = getattr(parametrize, _SET_ORIGINAL)
-    setattr(parametrize, _SET_ORIGINAL, _set_changed_original)
-    try:
-        yield
-    finally:
-        setattr(parametrize, _SET_ORIGINAL, before)
+
+    def __init__(self) -> None:
+        self._lock, self._depth = Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+            setattr(parametrize, _SET_ORIGINAL, _set_changed_original)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                setattr(parametrize, _SET_ORIGINAL, _set_original)
+
+
+unwritten_originals = UnwrittenOriginals()
 
 
 CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")

@@ -1,4 +1,5 @@
-"""Low-rank optimizers and their references, and the live bytes and times of their training steps on LLaMA shapes.
+"""Low-rank optimizers, the optimizers that they are compared with, and live bytes and times of their training steps on
+LLaMA shapes.
 
 Each measurement runs in its own process.
 """

@@ -1,4 +1,4 @@
-"""Predictions for published measurements of memory and pairs of speeds, by the code of `adacc plan`."""
+"""Predictions by the code of `adacc plan` for published measurements of memory, and of the speeds of two methods."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, o
 @pytest.mark.parametrize(("samples", "length"), [(4, 31148), (2, 16001)])
 def test_sounds_are_predicted(samples, length, one_thread):
     """Attention's memory grows with the square of the number of features, which is linear in the length of a sound,
-    and rounded down. Bytes outside the blocks have too many terms for an exact fit: 3,759 bytes at most were measured."""
+    and rounded down. Bytes outside the blocks have too many terms for an exact fit: their error was up to 3,759 bytes.
+    """
     model, batch = wav2vec2().train(), sounds(samples, length, 19)
     estimate, whole_profile = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
     for action in ("retain", "recompute"):

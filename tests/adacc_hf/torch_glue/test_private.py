@@ -118,7 +118,7 @@ class Shifted(nn.Module):
 def test_only_a_parametrization_that_changes_a_parameter_writes_to_the_parameter(is_inverse):
     layer = nn.Linear(2, 2)
     before, version = layer.weight.detach().clone(), private.version_of(layer.weight)
-    with private.unwritten_originals():
+    with private.unwritten_originals:
         parametrize.register_parametrization(layer, "weight", Shifted(is_inverse))
     original = layer.parametrizations.weight.original
     assert (private.version_of(original) > version) is is_inverse
@@ -128,7 +128,19 @@ def test_only_a_parametrization_that_changes_a_parameter_writes_to_the_parameter
 def test_parametrizations_outside_the_context_write_again():
     layer = nn.Linear(2, 2)
     version = private.version_of(layer.weight)
-    with private.unwritten_originals():
+    with private.unwritten_originals:
         pass
     parametrize.register_parametrization(layer, "weight", Shifted(False))
     assert private.version_of(layer.parametrizations.weight.original) > version
+
+
+def test_two_contexts_may_overlap():
+    """Threads enter and leave the context in any order."""
+    original = parametrize._maybe_set
+    private.unwritten_originals.__enter__()
+    private.unwritten_originals.__enter__()
+    assert parametrize._maybe_set is not original
+    private.unwritten_originals.__exit__()
+    assert parametrize._maybe_set is not original
+    private.unwritten_originals.__exit__()
+    assert parametrize._maybe_set is original
