@@ -22,6 +22,7 @@ from adacc_hf.torch_glue.batch_shapes import (
     to_profile_shapes,
 )
 from adacc_hf.torch_glue.memory import batch_bytes
+from adacc_hf.torch_glue.private import tree_leaves, tree_map_only
 
 LEAST_TOKENS = 8
 """Minimum length, in tokens, that a sequence must have to be cut."""
@@ -38,9 +39,17 @@ MEDIA = ("image", "video", "audio", "speech")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The keyword arguments of a model's forward, labels included, and the sizes of the tensors among the arguments."""
+    """The keyword arguments of a model's forward, labels included, and the sizes of the tensors among the arguments.
+
+    Tensors that the training loop has computed with gradients, such as `inputs_embeds`, are detached: a backward of the
+    profile must not free the loop's graph.
+    """
 
     tensors: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(self.tensors)):
+            object.__setattr__(self, "tensors", tree_map_only(torch.Tensor, _without_graph, self.tensors))
 
     @cached_property
     def shapes(self) -> BatchShapes:
@@ -105,6 +114,11 @@ class Batch:
                 tensors[name] = mask = mask.clone()
                 mask[0, slice(num_masked) if not bool(whole_mask[:, 0].all()) else slice(-num_masked, None)] = 0
         return Batch(tensors)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf tensor with the same memory that requires a gradient if `tensor` does."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:

@@ -17,7 +17,7 @@ from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.run_profiler import RunProfiler
-from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.errors import InfeasibleBudgetError, NoEstimateError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -230,6 +230,30 @@ def test_a_step_that_was_broken_off_may_be_left_out():
     run = train(step, **HALF)
     run.assert_equals(plain)
     assert run.session.num_steps == len(BATCHES) - 3
+
+
+def from_embeddings(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        embeddings = model.transformer.wte(batch["input_ids"]).sin()
+        loss = model(inputs_embeds=embeddings, labels=batch["labels"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+@pytest.mark.parametrize("is_estimated", [True, False])
+def test_a_loop_that_computes_the_embeddings(monkeypatch, is_estimated):
+    """The backward of a profile does not free the graph of the embeddings, which the loop's backward needs."""
+    if not is_estimated:
+        monkeypatch.setattr(run_profiler, "estimate_profile", refuse_to_estimate)
+    run = train(from_embeddings, **HALF)
+    run.assert_equals(train(from_embeddings, session_class=NoSession))
+    assert run.session.policy.action_counts()["recompute"] > 0
+
+
+def refuse_to_estimate(*args):
+    raise NoEstimateError("none of the parts is accepted")
 
 
 class UserError(Exception):
