@@ -391,9 +391,9 @@ class _LiveSlots:
 # DeepSpeed's engine fills gradient buckets during backward, and steps its optimizer at backward's end. Neither depends
 # on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
 
-FORWARD, HEAD, AFTER, OPTIMIZER = "forward", "head and loss", "before or after the blocks", "optimizer"
+FORWARD, HEAD_AND_LOSS, AFTER, OPTIMIZER = "forward", "head and loss", "before or after the blocks", "optimizer"
 """Names of the parts of a training step outside the blocks' backward. The backward of a block is a part too, with the
-name of the block call. The backward of the head and loss belongs to HEAD."""
+name of the block call. The backward of the head and loss belongs to HEAD_AND_LOSS."""
 
 
 class StepMarker:
@@ -440,7 +440,7 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
         elif kind == "tail":
             moment = AFTER
         elif kind == "leave" and (i + 1 == len(points) or points[i + 1].label[0] == "backward"):
-            moment = HEAD
+            moment = HEAD_AND_LOSS
         elif kind != OPTIMIZER:
             moment = FORWARD
         elif i > last_backward:
@@ -455,7 +455,12 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
     Static memory is included.
     """
     names = {f"backward {block.name}": block.name for block in profile.blocks}
-    names |= {HEAD: HEAD, f"backward of {HEAD}": HEAD, AFTER: AFTER, OPTIMIZER: OPTIMIZER}
+    names |= {
+        HEAD_AND_LOSS: HEAD_AND_LOSS,
+        f"backward of {HEAD_AND_LOSS}": HEAD_AND_LOSS,
+        AFTER: AFTER,
+        OPTIMIZER: OPTIMIZER,
+    }
     peaks: dict[str, int] = {}
     for label, live in simulate_policy(profile, policy).timeline:
         moment = names.get(label, FORWARD)
@@ -479,6 +484,8 @@ def with_missing_bytes(profile: Profile, missing: Mapping[str, int]) -> Profile:
     `missing`."""
     at_blocks = [missing.get(block.name, 0) for block in profile.blocks]
     return replace(
-        profile.with_extra_live_bytes(missing.get(FORWARD, 0), missing.get(HEAD, 0), at_blocks, missing.get(AFTER, 0)),
+        profile.with_extra_live_bytes(
+            missing.get(FORWARD, 0), missing.get(HEAD_AND_LOSS, 0), at_blocks, missing.get(AFTER, 0)
+        ),
         optimizer_peak_bytes=profile.optimizer_peak_bytes + missing.get(OPTIMIZER, 0),
     )

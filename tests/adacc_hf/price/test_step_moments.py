@@ -12,7 +12,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.memory_profile import (
     AFTER,
     FORWARD,
-    HEAD,
+    HEAD_AND_LOSS,
     OPTIMIZER,
     StepMarker,
     missing_bytes,
@@ -26,7 +26,7 @@ from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryPoint, count_static
 IDS = torch.randint(0, 61, (4, 24), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
 BLOCKS = ["transformer.h.0", "transformer.h.1"]
-MOMENTS = [FORWARD, HEAD, *BLOCKS, AFTER, OPTIMIZER]
+MOMENTS = [FORWARD, HEAD_AND_LOSS, *BLOCKS, AFTER, OPTIMIZER]
 
 
 def make_model() -> GPT2LMHeadModel:
@@ -50,7 +50,7 @@ def points(*marks: tuple[str, ...]) -> list[MemoryPoint]:
 def test_moments_of_two_micro_batches_and_the_optimizer():
     micro = [("leave", "a"), ("leave", "b"), ("backward", "b"), ("backward", "a"), ("tail", "a")]
     peaks = moment_peaks(points(("start",), ("step",), *micro, *micro, (OPTIMIZER,)))
-    assert peaks == {FORWARD: 8, HEAD: 9, "b": 10, "a": 11, AFTER: 12, OPTIMIZER: 13}
+    assert peaks == {FORWARD: 8, HEAD_AND_LOSS: 9, "b": 10, "a": 11, AFTER: 12, OPTIMIZER: 13}
 
 
 def test_an_optimizer_that_steps_while_backward_runs_belongs_to_the_block():
@@ -95,7 +95,7 @@ def test_what_was_missing_is_predicted_from_then_on(profile, extra):
 
 def test_every_head_learns_the_same(profile):
     chunked = profile_model(make_model(), BATCH, AdaccConfig())
-    learnt = with_missing_bytes(chunked, {FORWARD: 50, HEAD: 100, BLOCKS[1]: 10, AFTER: 1})
+    learnt = with_missing_bytes(chunked, {FORWARD: 50, HEAD_AND_LOSS: 100, BLOCKS[1]: 10, AFTER: 1})
     for name in chunked.heads:
         plain, more = chunked.with_head(name), learnt.with_head(name)
         assert more.blocks[0].forward_base_bytes == plain.blocks[0].forward_base_bytes + 50
