@@ -89,11 +89,33 @@ class Batch:
         """Distinct lengths of the batch's sequences, in order."""
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
-    @property
+    @cached_property
+    def vector_sequences(self) -> set[str]:
+        """Names of the tensors with one vector for each position of a sequence: embeddings that the training loop has
+        computed, and features of sound that are as long as their mask."""
+        lengths = {shape.name: shape.size[1] for shape in self.shapes if len(shape.size) == 2}
+        return {
+            shape.name
+            for shape in self.shapes
+            if len(shape.size) == 3
+            and (
+                (shape.name.endswith("inputs_embeds") and shape.size[1] in lengths.values())
+                or (shape.name == "input_features" and shape.size[1] == lengths.get("attention_mask"))
+            )
+        }
+
+    @cached_property
     def sounds(self) -> set[int]:
-        """Lengths of the sounds in the batch. A sound is a sequence of floating-point numbers."""
-        tensors = (self.tensors[shape.name] for shape in self.shapes if len(shape.size) == 2)
-        return {tensor.shape[1] for tensor in tensors if tensor.is_floating_point()}
+        """Lengths of the sounds in the batch: sequences of numbers, or of vectors of features."""
+        waves = {shape.name for shape in self.shapes if len(shape.size) == 2}
+        names = {name for name in waves if self.tensors[name].is_floating_point()}
+        names |= {name for name in self.vector_sequences if not name.endswith("embeds")}
+        return {shape.size[1] for shape in self.shapes if shape.name in names}
+
+    @property
+    def has_features(self) -> bool:
+        """True if the batch has features of images or sounds that are not cut with a sequence."""
+        return any(len(shape.size) > 2 and shape.name not in self.vector_sequences for shape in self.shapes)
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
         """Return a copy of the batch in which each tensor is cut or repeated to its shape in `shapes`.
@@ -173,7 +195,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         num_samples, text_length = batch.tensors["input_ids"].shape
         lengths = {name: length for name, length in lengths.items() if length == text_length}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
-    has_features = uncut_tokens > 0 or any(len(shape.size) > 2 for shape in shapes)
+    has_features = uncut_tokens > 0 or batch.has_features
     second_texts = {name for name in lengths if has_pairs and _is_decoder_tensor(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
@@ -247,8 +269,9 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         size = list(shape.size)
         if size[0] == num_samples or (uncut_tokens and size[0] % num_samples == 0):  # patches of all images together
             size[0] = size[0] // num_samples * count
-        if shape.name in lengths:
-            size[1] = shortened(size[1], second if shape.name in second_texts else first, with_alignment)
+        if shape.name in lengths or shape.name in batch.vector_sequences:
+            is_second = shape.name in second_texts or (bool(second_texts) and shape.name.startswith("decoder_"))
+            size[1] = shortened(size[1], second if is_second else first, with_alignment)
         return TensorShape(shape.name, tuple(size))
 
     cut_shapes = [
@@ -352,7 +375,7 @@ def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, i
         size = list(shape.size)
         if size[0] == batch.num_samples:
             size[0] = num_samples
-        if len(size) == 2 and tokens is not None:
+        if (len(size) == 2 or shape.name in batch.vector_sequences) and tokens is not None:
             shorter = tokens[1] + len(lengths) if is_pair and _is_decoder_tensor(shape.name) else tokens[0]
             is_sound = size[1] in batch.sounds
             size[1] = _cut_sound(size[1], shorter) if is_sound else shorter + lengths.index(size[1])

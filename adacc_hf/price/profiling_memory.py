@@ -113,7 +113,7 @@ class _Growth:
                 ratio = after.size[1] / before.size[1]
                 for length in {before.size[1], before.size[0] * before.size[1]}:
                     lengths[length] = max(lengths.get(length, 0.0), ratio)
-        return cls(other.num_samples / part.num_samples, lengths, any(len(shape.size) > 2 for shape in part.shapes))
+        return cls(other.num_samples / part.num_samples, lengths, part.has_features)
 
     @property
     def linear(self) -> float:

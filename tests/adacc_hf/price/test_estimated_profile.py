@@ -38,11 +38,15 @@ def texts(samples, tokens, labels):
     return {"input_ids": torch.zeros(samples, tokens).long(), "labels": torch.zeros(samples, labels).long()}
 
 
-def sounds(samples, length, tokens):
+def masked(samples, length):
     mask = torch.ones(samples, length, dtype=torch.long)
     mask[0, length // 2 :] = 0
+    return mask
+
+
+def sounds(samples, length, tokens):
     labels = torch.ones(samples, tokens, dtype=torch.long)
-    return {"input_values": torch.randn(samples, length), "attention_mask": mask, "labels": labels}
+    return {"input_values": torch.randn(samples, length), "attention_mask": masked(samples, length), "labels": labels}
 
 
 def sizes_of(batch):
@@ -157,6 +161,27 @@ def test_sounds_are_predicted(samples, length, one_thread):
 
 
 TABLE = architectures()
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("gpt2", {"inputs_embeds": torch.zeros(4, 60, 32), "labels": torch.zeros(4, 60).long()}),
+        ("gpt2", {"inputs_embeds": torch.zeros(3, 45, 32), "attention_mask": masked(3, 45), "labels": masked(3, 45)}),
+        (
+            "speech_to_text",
+            {"input_features": torch.zeros(4, 203, 8), "attention_mask": masked(4, 203), "labels": masked(4, 24)},
+        ),
+    ],
+    ids=["embeddings", "masked-embeddings", "speech"],
+)
+def test_sequences_of_vectors_are_cut_with_their_masks(name, batch, one_thread):
+    model = gpt2().train() if name == "gpt2" else TABLE[name].build().train()
+    estimate, whole_profile = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
+    for action in ("retain", "recompute"):
+        ours, real = uniform_policy(estimate, action), uniform_policy(whole_profile, action)
+        assert ours.predicted_stored_bytes == real.predicted_stored_bytes
+        assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=0.03)  # a max of sums
 
 
 def four_samples(name):
