@@ -805,7 +805,7 @@ def test_a_loop_that_calls_the_encoder_itself():
     """A profile calls the encoder only by `compute_loss`. Without this function, an error asks for it."""
     batches = [pair_of(0)] * 3
     plain = train(after_the_encoder, batches, NoSession, make_t5)
-    with pytest.raises(UncalledBlocksError, match="block.0 first, were not called.* set compute_loss to a function"):
+    with pytest.raises(UncalledBlocksError, match=r"were not called.* set compute_loss to a function"):
         train(after_the_encoder, batches, make=make_t5, **HALF)
     run = train(after_the_encoder, batches, make=make_t5, compute_loss=loss_after_the_encoder, **HALF)
     run.assert_equals(plain)
