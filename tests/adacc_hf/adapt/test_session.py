@@ -17,7 +17,7 @@ from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.run_profiler import RunProfiler
-from adacc_hf.artifacts.errors import InfeasibleBudgetError, NoEstimateError
+from adacc_hf.artifacts.errors import InfeasibleBudgetError, NoEstimateError, UncalledBlocksError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -785,6 +785,31 @@ def pair_of(seed, samples=4):
     tokens, labels = (int(torch.randint(*bounds, (1,), generator=generator)) for bounds in ((24, 150), (8, 20)))
     ids = [torch.randint(1, 61, (samples, length), generator=generator) for length in (tokens, labels)]
     return {"input_ids": ids[0], "labels": ids[1]}
+
+
+def after_the_encoder(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = loss_after_the_encoder(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+def loss_after_the_encoder(model, batch):
+    encoded = model.get_encoder()(input_ids=batch["input_ids"])
+    return model(encoder_outputs=encoded, labels=batch["labels"]).loss
+
+
+def test_a_loop_that_calls_the_encoder_itself():
+    """A profile calls the encoder only by `compute_loss`. Without this function, an error asks for it."""
+    batches = [pair_of(0)] * 3
+    plain = train(after_the_encoder, batches, NoSession, make_t5)
+    with pytest.raises(UncalledBlocksError, match=r"were not called.* set compute_loss to a function"):
+        train(after_the_encoder, batches, make=make_t5, **HALF)
+    run = train(after_the_encoder, batches, make=make_t5, compute_loss=loss_after_the_encoder, **HALF)
+    run.assert_equals(plain)
+    assert run.session.policy.action_counts()["recompute"] > 0
 
 
 @pytest.mark.parametrize("part", [0.6, 0.75])
