@@ -17,14 +17,14 @@ class PlannedError(Exception):
     """Error that a test raises on purpose."""
 
 
-def raise_at_call(number: int, error: BaseException):
-    """Return a function that raises at its `number`-th call. A profile's calls count, because no profile restores a
-    queue."""
+def raise_at_call(number: int, error: BaseException, is_lasting: bool = False):
+    """Return a function that raises at its `number`-th call, and at all later calls if `is_lasting`. A profile's calls
+    count, because no profile restores a queue."""
     calls = SimpleQueue()
 
     def function(*args, **kwargs):
         calls.put(None)
-        if calls.qsize() == number:
+        if calls.qsize() == number or (is_lasting and calls.qsize() > number):
             raise error
 
     return function
@@ -32,7 +32,8 @@ def raise_at_call(number: int, error: BaseException):
 
 def fail_in_forward(trainer: Trainer, number: int) -> None:
     forward = trainer.model.transformer.h[1].mlp.forward
-    fail = raise_at_call(number, PlannedError("forward"))
+    # An error that only a forward of the profile raises does not end the run.
+    fail = raise_at_call(number, PlannedError("forward"), is_lasting=True)
 
     def failing(hidden):
         fail()

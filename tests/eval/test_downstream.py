@@ -16,7 +16,7 @@ from adacc_hf.cli import main
 from adacc_hf.eval.downstream import weights_digest
 from adacc_hf.eval.tasks import task_scores
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.tasks.zero_shot import ModelSource, evaluate, score
+from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
 
 
 @pytest.fixture
@@ -29,6 +29,11 @@ def record(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "out" / "downstream.json").read_text())
 
 
+def scores(source: ModelSource, data_dir: Path) -> dict[str, dict[str, Any]]:
+    with language_model(source) as model:
+        return {name: asdict(score(model, task)) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
+
+
 def test_leaves_the_scores_of_every_task(
     command: list[str],
     tiny_gpt2: PreTrainedModel,
@@ -39,8 +44,7 @@ def test_leaves_the_scores_of_every_task(
 ) -> None:
     assert main(command) == 0
     record_of_run = record(tmp_path)
-    scores = evaluate(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), load_tasks(PAPER_TASKS, data_dir))
-    expected = {name: asdict(task_score) for name, task_score in scores.items()}
+    expected = scores(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), data_dir)
     assert record_of_run["results"] == expected
     accuracies = [expected[name]["acc"] for name in PAPER_TASKS]
     assert record_of_run["train_info"]["average_acc"] == sum(accuracies) / 4
@@ -128,7 +132,7 @@ def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(
         ModelSource(model=trainer.model, tokenizer=text_tokenizer, batch_size=4),
         ModelSource(model=tmp_path / "run", batch_size=4),
     )
-    in_memory, from_folder = (evaluate(source, load_tasks(PAPER_TASKS, data_dir)) for source in sources)
+    in_memory, from_folder = (scores(source, data_dir) for source in sources)
     assert in_memory == from_folder
 
 
