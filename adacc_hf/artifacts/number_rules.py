@@ -180,7 +180,7 @@ class Difference:
         self.other, self.polynomial = other, polynomial
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
-        return self.other(products, num_elements) + (self.polynomial(products) or 0)
+        return self.other(products, num_elements) + self.polynomial.ceil(products)
 
 
 class LeastSquares:

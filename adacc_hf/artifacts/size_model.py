@@ -181,7 +181,7 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 def _round_size(size: int, reference: int, period: int) -> int:
     """Return the upper bound of the size class that `size` belongs to. `reference` is the upper bound of one of the
-    size classes. All upper bounds above MAX_EXACT_SIZE differ from it by multiples of `period`.
+    size classes. Upper bounds of at least eight times `period` differ from it by multiples of `period`.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
     sample, which often runs different operators.
@@ -190,7 +190,7 @@ def _round_size(size: int, reference: int, period: int) -> int:
         return size if size > 1 or reference == 1 else 2
     num_steps = math.ceil(math.log(size / reference, SIZE_CLASS_RATIO) - 1e-9)
     bound = max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
-    return bound + (reference - bound) % period
+    return bound + (reference - bound) % period if 8 * period <= bound else bound
 
 
 def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:
