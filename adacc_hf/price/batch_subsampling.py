@@ -107,10 +107,12 @@ class Batch:
     @cached_property
     def sounds(self) -> set[int]:
         """Lengths of the sounds in the batch: sequences of numbers, or of vectors of features."""
-        waves = {shape.name for shape in self.shapes if len(shape.size) == 2}
-        names = {name for name in waves if self.tensors[name].is_floating_point()}
-        names |= {name for name in self.vector_sequences if not name.endswith("embeds")}
-        return {shape.size[1] for shape in self.shapes if shape.name in names}
+        features = {name for name in self.vector_sequences if not name.endswith("embeds")}
+        return {
+            shape.size[1]
+            for shape in self.shapes
+            if shape.name in features or (len(shape.size) == 2 and self.tensors[shape.name].is_floating_point())
+        }
 
     @property
     def has_features(self) -> bool:

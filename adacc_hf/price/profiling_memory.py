@@ -81,11 +81,8 @@ def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
     recomputed = simulate(profile, [recompute_plan(profile.kind_of(block)) for block in profile.blocks]).peak_bytes
     outside = max(profile.outside_peak_bytes, profile.loss_peak_bytes) - static_bytes
     mean = growth.mean([value for kind in profile.kinds for value in kind.values if _is_computed(value)])
-    outside_growth = int((growth.linear - mean) * outside)
-    return static_bytes + max(
-        int(mean * max(bases)) + outside_growth + recorded,
-        int(mean * (recomputed - static_bytes)) + outside_growth + retained,
-    )
+    in_blocks = max(int(mean * max(bases)) + recorded, int(mean * (recomputed - static_bytes)) + retained)
+    return static_bytes + in_blocks + int((growth.linear - mean) * outside)
 
 
 def _is_computed(value: Value) -> bool:

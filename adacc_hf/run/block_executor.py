@@ -322,12 +322,12 @@ class BlockExecutor:
         """Run the block's first call with this `key` (traced path and sizes).
 
         If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
-        the call, unless autograd saves nothing, because neither the arguments nor the parameters require gradients.
+        the call, unless autograd saves nothing.
         """
         had_filled_table, self._has_filled_table = self._has_filled_table, False
         key = self.known_shapes.with_current_layout(key, block)
         expected_entry = self.entries.expected_entry(key, args, kwargs)
-        if expected_entry is None and not _requires_grad(block, args, kwargs):
+        if expected_entry is None and self._saves_nothing(block, args, kwargs):
             return fn(*args)
         if expected_entry is None and self._is_too_large_to_record(key):
             self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
@@ -369,6 +369,15 @@ class BlockExecutor:
         recording.close()
         return result
 
+    def _saves_nothing(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True if neither an argument nor a parameter requires gradients, and no recorded call of a block of
+        this kind has saved a tensor. The block may also read other tensors that require gradients."""
+        tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
+        if any(tensor.requires_grad for tensor in tensors):
+            return False
+        tapes = self.tape_cache.tapes_of_kind(self.plan.kind)
+        return bool(tapes) and not any(tape.slots for tape in tapes)
+
     def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Return True if the budget has no room to record a call with this `key`. Recording keeps all intermediates of
         a block alive.
@@ -400,12 +409,6 @@ class BlockExecutor:
             self.entries.differs_from_record = True
             self.tape_cache.fallbacks.add(DIVERGED, self.name)
             self.tape_cache.forget(self.plan.kind, key)
-
-
-def _requires_grad(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an argument of the block's call, or a parameter of the block, requires gradients."""
-    tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
-    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
