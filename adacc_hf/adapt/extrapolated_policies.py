@@ -78,12 +78,12 @@ class ExtrapolatedPolicies:
         return sizes, profile, self.solve_or_least(sizes, profile.with_comparison())
 
     def _borrow(self, profile: Profile, others: list[Policy]) -> Policy | None:
-        """Return the fastest policy that fits the budget without a solver run: one of `others`, the policies of other
-        size classes, or full recomputation.
+        """Choose without a solver run: return the fastest of `others` (the policies of other size classes) and of full
+        recomputation that fits the budget.
 
-        Return None if no policy fits, if the fastest policy is plain training, or if the fastest policy uses up the
-        budget (USED_UP). `profile` includes the memory of the first step at a size, which runs operators twice to
-        compare their bits.
+        Return None if none of them fits. Also return None if no solver run can improve the fastest one, because it is
+        plain training or needs nearly the whole budget (USED_UP). `profile` includes the memory of the first step at a
+        size, which runs operators twice to compare their bits.
         """
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
         policies = list(others)
@@ -176,11 +176,11 @@ class ExtrapolatedPolicies:
     def _within(self, profile: Profile, memory_budget: str | float | int, others: list[Policy], far: float) -> Policy:
         """Return a policy for `profile` that fits `memory_budget`.
 
-        One of `others` (the policies of other batch sizes), or the policy that needs the least memory at another size,
-        is reused if it fits and nearly uses up the budget. Otherwise the solver runs.
+        The candidates are `others` (the policies of other batch sizes) and the policy that needed the least memory at
+        another size. A candidate is reused if it fits and needs nearly the whole budget. Otherwise the solver runs.
 
-        Raises InfeasibleBudgetError if no policy fits the budget. Raises it without a solver run if the policy that
-        needs the least memory at another size exceeds the budget by more than `far`, a fraction of the budget.
+        Raises InfeasibleBudgetError if no policy fits the budget. If the candidate with the least memory exceeds the
+        budget by more than the fraction `far`, the error is raised without a solver run.
         """
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)

@@ -143,10 +143,10 @@ class DivergedBatches:
     def overhead_ms(
         self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int, ran_planned: bool = False
     ) -> float:
-        """Return the predicted overhead in ms of a micro-batch in which no block call followed its plan.
+        """Return the predicted overhead in ms of a micro-batch whose block calls all diverged from the policy.
 
-        Once per run, report that such batches may exceed the budget. The report is a warning if `ran_planned` is True:
-        some blocks ran operators that no profile contains, under a plan for these operators, and their memory is not
+        Once per run, report that such batches may exceed the budget. If `ran_planned`, the report is a warning: some
+        calls ran under plans that were made for operators outside the profile, and the memory of these operators is not
         predicted. If this batch is predicted to exceed the budget, report the excess, also once per run.
         """
         profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)

@@ -67,8 +67,8 @@ class PolicyBuilder:
         policy leaves room for the first step, which runs operators twice to compare their bits.
 
         Return None if, on some rank, the model skips blocks on this batch or returns no loss. Also return None if the
-        forward has collectives for another reason than sharded parameters, or if the ranks' batches cannot be cut
-        to equal parts.
+        forward runs collectives that do not gather sharded parameters, or if the ranks cannot profile equal parts of
+        their batches.
         Raises InfeasibleBudgetError if no policy fits the budget, and torch.OutOfMemoryError if memory runs out.
         """
         model, optimizer = self._run.model, self._run.optimizer

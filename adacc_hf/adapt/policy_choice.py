@@ -7,10 +7,10 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | in a new class, before the first measured step | the run's first policy if it fits, else one with a low peak |
 | in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
 | in a new class, if none of these fits, or after the solver run | a policy solved for the class's predicted profile |
-| in a class for whose upper bounds no policy fits | the policy for the smallest known sizes that the batch fits into |
-| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
+| in a class whose upper bounds exceed the budget | the policy for the smallest known sizes that the batch fits into |
+| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | as in the rows above, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
-| in no class and larger than each profiled size | none: torch's checkpoint, with a warning if the budget is a peak |
+| in no class and larger than each profiled size | none: torch's checkpoint. A budget for the peak leads to a warning |
 """
 
 from __future__ import annotations

@@ -271,9 +271,9 @@ def common_batch(batch: dict[str, Any]) -> dict[str, Any] | None:
     """Return a copy of `batch` that is resized to the sizes of the first rank's batch, so that all ranks can profile
     the same parts.
 
-    Return None if, on some rank, the batch has other tensors, or other data than token ids and
-    masks, such as images: the model may reject parts of such a batch, and a forward that fails midway would leave other
-    ranks waiting.
+    Return None if the names of the tensors differ between ranks, or if the batch has data such as images next to token
+    ids and masks: the model may reject parts of such a batch, and a forward that fails midway would leave other ranks
+    waiting.
     """
     shapes = batch_shapes(batch)
     first = broadcast_from_first_rank(lambda: shapes)

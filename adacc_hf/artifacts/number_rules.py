@@ -161,7 +161,7 @@ def _rule_plus(rule: Rule, difference: Polynomial) -> Rule:
 
 
 class Exact:
-    """Rule of a number that is exactly a polynomial of the sizes.
+    """Rule for a number, such as the bytes of a tensor, that is exactly a polynomial of the batch's sizes.
 
     If the polynomial's value for a batch is not an integer, the rule rounds it up.
     """

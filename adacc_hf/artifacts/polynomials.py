@@ -101,10 +101,10 @@ class Basis:
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
     def period(self, polynomial: Polynomial, symbol: int) -> int:
-        """Return the smallest number by which the size at index `symbol` can grow from one integer result of
-        `polynomial` to the next, if the polynomial is a constant plus a fraction of this size. Otherwise return 1.
+        """Return the step between the sizes at index `symbol` for which `polynomial` is an integer.
 
-        For example, each further feature of an audio model needs 320 more samples of sound.
+        An audio model that computes one feature from 320 samples of a waveform, for example, has a step of 320. Return
+        1 if the polynomial is not a constant plus a fraction of this size.
         """
         linear = tuple(int(place == symbol) for place in range(len(self._exponents[0])))
         exponents = [self._exponents[place] for _, place in polynomial.terms]

@@ -180,8 +180,10 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 
 def _round_size(size: int, reference: int, period: int) -> int:
-    """Return the upper bound of the size class that `size` belongs to. `reference` is the upper bound of one of the
-    size classes. Upper bounds of at least eight times `period` differ from it by multiples of `period`.
+    """Return the upper bound of the size class that `size` belongs to.
+
+    Upper bounds are `reference` times powers of SIZE_CLASS_RATIO. A bound of at least `8 * period` is increased until
+    its difference from `reference` is a multiple of `period`.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
     sample, which often runs different operators.

@@ -370,8 +370,11 @@ class BlockExecutor:
         return result
 
     def _saves_nothing(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if neither an argument nor a parameter requires gradients, and no recorded call of a block of
-        this kind has saved a tensor. The block may also read other tensors that require gradients."""
+        """Return True if autograd saves nothing in the call: neither an argument nor a parameter requires gradients,
+        and no recorded call of a block of this kind has saved a tensor.
+
+        The recorded calls are consulted because a block may read tensors that are neither, such as another module's.
+        """
         tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
         if any(tensor.requires_grad for tensor in tensors):
             return False

@@ -1,5 +1,4 @@
-"""Low-rank optimizers, the optimizers that they are compared with, and live bytes and times of their training steps on
-LLaMA shapes.
+"""Comparison of low-rank optimizers with other optimizers: live bytes and times of training steps on LLaMA shapes.
 
 Each measurement runs in its own process.
 """

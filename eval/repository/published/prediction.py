@@ -1,4 +1,4 @@
-"""Predictions by the code of `adacc plan` for published measurements of memory, and of the speeds of two methods."""
+"""Predictions by the code of `adacc plan`, compared with published measurements of memory and speed."""
 
 from __future__ import annotations
 
