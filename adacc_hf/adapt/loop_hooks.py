@@ -53,8 +53,9 @@ class LoopHooks:
         """
         if self._compute_loss is not None and not isinstance(batch, Mapping):
             raise TypeError(
-                f"a batch of type {type(batch).__name__} with compute_loss: pass a mapping (a dict of tensors) to "
-                f"session.step or session.micro_batch, as profiling calls compute_loss(model, batch) with parts of it"
+                f"a batch of type {type(batch).__name__} with compute_loss: the batch of session.step, of "
+                f"session.micro_batch or of Lightning's training_step has to be a mapping (a dict of tensors), as "
+                f"profiling calls compute_loss(model, batch) with parts of it"
             )
         self.is_on, self._batch, self._num_calls = True, batch, 0
 

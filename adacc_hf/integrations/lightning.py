@@ -21,18 +21,19 @@ from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.torch_glue.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
 NO_BATCH = (
     "AdaccLightningCallback saw no batch: training_step has to call the model once, in train mode, with gradients on "
-    "and with keyword arguments, and the model's output needs a .loss. Pass labels=... to the model, or train in a "
-    "loop of your own with AdaccSession(..., compute_loss=...)"
+    "and with keyword arguments, and the model's output needs a .loss. Pass labels=... to the model, or give the "
+    "function that makes the loss: AdaccLightningCallback(..., compute_loss=lambda model, batch: ...)"
 )
 SEVERAL_CALLS = (
-    "training_step calls the model a second time, but the policy is for one call: let training_step call the model "
-    "once, or train in a loop of your own with AdaccSession(..., compute_loss=...), which profiles all calls"
+    "training_step calls the model a second time, but the policy is for one call: to profile all calls, pass the "
+    "function that makes training_step's loss, AdaccLightningCallback(..., compute_loss=lambda model, batch: ...)"
 )
 NO_FORWARD = (
     "a step without a call of %s in train mode and with gradients on: the step is not counted, and no policy is used"
@@ -66,6 +67,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         *,
         model: nn.Module | None = None,
         policy: PolicySource | None = None,
+        compute_loss: ComputeLoss | None = None,
         **overrides: Any,
     ) -> None:
         """
@@ -75,11 +77,14 @@ class AdaccLightningCallback(SessionAdapter, Callback):
                 the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
             policy: a Policy, the path of a policy file, or a function that makes a Policy from a Profile. The
                 policy is used instead of the solver, and never changes during the run.
+            compute_loss: function (model, batch) that returns `training_step`'s loss, for profiling. `batch` is a part
+                of the dict of tensors that `training_step` gets. Needed if `training_step` calls the model several
+                times, or if the model's output has no loss.
 
         Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
         super().__init__(config, policy, overrides)
-        self._model = model
+        self._model, self._compute_loss = model, compute_loss
         self._files: dict[str, bytes] = {}
         """Contents of the session's files, by file name. Before a run, the files of the loaded checkpoint. After a run,
         the files that the run has written last."""
@@ -97,7 +102,9 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         folder = trainer.log_dir if trainer.loggers else None
         warn_of_model_checkpointing(model, self.config.memory_budget)
         loop = LightningLoop(trainer.accumulate_grad_batches, folder)
-        self._session = AdaccSession(model, trainer.optimizers[0], self.config, policy=self._source, loop=loop)
+        self._session = AdaccSession(
+            model, trainer.optimizers[0], self.config, policy=self._source, compute_loss=self._compute_loss, loop=loop
+        )
         if trainer.global_step == 0:
             self._files = {}  # a new run of a callback that has served another one
         if not self._resumes(self._session):
@@ -120,7 +127,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         if not self._is_in_step:
             self._is_in_step = True
             session.begin_step(trainer.global_step, trainer.optimizers[0])
-        session.hooks.begin_micro_batch()
+        session.hooks.begin_micro_batch(batch)
         session.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from own_loop import prepare_batch
 from transformers import Trainer
 
 from adacc_hf.integrations.lightning import AdaccLightningCallback
@@ -27,10 +28,15 @@ class SetupModule(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._trainer_of_setup.create_optimizer()
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        trainer = self._trainer_of_setup
-        with trainer.compute_loss_context_manager():
-            return trainer.compute_loss(self.model, dict(batch))
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> dict[str, Any]:
+        return prepare_batch(self._trainer_of_setup, batch)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return self.compute_loss(self.model, batch)
+
+    def compute_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        with self._trainer_of_setup.compute_loss_context_manager():
+            return self._trainer_of_setup.compute_loss(model, batch)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -58,7 +64,8 @@ def train_lightning(
 ) -> AdaccLightningCallback | None:
     """Train for `steps` steps, with the Adacc callback if its settings are given, and call `after_step(loss, norm)`."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    adacc = None if settings is None else AdaccLightningCallback(**settings)
+    module = SetupModule(trainer)
+    adacc = None if settings is None else AdaccLightningCallback(**settings, compute_loss=module.compute_loss)
     fit = LightningTrainer(
         max_steps=steps,
         max_epochs=-1,
@@ -72,7 +79,6 @@ def train_lightning(
         enable_model_summary=False,
         callbacks=[*([] if adacc is None else [adacc]), StepReporter(after_step)],
     )
-    module = SetupModule(trainer)
     module.train()
     fit.fit(module, trainer.get_train_dataloader())
     return adacc

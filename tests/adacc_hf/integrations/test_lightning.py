@@ -409,13 +409,43 @@ def test_a_second_callback_is_refused(fit):
         fit([AdaccLightningCallback(**HALF), Other(**HALF)])
 
 
-def test_two_calls_of_the_model_are_refused(fit):
-    class TwoCalls(Module):
-        def training_step(self, batch, batch_idx):
-            return self.model(**batch).loss + self.model(**batch).loss
+class TwoCalls(Module):
+    """Module whose training step calls the model on the whole batch and on half of each sequence."""
 
-    with pytest.raises(RuntimeError, match="training_step calls the model a second time"):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(self.model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    @staticmethod
+    def loss_of(model, batch):
+        half = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in batch.items()}
+        return model(**batch).loss + model(**half).loss
+
+
+def test_two_calls_of_the_model_need_the_function_of_the_loss(fit):
+    with pytest.raises(RuntimeError, match=r"training_step calls the model a second time.* compute_loss=lambda"):
         fit([AdaccLightningCallback(**HALF)], module=TwoCalls())
+
+
+def test_two_calls_of_the_model_are_planned_together(fit):
+    plain, _ = fit(module=TwoCalls(), max_steps=5)
+    callback = AdaccLightningCallback(**HALF, compute_loss=TwoCalls.loss_of)
+    module, _ = fit([callback], module=TwoCalls(), max_steps=5)
+    assert_equal_training(module, plain)
+    assert len(callback.profile.blocks) == 2 * 3
+    assert "fallback" not in {event["event"] for event in callback.history}
+
+
+def test_a_batch_that_is_no_dict_is_refused_with_a_function_of_the_loss(fit):
+    class Pairs(Module):
+        def training_step(self, batch, batch_idx):
+            return self.model(input_ids=batch[0], labels=batch[1]).loss
+
+    loader = [tuple(batch.values()) for batch in batches(3)]
+    callback = AdaccLightningCallback(**HALF, compute_loss=lambda model, batch: model(**batch).loss)
+    with pytest.raises(TypeError, match=r"type list with compute_loss: .* training_step has to be a mapping"):
+        fit([callback], module=Pairs(), loader=loader)
 
 
 def test_a_model_in_eval_mode_is_reported(fit, caplog):
