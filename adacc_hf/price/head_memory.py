@@ -108,6 +108,7 @@ class _HeadReadings:
         self._names = names
         # Autograd must reach a block that reads no differentiable tensor, but whose parameters are trained.
         self._anchor = torch.zeros((), device=profiled.device, requires_grad=True)
+        self._trained: set[str] = set()
         self._points: Sequence[MemoryPoint] = ()
         self._loss_bytes = 0
         self._inputs = LiveStorages()
@@ -123,7 +124,8 @@ class _HeadReadings:
     def strategy(self, name: str, probe: Strategy, meter: MemoryMeter) -> Strategy:
         """Return a strategy that runs `probe`, and puts a bridge in the place of the block call `name`."""
         bridge = _BridgeStrategy(probe, self._anchor, self._inputs)
-        return CallMarker(name, bridge, meter, self._measurement, is_first=name == self._names[0])
+        is_first = name == self._names[0]
+        return CallMarker(name, bridge, meter, self._measurement, is_first=is_first, trained=self._trained)
 
     def note_head_start(self, replay_storages: LiveStorages) -> None:
         """Handle a call of the output layer."""

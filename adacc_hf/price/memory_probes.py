@@ -194,29 +194,45 @@ def refuse_backward(_: Any) -> torch.Tensor:
 
 class CallMarker:
     """Wrapper of a block's strategy that records in a meter when the block's forward ends and when its backward
-    starts."""
+    starts. The end of the backward of all blocks is recorded too ("tail"), if other modules have a backward after it.
+
+    `trained` is shared by all markers of a model: names of the calls of the current forward that have a backward. The
+    marker of the first call (`is_first`) clears it.
+    """
 
     def __init__(
-        self, name: str, inner: Strategy, meter: MemoryMeter, measurement: Measurement, is_first: bool
+        self,
+        name: str,
+        inner: Strategy,
+        meter: MemoryMeter,
+        measurement: Measurement,
+        *,
+        is_first: bool,
+        trained: set[str],
     ) -> None:
         self.name = name
         self.inner = inner
         self.meter = meter
         self.measurement = measurement
         self.is_first = is_first
+        self.trained = trained
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_first:
+            self.trained.clear()
         result = self.inner.run(block, fn, args, kwargs)
         self.meter.mark(("leave", self.name))
-        self._mark_gradient(result, ("backward", self.name))
-        if self.is_first:
-            self._mark_gradient(args, ("tail", self.name))
+        if self._mark_gradient(result, ("backward", self.name)):
+            if not self.trained:  # blocks before this one are frozen, and modules between may be trained
+                self._mark_gradient(args, ("tail", self.name))
+            self.trained.add(self.name)
         return result
 
-    def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> None:
+    def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:
         """Set a mark with `label` in the memory meter as soon as the gradient of the first differentiable tensor in
-        `tree` is complete."""
+        `tree` is complete. Return False if `tree` has no such tensor."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))
-                return
+                return True
+        return False

@@ -235,8 +235,11 @@ def measure_step(
         measurement.meter(device) as meter,
         profiled.heads.calling(lambda: meter.mark(HEAD)),
     ):
+        trained: set[str] = set()
         for index, (name, function) in enumerate(functions.items()):
-            function.strategy = CallMarker(name, strategies[name], meter, measurement, is_first=index == 0)
+            function.strategy = CallMarker(
+                name, strategies[name], meter, measurement, is_first=index == 0, trained=trained
+            )
         for probe in probes:
             probe.meter = meter
         begin_seconds = measurement.seconds_at(device)
@@ -308,6 +311,7 @@ class _StepReadings:
         all_live = sum(self.live.values())
         last_end = ("leave", self.names[-1])
         head = head_point(self.points, last_end)
+        tail = next(self._all("tail"), None)
         before_bytes = peak_between(self.points, last_end, HEAD[0]) - all_live
         return StepLayout(
             bases=bases,
@@ -315,8 +319,8 @@ class _StepReadings:
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
             outside_peak_bytes=peak_between(self.points, last_end, "loss") - all_live,
             loss_peak_bytes=peak_between(self.points, ("loss",), "backward") - all_stored,
-            tail_start_bytes=next((point.live_bytes for point in self._all("tail")), 0),
-            tail_peak_bytes=peak_between(self.points, ("tail", self.names[0]), None),
+            tail_start_bytes=0 if tail is None else tail.live_bytes,
+            tail_peak_bytes=0 if tail is None else peak_between(self.points, tail.label, None),
             gradient_bytes=gradient_bytes,
             earlier_bytes=earlier_bytes,
             trained=trained,
@@ -405,8 +409,9 @@ class StepMarker:
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []
+        trained: set[str] = set()
         for index, (name, function) in enumerate(functions.items()):
-            marker = CallMarker(name, function.strategy, meter, Measurement(), is_first=index == 0)
+            marker = CallMarker(name, function.strategy, meter, Measurement(), is_first=index == 0, trained=trained)
             self._markers.append((function, marker))
             function.strategy = marker
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
@@ -428,10 +433,11 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
     """Return the peak in each part of a training step (such as a block's backward), over all micro-batches.
 
     Peaks are in bytes above the step's start. `points` are the readings of a meter with a `StepMarker`. If an optimizer
-    updates each parameter during backward, the optimizer's memory counts for the part of the step in which the update
-    runs.
+    updates each parameter during backward, or runs forward and backward itself (`optimizer.step(closure)`), the
+    optimizer's memory counts for the part of the step in which the update runs.
     """
-    last_backward = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
+    of_blocks = ("leave", "backward", "tail")
+    last_block = max((i for i, point in enumerate(points) if point.label[0] in of_blocks), default=-1)
     moment, peaks = FORWARD, dict[str, int]()
     for i, point in enumerate(points):
         kind = point.label[0]
@@ -443,7 +449,7 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
             moment = HEAD_AND_LOSS
         elif kind != OPTIMIZER:
             moment = FORWARD
-        elif i > last_backward:
+        elif i > last_block:
             moment = OPTIMIZER
         peaks[moment] = max(point.max_bytes, peaks.get(moment, 0))
     return peaks

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -67,6 +67,24 @@ class Strategy(Protocol):
         `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` contains the same keyword
         arguments, for strategies that inspect arguments.
         """
+
+
+@runtime_checkable
+class WrappedStrategy(Strategy, Protocol):
+    """Strategy that runs a block's calls under another one, and observes them."""
+
+    inner: Strategy
+
+
+def replace_strategy(function: BlockFunction | LaterCall, strategy: Strategy) -> None:
+    """Let `function` run its calls under `strategy`, inside the earlier strategy's observer, if there is one.
+
+    A policy may change within a step, and the measurement of the step's memory goes on.
+    """
+    if isinstance(function.strategy, WrappedStrategy):
+        function.strategy.inner = strategy
+    else:
+        function.strategy = strategy
 
 
 class PlainStrategy:
@@ -194,8 +212,7 @@ class BlockFunction:
             self._thread.leave(previous)
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the call `fn(*args)` of the block: its forward as the current plan says (the strategy), and its forward
-        hooks around that.
+        """Run the block's forward hooks, and between them the forward `fn(*args)` by the current plan's strategy.
 
         Transformers 5.23 passes the forward alone as `fn`, but 5.17 passes the call with its hooks. Hooks must not be
         recorded and replayed, because FSDP2's hooks gather the parameters before forward and free the parameters

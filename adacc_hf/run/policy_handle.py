@@ -76,7 +76,7 @@ from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
-from adacc_hf.run.blocks import CheckpointStrategy, Installation
+from adacc_hf.run.blocks import CheckpointStrategy, Installation, replace_strategy
 from adacc_hf.run.larger_batches import LargerBatches
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.progress import announce
@@ -165,7 +165,7 @@ class PolicyHandle:
             host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
-            function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
+            replace_strategy(function, CheckpointStrategy() if plans is None else plans.strategies[name])
         if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy

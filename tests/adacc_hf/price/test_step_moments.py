@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.memory_profile import (
@@ -35,6 +35,20 @@ def make_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
 
 
+def model_of_speech() -> Wav2Vec2ForCTC:
+    """Return a model whose first blocks are frozen, and which has trained modules between these and the others."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 4}
+    norms = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "num_conv_pos_embedding_groups": 2}
+    config = Wav2Vec2Config(
+        vocab_size=32, layerdrop=0.0, mask_time_prob=0.0, **sizes, **convolutions, **norms, hidden_dropout=0.0
+    )
+    model = Wav2Vec2ForCTC(config).train()
+    model.freeze_feature_encoder()
+    return model
+
+
 @pytest.fixture(scope="module")
 def profile():
     model = make_model()
@@ -58,6 +72,54 @@ def test_an_optimizer_that_steps_while_backward_runs_belongs_to_the_block():
         points(("step",), ("backward", "b"), (OPTIMIZER,), ("backward", "a"), (OPTIMIZER,), ("tail", "a"))
     )
     assert peaks == {FORWARD: 1, "b": 3, "a": 5, AFTER: 6}
+
+
+def test_an_optimizer_that_runs_forward_and_backward_itself_is_no_moment():
+    """Lightning's optimizer steps with a closure, and torch calls the hook before the closure."""
+    micro = [("leave", "a"), ("backward", "a"), ("tail", "a")]
+    assert moment_peaks(points(("step",), (OPTIMIZER,), *micro)) == {FORWARD: 2, HEAD_AND_LOSS: 3, "a": 4, AFTER: 5}
+    assert moment_peaks(points(("step",), (OPTIMIZER,), ("leave", "a"))) == {FORWARD: 2, HEAD_AND_LOSS: 3}
+
+
+def test_moments_are_measured_although_the_policy_changes_within_the_step(profile):
+    """Micro-batches of other sizes may follow other policies."""
+    model = make_model()
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+        with CpuMemoryMeter() as meter:
+            meter.mark(("step",))
+            marks = StepMarker(handle.installation.functions, meter)
+            for action in ("retain", "recompute", "retain"):
+                handle.follow(handle.prepare(uniform_policy(profile, action)))
+                model(**BATCH).loss.backward()
+            marks.remove()
+        strategies = [function.strategy for function in handle.installation.functions.values()]
+        assert strategies == list(handle.plans.strategies.values())
+    labels = [point.label for point in meter.points]
+    assert [labels.count(("backward", block)) for block in BLOCKS] == [3, 3]
+    assert moment_peaks(meter.points).keys() == {FORWARD, HEAD_AND_LOSS, *BLOCKS, AFTER}
+
+
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_modules_between_frozen_and_trained_blocks_are_predicted(action):
+    """Their backward follows that of all blocks, and does not belong to the first trained block."""
+    torch.manual_seed(0)
+    batch = {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 32, (2, 5))}
+    profile = profile_model(model_of_speech(), batch, AdaccConfig(head="plain"))
+    assert profile.tail_peak_bytes > profile.static_bytes
+    policy, model = uniform_policy(profile, action), model_of_speech()
+    with apply_policy(model, policy) as handle:
+        for _ in range(3):
+            static = count_static_bytes(model, batch)
+            with CpuMemoryMeter() as meter:
+                meter.mark(("step",))
+                marks = StepMarker(handle.installation.functions, meter)
+                model(**batch).loss.backward()
+                marks.remove()
+            model.zero_grad()
+    measured_peaks = {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
+    predicted = predicted_peaks(profile, policy)
+    assert measured_peaks[AFTER] == predicted[AFTER]
+    assert measured_peaks["wav2vec2.encoder.layers.0"] == predicted["wav2vec2.encoder.layers.0"]
 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
