@@ -90,9 +90,16 @@ class Batch:
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     @cached_property
+    def dimensions(self) -> set[int]:
+        """Sizes by which a tensor of the model is recognized as one that grows with the batch: numbers of samples,
+        lengths of sequences, and products of the two."""
+        pairs = [shape.size[:2] if len(shape.size) == 2 else shape.size[:1] for shape in self.shapes]
+        return {size for pair in pairs for size in (*pair, prod(pair))} - {1}
+
+    @cached_property
     def vector_sequences(self) -> set[str]:
         """Names of the tensors with one vector for each position of a sequence: embeddings that the training loop has
-        computed, and features of sound that are as long as their mask."""
+        computed, and audio features that are as long as their mask. They are cut together with their sequence."""
         lengths = {shape.name: shape.size[1] for shape in self.shapes if len(shape.size) == 2}
         return {
             shape.name
@@ -105,8 +112,8 @@ class Batch:
         }
 
     @cached_property
-    def sounds(self) -> set[int]:
-        """Lengths of the sounds in the batch: sequences of numbers, or of vectors of features."""
+    def audio_lengths(self) -> set[int]:
+        """Lengths of the audio inputs, which are waveforms (2-D) or sequences of feature vectors (3-D)."""
         features = {name for name in self.vector_sequences if not name.endswith("embeds")}
         return {
             shape.size[1]
@@ -116,7 +123,7 @@ class Batch:
 
     @property
     def has_features(self) -> bool:
-        """True if the batch has features of images or sounds that are not cut with a sequence."""
+        """True if the batch has images, or other features that no part of the batch cuts: all parts have whole ones."""
         return any(len(shape.size) > 2 and shape.name not in self.vector_sequences for shape in self.shapes)
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
@@ -198,11 +205,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         lengths = {name: length for name, length in lengths.items() if length == text_length}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
     has_features = uncut_tokens > 0 or batch.has_features
-    second_texts = {name for name in lengths if has_pairs and _is_decoder_tensor(name)}
-    if len(set(lengths.values())) > 1 and "labels" in lengths:
-        second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
-    if second_texts == lengths.keys():  # the model reads no text, but features of audio or an image
-        second_texts = set()
+    texts = _texts_of(lengths, has_pairs)
     # A batch of one sample often runs different operators, so the smallest part has two samples.
     few_samples = max(2, num_samples // 4) if num_samples > 1 else 1
     more_samples = few_samples + 1 if num_samples > 1 else few_samples
@@ -210,27 +213,10 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     few_longest, more_longest = (min(8, 4 * num_samples // count) for count in (few_samples, more_samples))
     """Longest length of a part with `few_samples` or `more_samples` samples, in eighths of the sequence. Longer parts
     would be larger than half of the batch."""
-    if is_text and second_texts:
-        # Five different (samples, length) pairs per text: the polynomial of a number that depends on one text has
-        # three terms.
-        half, three_quarters, more_half = few_longest // 2, 3 * few_longest // 4, more_longest // 2
-        lists = [
-            [
-                (few_samples, half, three_quarters),
-                (few_samples, three_quarters, few_longest),
-                (few_samples, few_longest, half),
-                (few_samples, few_longest, few_longest),
-            ]
-        ]
-        lists[0] += [(more_samples, more_half, more_longest), (more_samples, more_longest, more_half)]
-        smaller_parts = [
-            (few_samples, 2, 3),
-            (few_samples, 3, 4),
-            (few_samples, 4, 2),
-            (few_samples, 4, 4),
-            (more_samples, 2, 3),
-            (more_samples, 3, 2),
-        ]
+    few_lengths = (few_longest // 2, 3 * few_longest // 4, few_longest)
+    if is_text and len(texts) > 1:
+        lists = [_parts_of_texts(len(texts), few_samples, few_lengths, more_samples, (more_longest // 2, more_longest))]
+        smaller_parts = _parts_of_texts(len(texts), few_samples, (2, 3, 4), more_samples, (2, 3))
     elif is_text:
         parts = [(few_samples, few_longest // 2), (few_samples, few_longest), (more_samples, more_longest)]
         if not has_many or has_features:  # two lengths per number of samples distinguish a product from a sum
@@ -240,18 +226,18 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
                 parts = [(1, n) for n in (1, 2, 3, 4)]
         if has_features and num_samples > 1:  # memory that grows with samples alone is one more term
             parts.append((few_samples, few_longest // 4))
-        lists = [[(count, n, n) for count, n in parts]]
+        lists = [[(count, (n,)) for count, n in parts]]
         pairs = [(few_samples, 2), (few_samples, 3), (few_samples, 4), (more_samples, 2), (more_samples, 3)]
-        smaller_parts = [(count, n, n) for count, n in dict.fromkeys(pairs)]
+        smaller_parts = [(count, (n,)) for count, n in dict.fromkeys(pairs)]
     else:
         sample_counts = [(few_samples, more_samples)] if has_many else [(1, 2), (2, 3)] if num_samples > 3 else []
-        lists, smaller_parts = [[(count, 8, 8) for count in pair] for pair in sample_counts], []
+        lists, smaller_parts = [[(count, (8,)) for count in pair] for pair in sample_counts], []
 
     def shortened(length: int, eighths: int, with_alignment: bool = True) -> int:
         if 0 < uncut_tokens < length:
             return uncut_tokens + max(1, (length - uncut_tokens) * eighths // 8)
-        if length in batch.sounds:
-            return _cut_sound(length, length * eighths // 8)
+        if length in batch.audio_lengths:
+            return _cut_audio_length(length, length * eighths // 8)
         if not with_alignment:
             return max(1 + eighths, length * eighths // 8)
         return _shortened_length(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
@@ -261,19 +247,18 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     for with_alignment in (True, False) if batch.is_on_cpu else (True,):
         shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
         if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
-            if num_samples > 1 and not (has_features or second_texts or has_many):
+            if num_samples > 1 and not (has_features or len(texts) > 1 or has_many):
                 lists, alignments = [], []  # the larger parts would take nearly twice as long
             lists.append(smaller_parts)
             alignments.append(with_alignment)
             break
 
-    def cut(shape: TensorShape, count: int, first: int, second: int, with_alignment: bool) -> TensorShape:
+    def cut(shape: TensorShape, count: int, eighths: Sequence[int], with_alignment: bool) -> TensorShape:
         size = list(shape.size)
         if size[0] == num_samples or (uncut_tokens and size[0] % num_samples == 0):  # patches of all images together
             size[0] = size[0] // num_samples * count
         if shape.name in lengths or shape.name in batch.vector_sequences:
-            is_second = shape.name in second_texts or (bool(second_texts) and shape.name.startswith("decoder_"))
-            size[1] = shortened(size[1], second if is_second else first, with_alignment)
+            size[1] = shortened(size[1], eighths[_text_index(texts, shape.name)], with_alignment)
         return TensorShape(shape.name, tuple(size))
 
     cut_shapes = [
@@ -281,6 +266,48 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         for parts, with_alignment in zip(lists, alignments, strict=True)
     ]
     return [[batch.resized(after) for after in sorted(parts, key=num_elements)] for parts in cut_shapes]
+
+
+def _texts_of(lengths: Mapping[str, int], has_pairs: bool) -> list[set[str]]:
+    """Group the names of 2-D tensors into texts. The tensors of one text, such as ids and their mask, are cut together.
+
+    `lengths` has the length of each tensor. There are several texts in three cases:
+    - `has_pairs`: the model is an encoder-decoder, and the decoder's tensors are the second text;
+    - the labels are shorter or longer than the inputs: they are the second text, with all tensors of their length;
+    - several tensors have token ids, under names such as "anchor_input_ids" or "completion_ids", and differ in length:
+      each length is one text.
+    """
+    second = {name for name in lengths if has_pairs and _is_decoder_tensor(name)}
+    if len(set(lengths.values())) > 1 and "labels" in lengths:
+        second |= {name for name in lengths if lengths[name] == lengths["labels"]}
+    if second:  # if all tensors are the decoder's, the model reads no text, but features of audio or an image
+        return [text for text in (lengths.keys() - second, second) if text]
+    if "input_ids" not in lengths and len({length for name, length in lengths.items() if "ids" in name}) > 1:
+        return [{name for name in lengths if lengths[name] == length} for length in dict.fromkeys(lengths.values())]
+    return [set(lengths)]
+
+
+def _text_index(texts: Sequence[set[str]], name: str) -> int:
+    """Return the index of the text that the tensor `name` belongs to. The decoder's embeddings belong to the second."""
+    by_name = next((index for index, text in enumerate(texts) if name in text), None)
+    return by_name if by_name is not None else int(len(texts) > 1 and name.startswith("decoder_"))
+
+
+def _parts_of_texts(
+    num_texts: int, few_samples: int, few: tuple[int, int, int], more_samples: int, more: tuple[int, int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return parts of a batch with several texts: the number of samples, and the length of each text in eighths.
+
+    `few` are three lengths for parts with `few_samples` samples, and `more` two lengths for parts with `more_samples`.
+    Each text has five different pairs of samples and length, because the polynomial of a number that depends on one
+    text has three terms. The lengths of no two texts are proportional to each other in all parts.
+    """
+    rotated = [tuple(few[(part + text) % 3] for text in range(num_texts)) for part in range(3)]
+    swapped = [tuple(more[(part + text) % 2] for text in range(num_texts)) for part in range(2)]
+    return [
+        *((few_samples, lengths) for lengths in (*rotated, (few[2],) * num_texts)),
+        *((more_samples, lengths) for lengths in swapped),
+    ]
 
 
 def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
@@ -300,13 +327,13 @@ def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
     return part if part % ALIGNED else part + ALIGNED // 2
 
 
-def _cut_sound(length: int, target: int) -> int:
-    """Return a length of at least `target`, to which a sound of this `length` is cut. The number of the model's
-    features is linear in the result.
+def _cut_audio_length(length: int, target: int) -> int:
+    """Return the length, at least `target`, to which an audio input of this `length` is cut.
 
-    Models of sound compute one feature from several values of the sound, by convolutions that round lengths down. Two
-    lengths that differ by a multiple of the convolutions' total stride are rounded by the same amount. 3840 is a
-    multiple of most models' strides, such as 320 (Wav2Vec2) and 1920 (Mimi).
+    Audio models compute one feature from several samples of the waveform, by convolutions that round lengths down. Two
+    lengths that differ by a multiple of the convolutions' total stride are rounded by the same amount, so that the
+    number of features is linear in the lengths returned. 3840 is a multiple of most models' strides, such as 320
+    (Wav2Vec2) and 1920 (Mimi).
     """
     step = next((step for step in (3840, 1280, 320, 64, 16) if 8 * step <= length), 1)
     return length - (length - target) // step * step
@@ -379,8 +406,8 @@ def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, i
             size[0] = num_samples
         if (len(size) == 2 or shape.name in batch.vector_sequences) and tokens is not None:
             shorter = tokens[1] + len(lengths) if is_pair and _is_decoder_tensor(shape.name) else tokens[0]
-            is_sound = size[1] in batch.sounds
-            size[1] = _cut_sound(size[1], shorter) if is_sound else shorter + lengths.index(size[1])
+            is_audio = size[1] in batch.audio_lengths
+            size[1] = _cut_audio_length(size[1], shorter) if is_audio else shorter + lengths.index(size[1])
         return TensorShape(shape.name, tuple(size))
 
     return batch.resized([cut(shape) for shape in batch.shapes])

@@ -77,25 +77,32 @@ def estimate_profile(
         choices = start_small(choices, whole)
         limit += step.coming_bytes(model.parameters())  # profiles include this state, which does not exist yet
         limit = broadcast_from_first_rank(lambda: limit) if shards else limit
+
+    def share(part: Batch) -> float:
+        return num_elements(part.shapes) / num_elements(whole.shapes)
+
     profiles: list[Profile] = []
     for index, parts in enumerate(choices):
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
-        token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
+        token_share = share(parts[0])
         part_config = replace(
             config.for_rows(whole.num_tokens), min_compress_bytes=int(config.min_compress_bytes * token_share)
         )
         try:
             started = time.perf_counter()
-            profiles = [measure_profile(model, parts[0], part_config, step, measurement)]
+            profiles = [measure_profile(model, parts[0], part_config, step, measurement, share=token_share)]
+            first = common_profile(profiles[0]) if shards else profiles[0]
             if limit is not None:
-                first = common_profile(profiles[0]) if shards else profiles[0]
                 parts = parts_within(limit, first, choices[index:])
                 _warn_above(limit, max(profiling_bytes(first, parts[0], part) for part in parts), config)
             seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
             announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
             for part in parts[1:]:
                 reading = MemoryOnlyMeasurement(measurement)
-                profiles.append(measure_profile(model, part, part_config, step, reading))
+                fits = limit is None or profiling_bytes(first, parts[0], part, 1 / share(part)) <= limit
+                profiles.append(
+                    measure_profile(model, part, part_config, step, reading, share=share(part) if fits else 1.0)
+                )
         except UncalledBlocksError:
             raise
         except Exception:

@@ -40,6 +40,7 @@ from adacc_hf.price.tiled_kinds import with_tiled_kinds
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.distributed import is_sharded
 
 log = logging.getLogger(__name__)
@@ -56,9 +57,14 @@ def measure_profile(
     step: TrainingStep,
     measurement: Measurement,
     other_sizes: OtherSizes = "ignored",
+    share: float = 1.0,
 ) -> Profile:
-    """Profile `batch` with the times and bytes that `measurement` reads. Raises the errors of `profile_model`."""
-    with profiled_model(model, batch, config, step, measurement) as profiled:
+    """Profile `batch` with the times and bytes that `measurement` reads. Raises the errors of `profile_model`.
+
+    If `batch` is a part of the batch to be trained on, `share` is the fraction of the whole batch's elements that it
+    has. More blocks of a small part than of the whole batch may retain their activations at the same time.
+    """
+    with profiled_model(model, batch, config, step, measurement, share) as profiled:
         recording = record_model(profiled, batch)
         profile = _measure(profiled, batch, recording)
         if other_sizes == "measured":
@@ -82,7 +88,8 @@ def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, t
     is_pair = is_encoder_decoder(model)
     for part in (*profiled_parts(batch, is_pair), *extra_parts(batch, is_pair)):
         try:
-            other = _measure(unpriced, part, record_model(unpriced, part, tape_cache))
+            share = num_elements(part.shapes) / num_elements(batch.shapes)
+            other = _measure(replace(unpriced, share=share), part, record_model(unpriced, part, tape_cache))
         except Exception as error:
             log.info(
                 "Adacc: the model does not accept a part of the batch (%s): new sizes are profiled as they occur",
@@ -117,8 +124,7 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
     profiled.heads.check_own()
     installation.expect(block.name for block in recording.blocks)
     original = recording
-    names = tuple(recording.watched_names)
-    groups = _watched_groups(recording) if measurement.watches_one_block else [names]
+    names, groups = tuple(recording.watched_names), _watched_groups(profiled, batch, recording)
     try_chunked, can_bridge = profiled.heads.try_chunked, can_bridge_blocks(profiled, recording)
     with_head = try_chunked(partial(measure_forward_and_head, profiled, batch, recording)) if can_bridge else None
     forward, head_memory = with_head or (None, None)
@@ -179,23 +185,33 @@ def _measure_blocks(
 
 def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[KindProfile]:
     profiled.installation.expect(block.name for block in recording.blocks)
-    groups = _watched_groups(recording) if profiled.measurement.watches_one_block else [tuple(recording.watched_names)]
-    return _measure_blocks(profiled, batch, recording, groups)[0].kinds
+    return _measure_blocks(profiled, batch, recording, _watched_groups(profiled, batch, recording))[0].kinds
 
 
-def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
+def _watched_groups(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[tuple[str, ...]]:
     """Group the blocks on which the memory of their kind is measured: the last block of each kind.
 
     The blocks of a group retain their activations in the same measured step. No group retains more bytes than the
-    largest block. Otherwise a model with many kinds would retain the activations of nearly all blocks at the same time.
+    largest block on the whole batch, of which `batch` may be a part. Otherwise a model with many kinds would retain the
+    activations of nearly all blocks at the same time.
     """
-    nbytes = {
-        name: sum(value.nbytes for value in kind.activations if value.saved)
+    if not profiled.measurement.watches_one_block:
+        return [tuple(recording.watched_names)]
+    saved = {
+        name: [value for value in kind.activations if value.saved]
         for name, kind in zip(recording.watched_names, recording.kinds, strict=True)
     }
-    limit, groups = max(nbytes.values()), list[list[str]]()
-    for name in sorted(nbytes, key=nbytes.__getitem__, reverse=True):
-        group = next((group for group in groups if sum(map(nbytes.__getitem__, group)) + nbytes[name] <= limit), None)
+    nbytes = {name: sum(value.nbytes for value in values) for name, values in saved.items()}
+    # Other tensors, such as autocast's casts of parameters, have the same bytes on the whole batch.
+    growing = {name: sum(v.nbytes for v in vs if batch.dimensions & set(v.shape)) for name, vs in saved.items()}
+    limit = max(nbytes[name] + growing[name] * (1 / profiled.share - 1) for name in saved)
+    # The first step also measures the memory of the head. If the last block retains its activations, the tensors that
+    # only its replay would hold, such as a loop's position bias, count for the head. So this block has a later step.
+    last = recording.blocks[-1].name
+    groups: list[list[str]] = []
+    for name in sorted(nbytes, key=lambda name: (name == last, -nbytes[name])):
+        fitting = (g for g in groups if name != last and sum(map(nbytes.__getitem__, g)) + nbytes[name] <= limit)
+        group = next(fitting, None)
         if group is None:
             groups.append(group := [])
         group.append(name)

@@ -50,7 +50,7 @@ class Measurement:
     recordings."""
     watches_one_block = True
     """True if the blocks that retain their activations in one measured step take, together, at most the bytes of the
-    largest block. False if all watched blocks retain them in the same step."""
+    largest block on the whole batch. False if all watched blocks retain them in the same step."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """Return the values of the profiled `tape` for which replay of its operators gives the original bits. In

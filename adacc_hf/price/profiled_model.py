@@ -43,6 +43,8 @@ class ProfiledModel:
     """Bytes live between steps without a batch: parameters, buffers, optimizer state, and other tensors on a GPU."""
     other_batches_bytes: int
     """Bytes of the step's other micro-batches and of prefetched batches."""
+    share: float
+    """Fraction of the whole batch's elements that the profiled part has. 1.0 for the whole batch."""
 
     @property
     def device(self) -> torch.device:
@@ -55,10 +57,16 @@ class ProfiledModel:
 
 @contextmanager
 def profiled_model(
-    model: nn.Module, batch: Batch, config: AdaccConfig, step: TrainingStep, measurement: Measurement
+    model: nn.Module,
+    batch: Batch,
+    config: AdaccConfig,
+    step: TrainingStep,
+    measurement: Measurement,
+    share: float = 1.0,
 ) -> Iterator[ProfiledModel]:
     """Prepare `model` for runs on `batch` and its parts inside the `with` block, and restore the model at the end.
 
+    If `batch` itself is a part, `share` is the fraction of the whole batch's elements that it has.
     Raises the errors that `profile_model` lists for a model, a batch and settings that cannot be profiled.
     """
     _check_trainable(model, batch)
@@ -84,6 +92,7 @@ def profiled_model(
                     no_trace=no_trace,
                     base_bytes=base_bytes,
                     other_batches_bytes=step.other_batches_bytes(batch.nbytes),
+                    share=share,
                 )
         finally:
             installation.remove()

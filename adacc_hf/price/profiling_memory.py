@@ -62,13 +62,14 @@ def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]])
     return [profiled, *others]
 
 
-def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
+def profiling_bytes(profile: Profile, part: Batch, other: Batch, num_retained: float = 1.0) -> int:
     """Predict the peak of memory while the batch `other` is profiled without timing.
 
     `profile` is the profile of the batch `part`. Its byte counts are scaled by the growth from `part` to `other`. The
     peak occurs either while a block is recorded, which keeps all values of the block alive, or while memory is
-    measured. The measurement recomputes all blocks but one, which retains its activations. The memory of the head and
-    of other code outside the blocks is scaled by the largest growth.
+    measured. The measurement recomputes all blocks but some, which retain their activations: at most one of each kind,
+    and at most `num_retained` times the bytes of the largest block. The memory of the head and of other code outside
+    the blocks is scaled by the largest growth.
 
     The prediction may be too high, for two reasons: a dimension that equals a sequence length only by chance is scaled
     like this length, and the gradients of parameters are scaled like activations.
@@ -77,7 +78,8 @@ def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
     static_bytes = profile.static_bytes
     bases = [block.forward_base_bytes - static_bytes for block in profile.blocks]
     recorded = max(sum(growth.bytes_of(v) for v in kind.values if _is_computed(v)) for kind in profile.kinds)
-    retained = max(sum(growth.bytes_of(v) for v in kind.activations if v.saved) for kind in profile.kinds)
+    by_kind = [sum(growth.bytes_of(v) for v in kind.activations if v.saved) for kind in profile.kinds]
+    retained = int(min(sum(by_kind), num_retained * max(by_kind)))
     recomputed = simulate(profile, [recompute_plan(profile.kind_of(block)) for block in profile.blocks]).peak_bytes
     outside = max(profile.outside_peak_bytes, profile.loss_peak_bytes) - static_bytes
     mean = growth.mean([value for kind in profile.kinds for value in kind.values if _is_computed(value)])
@@ -119,11 +121,12 @@ class _Growth:
         return max(1.0, self.samples * max(self.lengths.values(), default=1.0))
 
     def bytes_of(self, value: Value) -> int:
-        """Predict the bytes of the profiled `value` if the second part of the batch is run.
+        """Predict the bytes of `value`, profiled in the first part of the batch, in the second part.
 
         Every dimension that equals a sequence length of the first part is scaled. Attention's scores have two such
-        dimensions. If no dimension equals a sequence length, the bytes are scaled by the number of samples if the batch
-        has features, and otherwise by the largest factor (`linear`).
+        dimensions. If no dimension equals a sequence length, two cases differ. In a batch with features, the value may
+        belong to the features, which have the same length in all parts: its bytes grow with the number of samples. In
+        other batches, the bytes are scaled by the largest factor (`linear`).
         """
         ratios = [self.lengths[size] for size in value.shape if size in self.lengths]
         if ratios or self.has_features:
@@ -131,7 +134,9 @@ class _Growth:
         return int(value.nbytes * self.linear)
 
     def mean(self, values: Sequence[Value]) -> float:
-        """Return the factor by which the bytes of all `values` together grow, or `linear` if the batch has no
-        features."""
+        """Return the factor by which the bytes of all `values` together grow.
+
+        In a batch without features, all values grow with the sequences, and the factor is the largest one (`linear`).
+        """
         nbytes = sum(value.nbytes for value in values)
         return sum(map(self.bytes_of, values)) / nbytes if nbytes and self.has_features else self.linear

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     T5Config,
@@ -25,11 +27,13 @@ from transformers import (
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.price import measured_profile
 from adacc_hf.price.batch_subsampling import Batch, move_media_first, small_parts
-from adacc_hf.price.estimated_profile import describe_duration, estimate_profile, predict_duration
+from adacc_hf.price.estimated_profile import describe_duration, estimate_profile, predict_duration, resize_profile
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import guards
+from adacc_hf.torch_glue.batch_shapes import num_elements
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"), head="plain")
 
@@ -79,6 +83,98 @@ def test_the_lengths_of_a_pair_vary_by_themselves(samples, tokens, labels):
 def test_labels_that_are_no_longer_than_their_text_vary_with_it():
     parts = small_parts(Batch(texts(4, 100, 100)))[0]
     assert all(first == second for first, second in map(sizes_of, parts))
+
+
+def several_texts(samples, **lengths):
+    batch = {f"{name}_input_ids": torch.ones(samples, length).long() for name, length in lengths.items()}
+    return batch | {f"{name}_attention_mask": masked(samples, length) for name, length in lengths.items()}
+
+
+@given(samples=st.integers(2, 40), lengths=st.lists(st.integers(17, 300), min_size=2, max_size=5, unique=True))
+def test_the_lengths_of_several_texts_vary_by_themselves(samples, lengths):
+    batch = Batch(several_texts(samples, **{f"text{i}": length for i, length in enumerate(lengths)}))
+    for parts in small_parts(batch):
+        assert all(
+            part.tensors[f"text{i}_input_ids"].shape == part.tensors[f"text{i}_attention_mask"].shape
+            for part in parts
+            for i in range(len(lengths))
+        )
+        cut = [[part.tensors[f"text{i}_input_ids"].shape for i in range(len(lengths))] for part in parts]
+        assert all(len(set(sizes)) >= 4 for sizes in zip(*cut, strict=True))
+        for first, second in zip(range(len(lengths) - 1), range(1, len(lengths)), strict=True):
+            assert len({round(sizes[first][1] / sizes[second][1], 2) for sizes in cut}) >= 3
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": (4, 100), "attention_mask": (4, 100), "completion_mask": (4, 100)},
+        {"input_ids": (4, 100), "mm_token_type_ids": (4, 100), "sequence_ids": (4, 90)},
+        {"anchor_input_ids": (4, 100), "positive_input_ids": (4, 100)},
+    ],
+    ids=["mask", "main text", "equal lengths"],
+)
+def test_tensors_of_one_text_are_cut_alike(batch):
+    for parts in small_parts(Batch({name: torch.ones(size).long() for name, size in batch.items()})):
+        for part in parts:
+            lengths = {name: tensor.shape[1] for name, tensor in part.tensors.items()}
+            assert all(lengths[name] == lengths[min(batch)] for name in batch if batch[name] == batch[min(batch)])
+
+
+def triplet_loss(model, batch):
+    """Return a loss for which the model is called on three texts, as sentence-transformers does."""
+    names = [name.removesuffix("_input_ids") for name in batch if name.endswith("_input_ids")]
+    texts = [model(batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"])[0].mean(1) for name in names]
+    return torch.nn.functional.triplet_margin_loss(*texts)
+
+
+def bert():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertModel(BertConfig(vocab_size=61, **sizes), add_pooling_layer=False).train()
+
+
+def test_three_texts_of_any_lengths_are_predicted(one_thread):
+    """sentence-transformers pads the texts of a triplet separately."""
+    step = TrainingStep(compute_loss=triplet_loss)
+    profile = estimate_profile(bert(), several_texts(16, anchor=22, positive=118, negative=116), LOSSLESS, step)
+    for lengths in ({"anchor": 24, "positive": 97, "negative": 60}, {"anchor": 17, "positive": 40, "negative": 131}):
+        batch = several_texts(16, **lengths)
+        sizes = profile.sizes.size_class(Batch(batch).sizes)
+        assert sizes is not None
+        assert all(upper >= own for (_, upper), (_, own) in zip(sizes, Batch(batch).sizes, strict=True))
+        predicted = resize_profile(profile, Batch(batch).sizes)
+        whole = profile_model(bert(), batch, LOSSLESS, compute_loss=triplet_loss)
+        stored, expected = (
+            [sum(v.nbytes for v in each.kind_of(block).activations if v.saved) for block in each.blocks]
+            for each in (predicted, whole)
+        )
+        assert stored == expected
+        for action in ("retain", "recompute"):
+            peak, expected = (uniform_policy(each, action).predicted_peak_bytes for each in (predicted, whole))
+            assert peak == pytest.approx(expected, rel=profile.sizes.uncertainty)
+
+
+def test_a_small_part_retains_no_more_at_once_than_one_block_of_the_batch(monkeypatch, one_thread):
+    """T5 has four kinds of blocks, which are measured in one step of a small part, but not of the whole batch."""
+    groups, original = [], measured_profile.measure_step
+
+    def measure_step(profiled, batch, recording, watched_names=()):
+        if watched_names:
+            nbytes = [sum(v.nbytes for v in recording.kind_of(name).activations if v.saved) for name in watched_names]
+            groups.append((num_elements(batch.shapes), nbytes))
+        return original(profiled, batch, recording, watched_names)
+
+    monkeypatch.setattr(measured_profile, "measure_step", measure_step)
+    profile_model(t5(), texts(8, 64, 48), LOSSLESS)
+    largest = max(nbytes for _, group in groups for nbytes in group)
+    assert len(groups) > 1
+    assert all(sum(nbytes) <= largest for _, nbytes in groups)
+    groups.clear()
+    estimate_profile(t5(), texts(8, 64, 48), LOSSLESS)
+    assert len(groups[0][1]) == 3  # the last block has a step of its own
+    assert len({elements for elements, _ in groups}) < len(groups) < 16
+    assert all(sum(nbytes) <= largest for _, nbytes in groups)
 
 
 @settings(max_examples=25, deadline=None)

@@ -117,9 +117,9 @@ def test_a_profile_from_smaller_parts_predicts_the_same_batch(monkeypatch, one_t
     """A small budget changes the profiled parts, but hardly the predicted bytes of the whole batch."""
     measured = []
 
-    def measure(model, part, *args):
+    def measure(model, part, *args, **kwargs):
         measured[-1].append(num_tokens(part))
-        return measure_profile(model, part, *args)
+        return measure_profile(model, part, *args, **kwargs)
 
     monkeypatch.setattr(estimated_profile, "measure_profile", measure)
     profiles = []
