@@ -42,14 +42,16 @@ class CachingWarning(logging.Filter):
         if not record.getMessage().startswith(_CACHING_WARNING):
             return True
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            layer = frame.f_locals.get("self")
-            if isinstance(layer, GradientCheckpointingLayer):
-                is_ours = self._is_ours(layer)
-                CachingWarning._has_dropped |= is_ours
-                return not is_ours
+        while frame is not None and frame.f_globals.get("__name__") != GradientCheckpointingLayer.__module__:
             frame = frame.f_back
-        return True
+        # Reading `f_locals` copies the frame's variables into a dict that lives as long as the frame's call. A copy of
+        # the training loop's frame would keep its batch alive.
+        layer = None if frame is None else frame.f_locals.get("self")
+        if not isinstance(layer, GradientCheckpointingLayer):
+            return True
+        is_ours = self._is_ours(layer)
+        CachingWarning._has_dropped |= is_ours
+        return not is_ours
 
     def remove(self) -> None:
         """Remove this log filter from Transformers' logger. Further calls have no effect."""

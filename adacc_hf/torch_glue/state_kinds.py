@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
 import pickle
@@ -139,7 +140,8 @@ def _iterator_position(iterator: Any) -> Any:
     frame, inner = iterator.gi_frame, iterator.gi_yieldfrom
     if frame is None:
         return None
-    return frame.f_lasti, list(map(id, frame.f_locals.values())), length_hint(inner, -1)
+    # `frame.f_locals` would copy the local variables into a dict that keeps them alive as long as the generator lives.
+    return frame.f_lasti, list(map(id, gc.get_referents(iterator))), length_hint(inner, -1)
 
 
 def _refuse_iterator_advance(iterator: Any, before: Any) -> None:

@@ -32,31 +32,31 @@ def _nothing_compiled():
     assert inductor.custom_partitioner_fn is None
 
 
-def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, train, tmp_path) -> None:
+def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, train) -> None:
     plain = train(torch_compile=True, max_steps=3, model=make_model(n_layer=1))
     callback = AdaccCallback(**SETTINGS)
-    run = train(
-        [callback], torch_compile=True, max_steps=3, save_steps=2, save_strategy="steps", model=make_model(n_layer=1)
-    )
+    run = train([callback], torch_compile=True, max_steps=3, model=make_model(n_layer=1))
     policy = callback.compiled_policy
     assert 0 < policy.stored_bytes <= 0.5 * policy.plain_bytes
     # Inductor fuses other operators together, so that sums may be computed in another order.
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
-        assert CompiledPolicy.load(folder / COMPILED_FILE) == policy
-        assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
     events = [event for event in callback.history if event["event"] == "policy"]
     assert sum(event["stored_bytes"] for event in events[-len(policy.call_plans) :]) == policy.stored_bytes
     assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
 
+
+@pytest.mark.usefixtures("eager_graphs")
+def test_a_resumed_compiled_run_continues_with_the_policy_of_its_checkpoint(make_model, train, tmp_path) -> None:
+    callback, settings = AdaccCallback(**SETTINGS), {"torch_compile": True, "max_steps": 3}
+    train([callback], save_steps=2, save_strategy="steps", model=make_model(n_layer=1), **settings)
+    policy, checkpoint = callback.compiled_policy, tmp_path / "run" / "checkpoint-2"
+    for folder in (tmp_path / "run", checkpoint):
+        assert CompiledPolicy.load(folder / COMPILED_FILE) == policy
+        assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
+
+    torch._dynamo.reset()
     resumed = AdaccCallback(**SETTINGS)
-    train(
-        [resumed],
-        resume=str(tmp_path / "run" / "checkpoint-2"),
-        torch_compile=True,
-        max_steps=3,
-        model=make_model(n_layer=1),
-    )
+    train([resumed], resume=str(checkpoint), model=make_model(n_layer=1), **settings)
     num_events = len(callback.history)
     assert resumed.history[:num_events] == callback.history
     assert [(event["step"], event["event"]) for event in resumed.history[num_events:]] == [(3, "policy")] * 2

@@ -1,9 +1,11 @@
 """Transformers' warnings about caches and checkpointing appear only if the user switched on checkpointing."""
 
 import logging
+import weakref
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from adacc_hf import apply_policy, profile_model
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -46,6 +48,15 @@ def test_our_own_flag_is_not_warned_of(tiny_gpt2, token_batch, run_steps, new_me
         LOG.warning("another matter")
         LOG.warning_once("Caching is incompatible with gradient checkpointing in somebody else's layer.")
     assert [text.split(" in ")[-1] for text in new_messages()] == ["another matter", "somebody else's layer."]
+
+
+def test_variables_of_the_training_loop_are_not_kept_alive(tiny_gpt2, token_batch, run_steps, new_messages):
+    model, batch = tiny_gpt2(use_cache=True), torch.ones(4)
+    with recomputing(model, token_batch()):
+        run_steps(model, caching(token_batch), num_steps=1)
+        LOG.warning_once("Caching is incompatible with gradient checkpointing in somebody else's layer.")
+        batch, ref = None, weakref.ref(batch)
+    assert batch is ref() is None
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another model under a policy"])

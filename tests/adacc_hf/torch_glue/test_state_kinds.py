@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 from array import array
 from collections import Counter, deque
 from types import SimpleNamespace
@@ -196,6 +197,25 @@ def test_an_iterator_that_advances_is_refused(make):
     assert not kinds.ITERATOR.same(iterator, copy)
     with pytest.raises(UnrestorableError, match="which cannot be undone"):
         kinds.ITERATOR.put(iterator, copy)
+
+
+def test_the_variables_of_a_generator_are_not_kept_alive():
+    """A training loop's data loader is a generator, whose variables are batches."""
+
+    def loader():
+        for length in (3, 4, 5):
+            tensor = torch.ones(length)
+            batches.append(weakref.ref(tensor))
+            yield length
+
+    batches: list[weakref.ref] = []
+    iterator = loader()
+    next(iterator)
+    copy = kinds.ITERATOR.take(iterator)
+    assert kinds.ITERATOR.same(iterator, copy)
+    next(iterator)
+    assert batches[0]() is None
+    assert not kinds.ITERATOR.same(iterator, copy)
 
 
 def test_kinds_that_cannot_be_put_back_are_listed():
