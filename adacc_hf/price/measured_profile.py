@@ -210,8 +210,8 @@ def _watched_groups(profiled: ProfiledModel, batch: Batch, recording: ModelRecor
     last = recording.blocks[-1].name
     groups: list[list[str]] = []
     for name in sorted(nbytes, key=lambda name: (name == last, -nbytes[name])):
-        fitting = (g for g in groups if name != last and sum(map(nbytes.__getitem__, g)) + nbytes[name] <= limit)
-        group = next(fitting, None)
+        others = groups[1:] if name == last else groups
+        group = next((g for g in others if sum(map(nbytes.__getitem__, g)) + nbytes[name] <= limit), None)
         if group is None:
             groups.append(group := [])
         group.append(name)

@@ -122,6 +122,9 @@ class _StateSearch:
         self._queue = roots
         while self._queue:
             self._visit(self._queue.pop())
+        # Postponed searches refer to this object. This cycle would keep the batch alive until garbage is collected.
+        self._skipped.clear()
+        self._visited.clear()
 
     def _visit(self, obj: Any) -> None:
         visit = _visitor_of(type(obj))

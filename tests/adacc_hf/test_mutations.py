@@ -1,6 +1,6 @@
 """Changes of any kind between steps: lossless training equals plain training, or stops with an error message.
 
-By default 40 runs are tried. `ADACC_MUTATIONS=2000 pytest tests/adacc_hf/test_mutations.py` tries 2000 (an hour).
+By default 28 runs are tried. `ADACC_MUTATIONS=2000 pytest tests/adacc_hf/test_mutations.py` tries 2000 (an hour).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.solve.simple_policies import random_policy
 
-EXAMPLES = int(os.environ.get("ADACC_MUTATIONS", "40"))
+EXAMPLES = int(os.environ.get("ADACC_MUTATIONS", "28"))
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "compress", "recompute")
 STEPS = 5

@@ -3,10 +3,12 @@
 import array
 import collections
 import dataclasses
+import gc
 import importlib
 import itertools
 import random
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy
@@ -274,6 +276,21 @@ def test_code_of_an_installed_package_may_change_its_own_state(locks):
     snapshot.restore()
     assert locks.seen == [0]
     assert not vars(module.lock), "objects are restored, whatever package their class belongs to"
+
+
+def test_the_arguments_of_a_forward_are_freed_with_the_snapshot(locks):
+    """Waiting for garbage collection would keep a part of the batch alive."""
+    module, batch = nn.Identity(), {"input_ids": torch.ones(2, 3)}
+    module.lock = locks.Lock.take  # the search of this package is postponed
+    argument = weakref.ref(batch["input_ids"])
+    gc.collect()
+    gc.disable()
+    try:
+        snapshot = ModelState([module, batch])
+        del snapshot, batch
+        assert argument() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -27,7 +27,7 @@ SUPPORT = Path(__file__).parents[3] / "docs" / "SUPPORT.md"
 TABLE = architectures()
 FAST = (
     *("gpt2", "llama", "gemma3_text", "bert", "albert", "deberta", "t5", "vit", "whisper"),
-    *("qwen2_vl", "smolvlm", "gemma3", "voxtral", "mixtral", "mamba"),
+    *("qwen2_vl", "gemma3", "mixtral", "mamba"),
 )
 pytestmark = pytest.mark.usefixtures("one_thread")
 
