@@ -162,14 +162,15 @@ class CodecPair(Pair):
 
 
 PRECISIONS = ("fp32", "bf16")
-CASES = [
-    (name, precision)
-    for index, name in enumerate(NAMES)
-    for precision in (PRECISIONS if "ADACC_SIZES" in os.environ else PRECISIONS[index % 2 :][:1])
-]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def cases(names):
+    """Return (architecture, precision) of each case: by default, every second architecture has the second precision."""
+    precisions = [PRECISIONS if "ADACC_SIZES" in os.environ else PRECISIONS[i % 2 :][:1] for i in range(len(names))]
+    return [(name, precision) for name, of_name in zip(names, precisions, strict=True) for precision in of_name]
+
+
+@pytest.fixture(scope="module", params=cases(NAMES), ids="-".join)
 def pair(request, one_thread):
     name, kind = request.param
     architecture = architectures()[name]
@@ -200,9 +201,7 @@ def test_every_size_trains_exactly(pair, samples, tokens, targets, seed):
 CODEC_NAMES = ("gpt2", "llama", "gemma2", "bert", "t5", "qwen3_moe")
 
 
-@pytest.fixture(
-    scope="module", params=[(name, kind) for name in CODEC_NAMES for kind in ("fp32", "bf16")], ids="-".join
-)
+@pytest.fixture(scope="module", params=cases(CODEC_NAMES), ids="-".join)
 def codec_pair(request, one_thread):
     name, kind = request.param
     pair = CodecPair(architectures()[name], autocast=kind == "bf16")

@@ -56,18 +56,18 @@ class Steps(TrainerCallback):
 
 
 CASES = [
-    ("scheduled", (), 1, True),
-    ("two cycles", (), 2, True),
-    ("late", (), 1, True),
-    ("whole run", (), 1, False),
-    ("one step", (1, 2, 3, 4), 4, True),
-    ("one step", (5, 6, 7, 8), 4, True),
+    ("scheduled", (), 1, True, True),
+    ("two cycles", (), 2, True, False),
+    ("late", (), 1, True, False),
+    ("whole run", (), 1, False, True),
+    ("whole run", (), 1, False, False),
+    ("one step", (1, 2, 3, 4), 4, True, True),
+    ("one step", (5, 6, 7, 8), 4, True, False),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-@pytest.mark.parametrize(("setup", "steps_to_profile", "num_traces", "has_policy"), CASES)
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(("setup", "steps_to_profile", "num_traces", "has_policy", "is_first"), CASES)
 def test_a_users_trace_is_whole(
     make_trainer, lossless, caplog, setup, steps_to_profile, num_traces, has_policy, is_first
 ):

@@ -16,8 +16,11 @@ LLAMA = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-amp"])
-@pytest.mark.parametrize("config", [GPT2, T5, LLAMA], ids=["gpt2", "t5", "llama"])
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [(GPT2, "fp32"), (T5, "fp32"), (T5, "bf16-amp"), (LLAMA, "bf16-amp")],
+    ids=["gpt2-fp32", "t5-fp32", "t5-bf16-amp", "llama-bf16-amp"],
+)
 def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -> None:
     workload = Workload(config=config, device=find_device("h100"), precision=PRECISIONS[precision])
     with fake_model(workload) as model:
