@@ -300,7 +300,7 @@ def _parts_of_texts(
 
     `few` are three lengths for parts with `few_samples` samples, and `more` two lengths for parts with `more_samples`.
     Each text has five different pairs of samples and length, because the polynomial of a number that depends on one
-    text has three terms. The lengths of no two texts are proportional to each other in all parts.
+    text has three terms. The lengths of two texts are not proportional to each other in all parts (up to six texts).
     """
     rotated = [tuple(few[(part + text) % 3] for text in range(num_texts)) for part in range(3)]
     swapped = [tuple(more[(part + text) % 2] for text in range(num_texts)) for part in range(2)]

@@ -91,8 +91,9 @@ def estimate_profile(
         try:
             started = time.perf_counter()
             profiles = [measure_profile(model, parts[0], part_config, step, measurement, share=token_share)]
-            first = common_profile(profiles[0]) if shards else profiles[0]
+            first = profiles[0]
             if limit is not None:
+                first = common_profile(first) if shards else first
                 parts = parts_within(limit, first, choices[index:])
                 _warn_above(limit, max(profiling_bytes(first, parts[0], part) for part in parts), config)
             seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)

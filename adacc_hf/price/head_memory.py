@@ -108,7 +108,7 @@ class _HeadReadings:
         self._names = names
         # Autograd must reach a block that reads no differentiable tensor, but whose parameters are trained.
         self._anchor = torch.zeros((), device=profiled.device, requires_grad=True)
-        self._trained: set[str] = set()
+        self._trained_calls: set[str] = set()
         self._points: Sequence[MemoryPoint] = ()
         self._loss_bytes = 0
         self._inputs = LiveStorages()
@@ -125,7 +125,7 @@ class _HeadReadings:
         """Return a strategy that runs `probe`, and puts a bridge in the place of the block call `name`."""
         bridge = _BridgeStrategy(probe, self._anchor, self._inputs)
         is_first = name == self._names[0]
-        return CallMarker(name, bridge, meter, self._measurement, is_first=is_first, trained=self._trained)
+        return CallMarker(name, bridge, meter, self._measurement, is_first=is_first, trained_calls=self._trained_calls)
 
     def note_head_start(self, replay_storages: LiveStorages) -> None:
         """Handle a call of the output layer."""

@@ -196,7 +196,7 @@ class CallMarker:
     """Wrapper of a block's strategy that records in a meter when the block's forward ends and when its backward
     starts. The end of the backward of all blocks is recorded too ("tail"), if other modules have a backward after it.
 
-    `trained` is shared by all markers of a model: names of the calls of the current forward that have a backward. The
+    `trained_calls` is shared by all markers of a model: names of the calls of the current forward that have a backward. The
     marker of the first call (`is_first`) clears it.
     """
 
@@ -208,24 +208,24 @@ class CallMarker:
         measurement: Measurement,
         *,
         is_first: bool,
-        trained: set[str],
+        trained_calls: set[str],
     ) -> None:
         self.name = name
         self.inner = inner
         self.meter = meter
         self.measurement = measurement
         self.is_first = is_first
-        self.trained = trained
+        self.trained_calls = trained_calls
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_first:
-            self.trained.clear()
+            self.trained_calls.clear()
         result = self.inner.run(block, fn, args, kwargs)
         self.meter.mark(("leave", self.name))
         if self._mark_gradient(result, ("backward", self.name)):
-            if not self.trained:  # blocks before this one are frozen, and modules between may be trained
+            if not self.trained_calls:  # blocks before this one are frozen, and modules between may be trained
                 self._mark_gradient(args, ("tail", self.name))
-            self.trained.add(self.name)
+            self.trained_calls.add(self.name)
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:

@@ -235,10 +235,10 @@ def measure_step(
         measurement.meter(device) as meter,
         profiled.heads.calling(lambda: meter.mark(HEAD)),
     ):
-        trained: set[str] = set()
+        trained_calls: set[str] = set()
         for index, (name, function) in enumerate(functions.items()):
             function.strategy = CallMarker(
-                name, strategies[name], meter, measurement, is_first=index == 0, trained=trained
+                name, strategies[name], meter, measurement, is_first=index == 0, trained_calls=trained_calls
             )
         for probe in probes:
             probe.meter = meter
@@ -409,9 +409,11 @@ class StepMarker:
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []
-        trained: set[str] = set()
+        trained_calls: set[str] = set()
         for index, (name, function) in enumerate(functions.items()):
-            marker = CallMarker(name, function.strategy, meter, Measurement(), is_first=index == 0, trained=trained)
+            marker = CallMarker(
+                name, function.strategy, meter, Measurement(), is_first=index == 0, trained_calls=trained_calls
+            )
             self._markers.append((function, marker))
             function.strategy = marker
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
