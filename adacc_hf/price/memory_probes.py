@@ -196,8 +196,8 @@ class CallMarker:
     """Wrapper of a block's strategy that records in a meter when the block's forward ends and when its backward
     starts. The end of the backward of all blocks is recorded too ("tail"), if other modules have a backward after it.
 
-    `trained_calls` is shared by all markers of a model: names of the calls of the current forward that have a backward. The
-    marker of the first call (`is_first`) clears it.
+    `trained_calls` is shared by all markers of a model. It contains the names of the calls of the current forward that
+    have a backward. The marker of the first call (`is_first`) clears it.
     """
 
     def __init__(
