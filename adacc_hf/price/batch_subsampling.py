@@ -126,6 +126,10 @@ class Batch:
         """True if the batch has images, or other features that no part of the batch cuts: all parts have whole ones."""
         return any(len(shape.size) > 2 and shape.name not in self.vector_sequences for shape in self.shapes)
 
+    def share_of(self, whole: Batch) -> float:
+        """Return the number of elements of this part, divided by that of the batch `whole`."""
+        return num_elements(self.shapes) / num_elements(whole.shapes)
+
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
         """Return a copy of the batch in which each tensor is cut or repeated to its shape in `shapes`.
 

@@ -77,14 +77,10 @@ def estimate_profile(
         choices = start_small(choices, whole)
         limit += step.coming_bytes(model.parameters())  # profiles include this state, which does not exist yet
         limit = broadcast_from_first_rank(lambda: limit) if shards else limit
-
-    def share(part: Batch) -> float:
-        return num_elements(part.shapes) / num_elements(whole.shapes)
-
     profiles: list[Profile] = []
     for index, parts in enumerate(choices):
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
-        token_share = share(parts[0])
+        token_share = parts[0].share_of(whole)
         part_config = replace(
             config.for_rows(whole.num_tokens), min_compress_bytes=int(config.min_compress_bytes * token_share)
         )
@@ -100,10 +96,9 @@ def estimate_profile(
             announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
             for part in parts[1:]:
                 reading = MemoryOnlyMeasurement(measurement)
-                fits = limit is None or profiling_bytes(first, parts[0], part, 1 / share(part)) <= limit
-                profiles.append(
-                    measure_profile(model, part, part_config, step, reading, share=share(part) if fits else 1.0)
-                )
+                share = part.share_of(whole)
+                fits = limit is None or profiling_bytes(first, parts[0], part, 1 / share) <= limit
+                profiles.append(measure_profile(model, part, part_config, step, reading, share=share if fits else 1.0))
         except UncalledBlocksError:
             raise
         except Exception:

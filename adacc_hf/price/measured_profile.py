@@ -40,7 +40,6 @@ from adacc_hf.price.tiled_kinds import with_tiled_kinds
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
-from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.distributed import is_sharded
 
 log = logging.getLogger(__name__)
@@ -88,8 +87,9 @@ def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, t
     is_pair = is_encoder_decoder(model)
     for part in (*profiled_parts(batch, is_pair), *extra_parts(batch, is_pair)):
         try:
-            share = num_elements(part.shapes) / num_elements(batch.shapes)
-            other = _measure(replace(unpriced, share=share), part, record_model(unpriced, part, tape_cache))
+            other = _measure(
+                replace(unpriced, share=part.share_of(batch)), part, record_model(unpriced, part, tape_cache)
+            )
         except Exception as error:
             log.info(
                 "Adacc: the model does not accept a part of the batch (%s): new sizes are profiled as they occur",

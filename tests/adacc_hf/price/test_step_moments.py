@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.memory_profile import (
@@ -20,6 +20,7 @@ from adacc_hf.price.memory_profile import (
     predicted_peaks,
     with_missing_bytes,
 )
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryPoint, count_static_bytes
 
@@ -54,6 +55,19 @@ def profile():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return profile_model(model, BATCH, AdaccConfig(head="plain"), optimizer, optimizer_step_bytes=1000)
+
+
+def peaks_of_third_step(handle: PolicyHandle, model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Return the measured peak of each moment. The first two steps are recorded, which takes extra memory."""
+    for _ in range(3):
+        static = count_static_bytes(model, batch)
+        with CpuMemoryMeter() as meter:
+            meter.mark(("step",))
+            marks = StepMarker(handle.installation.functions, meter)
+            model(**batch).loss.backward()
+            marks.remove()
+        model.zero_grad()
+    return {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
 
 
 def points(*marks: tuple[str, ...]) -> list[MemoryPoint]:
@@ -108,15 +122,7 @@ def test_modules_between_frozen_and_trained_blocks_are_predicted(action):
     assert profile.tail_peak_bytes > profile.static_bytes
     policy, model = uniform_policy(profile, action), model_of_speech()
     with apply_policy(model, policy) as handle:
-        for _ in range(3):
-            static = count_static_bytes(model, batch)
-            with CpuMemoryMeter() as meter:
-                meter.mark(("step",))
-                marks = StepMarker(handle.installation.functions, meter)
-                model(**batch).loss.backward()
-                marks.remove()
-            model.zero_grad()
-    measured_peaks = {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
+        measured_peaks = peaks_of_third_step(handle, model, batch)
     predicted = predicted_peaks(profile, policy)
     assert measured_peaks[AFTER] == predicted[AFTER]
     assert measured_peaks["wav2vec2.encoder.layers.0"] == predicted["wav2vec2.encoder.layers.0"]
@@ -126,17 +132,9 @@ def test_modules_between_frozen_and_trained_blocks_are_predicted(action):
 def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
     model, policy = make_model(), uniform_policy(profile, action)
     with apply_policy(model, policy) as handle:
-        for _ in range(3):  # the first two are recorded, which takes extra memory
-            static = count_static_bytes(model, BATCH)
-            with CpuMemoryMeter() as meter:
-                meter.mark(("step",))
-                marks = StepMarker(handle.installation.functions, meter)
-                model(**BATCH).loss.backward()
-                marks.remove()
-            model.zero_grad()
+        measured_peaks = peaks_of_third_step(handle, model, BATCH)
         strategies = [function.strategy for function in handle.installation.functions.values()]
         assert strategies == list(handle.plans.strategies.values()), "nothing is marked any more"
-    measured_peaks = {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
     predicted = predicted_peaks(profile, policy)
     assert predicted.pop(OPTIMIZER) > 0
     assert measured_peaks == predicted
