@@ -123,7 +123,7 @@ class Batch:
 
     @property
     def has_features(self) -> bool:
-        """True if the batch has images, or other features that no part of the batch cuts: all parts have whole ones."""
+        """True if the batch has images or other features that are never shortened: all parts have them in full length."""
         return any(len(shape.size) > 2 and shape.name not in self.vector_sequences for shape in self.shapes)
 
     def share_of(self, whole: Batch) -> float:
@@ -302,9 +302,10 @@ def _parts_of_texts(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Return parts of a batch with several texts: the number of samples, and the length of each text in eighths.
 
-    `few` are three lengths for parts with `few_samples` samples, and `more` two lengths for parts with `more_samples`.
-    Each text has five different pairs of samples and length, because the polynomial of a number that depends on one
-    text has three terms. The lengths of two texts are not proportional to each other in all parts (up to six texts).
+    Parts with `few_samples` samples have texts of the three lengths `few`, and parts with `more_samples` samples have
+    texts of the two lengths `more`. So each text occurs in five sizes (samples, length): most bytes depend on the size
+    of one text by a polynomial with three terms, which three sizes determine and the others check. The lengths of two
+    texts must not be proportional in all parts, or their effects could not be separated. Up to six texts fulfil this.
     """
     rotated = [tuple(few[(part + text) % 3] for text in range(num_texts)) for part in range(3)]
     swapped = [tuple(more[(part + text) % 2] for text in range(num_texts)) for part in range(2)]

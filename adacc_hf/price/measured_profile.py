@@ -61,7 +61,7 @@ def measure_profile(
     """Profile `batch` with the times and bytes that `measurement` reads. Raises the errors of `profile_model`.
 
     If `batch` is a part of the batch to be trained on, `share` is the fraction of the whole batch's elements that it
-    has. More blocks of a small part than of the whole batch may retain their activations at the same time.
+    has. The smaller the share, the more blocks may retain their activations in the same measured step.
     """
     with profiled_model(model, batch, config, step, measurement, share) as profiled:
         recording = record_model(profiled, batch)
@@ -189,11 +189,12 @@ def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecord
 
 
 def _watched_groups(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[tuple[str, ...]]:
-    """Group the blocks on which the memory of their kind is measured: the last block of each kind.
+    """Group the watched blocks, which are the last block of each kind. Blocks of one kind run the same operators, and the
+    memory of a kind is measured on its watched block.
 
     The blocks of a group retain their activations in the same measured step. No group retains more bytes than the
-    largest block on the whole batch, of which `batch` may be a part. Otherwise a model with many kinds would retain the
-    activations of nearly all blocks at the same time.
+    largest block retains on the whole batch, of which `batch` may be a part. Otherwise a model with many kinds would
+    retain the activations of nearly all blocks at the same time.
     """
     if not profiled.measurement.watches_one_block:
         return [tuple(recording.watched_names)]

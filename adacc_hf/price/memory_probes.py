@@ -194,10 +194,10 @@ def refuse_backward(_: Any) -> torch.Tensor:
 
 class CallMarker:
     """Wrapper of a block's strategy that records in a meter when the block's forward ends and when its backward
-    starts. The end of the backward of all blocks is recorded too ("tail"), if other modules have a backward after it.
+    starts. If other modules have a backward after that of all blocks, a mark with the label "tail" separates the two.
 
-    `trained_calls` is shared by all markers of a model. It contains the names of the calls of the current forward that
-    have a backward. The marker of the first call (`is_first`) clears it.
+    The mark "tail" belongs to the first call whose result requires a gradient. To find this call, all markers of a model
+    share `trained_calls`, the names of such calls in the current forward. The first call (`is_first`) clears them.
     """
 
     def __init__(

@@ -67,9 +67,9 @@ def profiling_bytes(profile: Profile, part: Batch, other: Batch, num_retained: f
 
     `profile` is the profile of the batch `part`. Its byte counts are scaled by the growth from `part` to `other`. The
     peak occurs either while a block is recorded, which keeps all values of the block alive, or while memory is
-    measured. The measurement recomputes all blocks but some, which retain their activations: at most one of each kind,
-    and at most `num_retained` times the bytes of the largest block. The memory of the head and of other code outside
-    the blocks is scaled by the largest growth.
+    measured. In a measured step, some blocks retain their activations, and all others are recomputed. At most one block
+    of each kind retains them, and together they retain at most `num_retained` times the bytes of the largest block. The
+    memory of the head and of other code outside the blocks is scaled by the largest growth.
 
     The prediction may be too high, for two reasons: a dimension that equals a sequence length only by chance is scaled
     like this length, and the gradients of parameters are scaled like activations.
@@ -121,12 +121,13 @@ class _Growth:
         return max(1.0, self.samples * max(self.lengths.values(), default=1.0))
 
     def bytes_of(self, value: Value) -> int:
-        """Predict the bytes of `value`, profiled in the first part of the batch, in the second part.
+        """Predict the bytes that `value` has when the second part of the batch is run. `value` is from the profile of
+        the first part.
 
         Every dimension that equals a sequence length of the first part is scaled. Attention's scores have two such
-        dimensions. If no dimension equals a sequence length, two cases differ. In a batch with features, the value may
-        belong to the features, which have the same length in all parts: its bytes grow with the number of samples. In
-        other batches, the bytes are scaled by the largest factor (`linear`).
+        dimensions. If no dimension equals a sequence length, and the batch has features, the value may belong to the
+        features, which have the same length in all parts. Its bytes are then scaled by the number of samples. In other
+        batches, the bytes are scaled by the largest factor (`linear`).
         """
         ratios = [self.lengths[size] for size in value.shape if size in self.lengths]
         if ratios or self.has_features:

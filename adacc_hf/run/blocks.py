@@ -77,9 +77,10 @@ class WrappedStrategy(Strategy, Protocol):
 
 
 def replace_strategy(function: BlockFunction | LaterCall, strategy: Strategy) -> None:
-    """Let `function` run its calls under `strategy`, inside the earlier strategy's observer, if there is one.
+    """Let `function` run its calls under `strategy`. If a `WrappedStrategy` observes the earlier strategy, it observes
+    the new one.
 
-    A policy may change within a step, and the measurement of the step's memory goes on.
+    A policy may change within a step, and a measurement of the step's memory must not lose its observers.
     """
     if isinstance(function.strategy, WrappedStrategy):
         function.strategy.inner = strategy
@@ -214,9 +215,9 @@ class BlockFunction:
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward hooks, and between them the forward `fn(*args)` by the current plan's strategy.
 
-        Transformers 5.23 passes the forward alone as `fn`, but 5.17 passes the call with its hooks. Hooks must not be
-        recorded and replayed, because FSDP2's hooks gather the parameters before forward and free the parameters
-        afterwards.
+        Transformers 5.23 passes the forward alone as `fn`. 5.17 passes the block's `__call__`, which runs the hooks. In
+        this case, the block's forward is replaced during the call. Hooks must not be recorded and replayed, because
+        FSDP2's hooks gather the parameters before forward and free the parameters afterwards.
         """
         call = fn.func if isinstance(fn, partial) else fn
         if getattr(call, "__func__", None) is not nn.Module.__call__:
