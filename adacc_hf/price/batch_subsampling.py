@@ -123,7 +123,7 @@ class Batch:
 
     @property
     def has_features(self) -> bool:
-        """True if the batch has images or other features that are never shortened: all parts have them in full length."""
+        """True if the batch has images or other features that are never shortened: all parts have them whole."""
         return any(len(shape.size) > 2 and shape.name not in self.vector_sequences for shape in self.shapes)
 
     def share_of(self, whole: Batch) -> float:

@@ -189,8 +189,8 @@ def _measure_kinds(profiled: ProfiledModel, batch: Batch, recording: ModelRecord
 
 
 def _watched_groups(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> list[tuple[str, ...]]:
-    """Group the watched blocks, which are the last block of each kind. Blocks of one kind run the same operators, and the
-    memory of a kind is measured on its watched block.
+    """Group the watched blocks, which are the last block of each kind. Blocks of one kind run the same operators, and
+    the memory of a kind is measured on its watched block.
 
     The blocks of a group retain their activations in the same measured step. No group retains more bytes than the
     largest block retains on the whole batch, of which `batch` may be a part. Otherwise a model with many kinds would

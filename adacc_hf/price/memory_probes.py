@@ -196,8 +196,9 @@ class CallMarker:
     """Wrapper of a block's strategy that records in a meter when the block's forward ends and when its backward
     starts. If other modules have a backward after that of all blocks, a mark with the label "tail" separates the two.
 
-    The mark "tail" belongs to the first call whose result requires a gradient. To find this call, all markers of a model
-    share `trained_calls`, the names of such calls in the current forward. The first call (`is_first`) clears them.
+    The mark "tail" belongs to the first call whose result requires a gradient. To find this call, all markers of a
+    model share `trained_calls`, the names of such calls in the current forward. The first call (`is_first`) clears
+    them.
     """
 
     def __init__(
