@@ -262,7 +262,7 @@ def describe_calls(kind: KindProfile) -> list[str]:
         return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
     if kind.untraced is not None:
         return [
-            f"each call is validated against its tape (some 10 us per operator), because Dynamo cannot trace: "
+            f"each call is validated against its tape (about 40 us per operator), because Dynamo cannot trace: "
             f"{kind.untraced}"
         ]
     return []

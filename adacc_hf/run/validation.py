@@ -5,7 +5,7 @@ The saved tensors alone do not show that a call matches its tape. A different st
 a different argument that only replay reads would change a gradient unnoticed. So some calls run under a
 dispatch mode that compares each operator with the tape before the operator runs: the first call at a size, some later
 calls, and every call of a block whose Python code cannot be traced (`tape/guards.py`). The mode keeps only the tensors
-that the plan would store, and takes about ten microseconds per operator.
+that the plan would store, and takes about 40 microseconds per operator.
 
 At some new sizes, each operator that a replay may run is run once more immediately, and the bits are compared. The
 comparison takes the memory of one operator's results, not of all intermediates of the block.

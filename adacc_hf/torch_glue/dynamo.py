@@ -179,7 +179,9 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     except _StoppedError:
         pass
     except _NotTracedError as error:
-        raise NotTraceableError("Dynamo is switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance)") from error
+        raise NotTraceableError(
+            "Dynamo is switched off: unset TORCHDYNAMO_DISABLE, and remove torch.compiler.set_stance"
+        ) from error
     except Exception as error:  # any error of Dynamo's own code or of the traced code
         inner = getattr(error, "inner_exception", None)  # raised by the backend
         raise NotTraceableError(str(inner) if type(inner) is NotTraceableError else _in_one_line(error)) from error

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo import config
 
 from adacc_hf import doctor
 from adacc_hf.cli import main
+from adacc_hf.torch_glue import dynamo
 
 
 def examine(subject: str) -> doctor.Finding:
@@ -72,6 +75,44 @@ def test_a_package_that_is_missing_is_named_with_the_version_asked_for(monkeypat
 
     monkeypatch.setattr(doctor, "version", version)
     assert "pip install 'highspy>=1.9'" in examine("highspy").advice
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "advice"),
+    [
+        ("torch", "1.0.0+cpu", "pip install 'torch>=2.11'"),
+        ("torch", "2.12.0.dev20260101+cu130", None),
+        ("pulp", "3.3.1", "pip install 'pulp<4,>=3.3.2'"),
+        ("pulp", "4.0", "pip install 'pulp<4,>=3.3.2'"),
+    ],
+)
+def test_a_package_outside_the_required_releases_has_advice(monkeypatch, name, installed, advice):
+    assert examine(name).advice is None
+    monkeypatch.setattr(doctor, "version", lambda _: installed)
+    assert examine(name) == doctor.Finding(name, installed, advice)
+
+
+def test_a_checkout_that_is_not_installed_is_examined(monkeypatch):
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", requires)
+    assert "pip install" in examine("adacc_hf").advice
+    assert examine("torch").advice is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "next_step"),
+    [
+        (lambda: patch.object(dynamo, "OLDEST_TORCH", "99.0"), "install torch 99.0 or newer"),
+        (lambda: config.patch(disable=True), "unset TORCHDYNAMO_DISABLE"),
+    ],
+    ids=["an old torch", "switched off"],
+)
+def test_blocks_without_guards_have_the_advice_for_their_cause(cause, next_step):
+    assert examine("guards").advice is None
+    with cause():
+        assert next_step in examine("guards").advice
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):

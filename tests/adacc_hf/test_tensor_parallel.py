@@ -93,14 +93,16 @@ def check_memory(build: Callable[[], torch.nn.Module], profile: Any) -> None:
     assert count_static_bytes(model, {}) - parameters < 1024, "buffers: the frequencies of rotary embeddings"
     policy = solve_policy(profile, 0.25, CONFIG)
     assert policy.action_counts()["compress"] > 0
+    peaks = []
     with apply_policy(model, policy, CONFIG):
-        for step in range(3):
+        for _ in range(5):
             static = count_static_bytes(model, BATCH)
             with CpuMemoryMeter() as meter:
                 model(**BATCH).loss.backward()
             model.zero_grad()
-            if step == 2:  # earlier steps are recorded, which needs extra memory
-                assert static + meter.peak_bytes == policy.predicted_peak_bytes
+            peaks.append(static + meter.peak_bytes)
+    # The first two steps are recorded, which needs extra memory. In any step, gloo's thread may free tensors late.
+    assert min(peaks[2:]) == policy.predicted_peak_bytes
 
 
 def let_go_of_buffers() -> None:

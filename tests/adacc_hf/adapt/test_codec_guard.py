@@ -71,9 +71,11 @@ def losses_of(trainer):
 def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_huge_outliers, monkeypatch):
     for module in (maker_module, selection_module):  # all activations are compressed, so that only the guard can help
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
-    plain = losses_of(train_with_huge_outliers([], 160))
+    plain = losses_of(train_with_huge_outliers([], 400))
     callbacks, _ = method_callbacks("quantization", "1.0")
-    naive = losses_of(train_with_huge_outliers([*callbacks], 160))
+    naive = losses_of(train_with_huge_outliers([*callbacks], 400))
+    # Rounding differs between instruction sets: with AVX2 and AVX-512, the ratio was 4.2 and 5.3. Without vector
+    # instructions, the naive loss was NaN, which passes too.
     assert not naive[-1] <= 1.5 * plain[-1]
     assert math.isfinite(naive[0])
     guarded = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
@@ -83,8 +85,7 @@ def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_hug
     assert all("switched off for GPT2Block" in event["verdict"] for event in switches)
     assert lossy_codecs(guarded), "activations that degrade no gradient stay compressed"
     # Plain training from the last switch on ended between 0.690 and 0.786 with nine seeds, because the degraded steps
-    # before set a course that reaches ln 2, 0.693, sooner or later. Training that naive quantization breaks stays above
-    # 3.
+    # before set a course that reaches ln 2, 0.693, sooner or later.
     assert statistics.fmean(losses_of(adacc)[-5:]) < 0.85
     # Relative to plain training, compression ended 7 % below to 5 % above by chance, and within 0.4 % if both fell
     # early.
@@ -115,7 +116,7 @@ def compress_all_but_softmax(profile, *_):
 
 @pytest.mark.parametrize(
     ("attention", "factor", "culprits"),
-    [("sdpa", 20.0, ["attn.c_attn:addmm"]), ("eager", 40.0, ["attn:clone", "attn:clone#2"])],
+    [("sdpa", 20.0, ["attn.c_attn:addmm"]), ("eager", 30.0, ["attn:clone", "attn:clone#2"])],
     ids=["sdpa", "eager"],
 )
 def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(

@@ -136,12 +136,18 @@ def test_profiles_in_several_threads_are_right(tiny_gpt2, token_batch):
 
 
 def test_a_meter_waits_for_that_of_another_thread():
-    def measure(_):
+    opened_and_closed, released = [], threading.Barrier(3)
+
+    def measure(n):
         with CpuMemoryMeter() as meter:
+            opened_and_closed.append(n)
             tensor = torch.ones(1 << 18)
+            opened_and_closed.append(n)
+        released.wait(60)  # a tensor freed while the next thread measures would reduce that thread's live bytes
         return meter.peak_bytes, tensor.nbytes
 
-    assert all(peak >= nbytes for peak, nbytes in in_threads(measure, 3))
+    assert all(peak == nbytes for peak, nbytes in in_threads(measure, 3))
+    assert opened_and_closed[::2] == opened_and_closed[1::2]
 
 
 def test_one_profiles_while_another_measures(tiny_gpt2, token_batch):
