@@ -1,26 +1,27 @@
-"""Rules for values that must not be recomputed from lossily compressed inputs.
+"""Rules for values that must not be recomputed, or not from lossily compressed inputs.
 
-Some values contain indices, such as the number of each token's expert, or the order of sorted rows. These index values
-are computed from floating-point numbers. If two of these numbers are nearly equal, a replay that reads a lossily
-compressed tensor may choose another index than the forward. Rows saved in one order would then meet gradients in
-another order. So indices are recomputed only from exact inputs. Boolean values (results of comparisons) are recomputed:
-a boolean differs only if a number is near the threshold, and then both branches give nearly equal results.
+A decision is an index that an operator chose by comparing floating-point data: the number of each token's expert, or
+the order of sorted rows. If two of the compared numbers are nearly equal, a replay whose inputs differ in a single bit
+may choose another index than the forward, and rows saved in one order would meet gradients in another order. So
+decisions are never recomputed, whatever they cost: backward uses the indices of the forward. Boolean values (results of
+comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both branches give
+nearly equal results.
+
+Random numbers drawn by a user's `autograd.Function` may depend on its input (an element's chance of being dropped may
+depend on its magnitude), and no recorded operator shows this dependence. So the Function runs again only on exact
+inputs.
 
 A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
 sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
 of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
 statistics of the recomputed rows are used, because the recomputed statistics match the recomputed rows.
 
-Random numbers drawn by a user's `autograd.Function` may also depend on its input (an element's chance of being dropped
-may depend on its magnitude), and no recorded operator shows this dependence. The outputs of such a Function count as
-index values.
-
 Other values with a large error are found by a measurement in a block's profile (`price/codec_gradient_error.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,28 +32,25 @@ about 0.1 (0.15 under eager attention). Errors grow from block to block. The err
 therefore be far larger than the error of each block."""
 
 
-def index_values(
-    operators: Iterable[tuple[Sequence[int], Sequence[int]]],
-    is_index: Callable[[int], bool],
-    lossy: Collection[int],
-    stored: Collection[int],
-) -> frozenset[int]:
-    """Return the values of a block that contain indices and must not be recomputed if the values in `lossy` are stored
-    lossily.
+def decisions(
+    operators: Iterable[tuple[Iterable[T], Iterable[T]]], data: Iterable[T], is_index: Callable[[T], bool]
+) -> set[T]:
+    """Return the indices that `operators` compute from data, and that must therefore never be recomputed (rule R14).
 
-    Such indices are, for example, the numbers of the experts that a layer chose for each token. `operators` contains
-    the (inputs, outputs) of each operator in order. `is_index` returns True for a value that contains indices. Indices
-    that depend on lossily stored data are never replayed (rule R14), so replay can read one of the returned values only
-    if it is in `stored`. If it is not in `stored`, all values computed from it are returned too.
+    `operators` contains the (inputs, outputs) of each operator in order, `data` the floating-point values that no
+    operator computes. An index that depends only on other indices or on decisions may be recomputed.
+
+    Example: an expert's number is chosen from scores (value 1), the order of tokens is computed from the numbers:
+
+    >>> decisions([((0,), (1,)), ((1,), (2,)), ((2,), (3,))], data=[0], is_index=lambda value: value >= 2)
+    {2}
     """
-    inexact, forbidden = set(lossy), set[int]()
+    found, depends_on_data = set[T](), set(data)
     for inputs, outputs in operators:
-        if any(value in forbidden and value not in stored for value in inputs):
-            forbidden.update(outputs)
-        elif not inexact.isdisjoint(inputs):
-            forbidden.update(filter(is_index, outputs))
-            inexact.update(value for value in outputs if not is_index(value))
-    return frozenset(forbidden)
+        if not depends_on_data.isdisjoint(inputs):
+            for value in outputs:
+                (found if is_index(value) else depends_on_data).add(value)
+    return found
 
 
 FUNCTIONS = "autograd_function"

@@ -14,12 +14,11 @@ from typing import Any
 from adacc_hf.artifacts.call_names import numbered_names
 from adacc_hf.artifacts.exact_recompute_rules import (
     DEGRADED_ERROR,
-    index_values,
     is_function,
-    is_index,
     is_statistic,
     source_activations,
     upstream_activations,
+    walk_back,
 )
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
@@ -103,16 +102,13 @@ class Value:
     """Excluded codecs, each with the relative error that it causes in the gradient of an operator."""
     is_movable: bool = False
     """True if the value may be stored in host memory."""
+    is_decision: bool = False
+    """True if the value contains indices that were chosen from data (see `exact_recompute_rules.decisions`)."""
 
     @property
     def is_generator_state(self) -> bool:
         """True if the value is the state of a random generator, which a block stores to replay random operators."""
         return self.role == "generator"
-
-    @property
-    def is_index(self) -> bool:
-        """True if the value has integers that may be indices (see `exact_recompute_rules.is_index`)."""
-        return is_index(self.dtype)
 
     @property
     def is_statistic(self) -> bool:
@@ -297,56 +293,47 @@ class KindProfile:
         activation, its original."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
-    def index_values(self, lossy: Collection[int]) -> frozenset[int]:
-        """Return the values that contain indices and must not be recomputed if the values in `lossy` are stored
-        lossily.
-
-        Such indices are, for example, the numbers of the experts that a layer chose for each token. A value is
-        represented by its position in the field `values`. See `exact_recompute_rules.py`.
-        """
-        return index_values(
-            ((operator.inputs, operator.outputs) for operator in self.operators),
-            self._counts_as_index,
-            lossy,
-            {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
-        )
-
-    def _counts_as_index(self, value: int) -> bool:
-        producer = self.values[value].producer
-        if self.values[value].is_index or producer is None:
-            return self.values[value].is_index
-        operator = self.operators[producer]
-        return is_function(operator.name) and any(self.values[read].is_generator_state for read in operator.inputs)
-
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Saved activations that may be recomputed only from exact values, as a dict from each activation to the values
         that must be exact.
 
         For a statistic (a tensor with one number per row of another tensor), the tensor with the rows must be exact.
-        For an activation whose replay error is too large, all upstream activations must be exact. See
-        `exact_recompute_rules.py`.
+        For an activation whose replay error is too large, or whose replay runs an `autograd.Function` that draws random
+        numbers, all upstream activations must be exact. See `exact_recompute_rules.py`.
         """
         saved = [value for value in self.activations if value.saved]
         imprecise = {
             v.index: upstream_activations(v.index, self._reads, self._is_activation)
             for v in saved
-            if v.is_far_recomputed
+            if v.is_far_recomputed or self._replay_draws_in_function(v.index)
         }
         # If a statistic's rows are recomputed, the statistic is recomputed with them, because it must match the rows.
         rows = {v.index: source_activations(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
         return imprecise | rows
 
+    def _replay_draws_in_function(self, value: int) -> bool:
+        """Return True if an `autograd.Function` that draws random numbers runs to recompute `value`."""
+        _, replayed = walk_back(self._reads(value), lambda v: None if self._is_activation(v) else self._reads(v))
+        producers = {self.values[v].producer for v in (value, *replayed)} - {None}
+        functions = (
+            operator for operator in self.operators if operator.index in producers and is_function(operator.name)
+        )
+        return any(self.values[read].is_generator_state for function in functions for read in function.inputs)
+
     @cached_property
     def allows_lossy_inputs(self) -> bool:
         """True if the block may run again on inputs that were stored lossily.
 
-        False in three cases. The block cannot be replayed: its operators may then depend on data. Indices are computed
-        from the inputs (`exact_recompute_rules.py`). Or the replay error of a saved value is too large.
+        False if the block cannot be replayed (its operators may then depend on data), chooses indices, or draws random
+        numbers in an `autograd.Function` (`exact_recompute_rules.py`), or if the replay error of a saved value is too
+        large.
         """
-        inputs = {value.index for value in self.inputs}
-        is_imprecise = any(value.saved and value.is_far_recomputed for value in self.values)
-        return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
+        is_imprecise = any(
+            value.saved and (value.is_far_recomputed or self._replay_draws_in_function(value.index))
+            for value in self.values
+        )
+        return self.untrusted is None and not is_imprecise and not any(value.is_decision for value in self.values)
 
     def codec_options(self, value: int) -> tuple[CodecOption, ...]:
         """Return the codecs that may compress `value`: the measured codecs, and codecs that store their payload in host

@@ -95,7 +95,7 @@ def random_plan(
         if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
             lossy_values.add(value.index)
     # Values that must not be recomputed from lossily stored values are retained instead.
-    exact_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
+    exact_values = kind.exactness_dependents_of(lossy_values)
     retained = [v for v in exact_values if choices.get(v) == RECOMPUTE]
     choices |= dict.fromkeys(retained, RETAIN)
     return Plan(kind=kind.digest, choices=tuple(choices.items()), tiling=kind.tiling)

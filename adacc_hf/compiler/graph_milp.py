@@ -16,7 +16,7 @@ from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile
 from adacc_hf.artifacts.policy import RETAIN, Choice
 from adacc_hf.kernels.codecs import precise_codec
 from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, Terms
-from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm, lossy_values
+from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,7 @@ def graph_model(
     # Values that live across a boundary are never recomputed. If they are needed, they are stored.
     values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
     cut = replace(kind, values=values)
-    # A graph can store any index value, not only those that backward reads.
-    saved = replace(cut, values=tuple(replace(value, saved=True) for value in values))
-    index_values = saved.index_values(lossy_values(menus))
-    model = KindModel(profiled_kind=cut, kind=cut, menus=menus, runnable=runnable, index_values=index_values)
+    model = KindModel(profiled_kind=cut, kind=cut, menus=menus, runnable=runnable)
     return GraphModel(model, segments, tuple(live_bytes), precise)
 
 

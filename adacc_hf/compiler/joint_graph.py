@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from adacc_hf.artifacts.exact_recompute_rules import walk_back
+from adacc_hf.artifacts.exact_recompute_rules import decisions, is_index, walk_back
 from adacc_hf.artifacts.kind_profile import KindProfile, Operator, Value
 from adacc_hf.compiler.functorch import (
     NodeInfo,
@@ -85,8 +85,9 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
     operators = [n for n in forward if n.op == "call_function" and not is_view(n) and not is_getitem(n)]
     makers = {node: number for number, node in enumerate(operators)}
     parameter_values = _parameter_values(nodes, set(info.static_lifetime_input_nodes))
+    indices = _decisions(module, forward)
     values = tuple(
-        _graph_value(number, node, makers, node in read_in_backward, node in parameter_values)
+        _graph_value(number, node, makers, node in read_in_backward, node in parameter_values, node in indices)
         for number, node in enumerate(nodes)
     )
     records = tuple(_graph_operator(number, node, index) for number, node in enumerate(operators))
@@ -101,6 +102,17 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
         forward_ms=0.0,
     )
     return JointGraph(kind, tuple(nodes), tuple(operators))
+
+
+def _decisions(module: fx.GraphModule, forward: Container[fx.Node]) -> set[fx.Node]:
+    """Return the nodes of the forward that are indices chosen from floating-point data."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder" and "float" in _dtype(node)]
+    calls = ((node.all_input_nodes, (node,)) for node in module.graph.nodes if node in forward)
+    return decisions(calls, inputs, lambda node: is_index(_dtype(node)))
+
+
+def _dtype(node: fx.Node) -> str:
+    return str(getattr(node.meta.get("val"), "dtype", "")).removeprefix("torch.")
 
 
 def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
@@ -170,7 +182,9 @@ def _parameter_values(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node
     return values
 
 
-def _graph_value(index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved: bool, is_parameter: bool) -> Value:
+def _graph_value(
+    index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved: bool, is_parameter: bool, is_decision: bool
+) -> Value:
     maker = maker_of(node)
     producer = makers.get(maker)
     tensor = node.meta["val"]
@@ -186,7 +200,8 @@ def _graph_value(index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved
         saved=is_saved,
         activation=True,
         shared=None,
-        recomputable=producer is not None and _is_replayable_node(maker),
+        recomputable=producer is not None and _is_replayable_node(maker) and not is_decision,
+        is_decision=is_decision,
         role="parameter" if is_parameter else "other",
     )
 

@@ -56,6 +56,7 @@ class KindProfileBuilder:
         """Activations that a policy may compress or recompute. Values that code outside the block holds, such as an
         output or autocast's cast, are left out: they are always live, so storing them takes no additional memory."""
         self.recomputable = obtainable_values(self.tape, self.tape.recomputable, self.saved_values) - held_values
+        self.decisions = self.tape.decisions()
         self.block_actions = _block_actions(self.tape)
         self.shared_arguments = shared_argument_records(block, shared_tensors)
         self.generator_bytes = generator_bytes(block)
@@ -112,6 +113,7 @@ class KindProfileBuilder:
             too_coarse=tuple(too_coarse.items()),
             place=self._place(index),
             is_movable=self._is_movable(index),
+            is_decision=index in self.decisions,
         )
 
     def _is_movable(self, index: int) -> bool:

@@ -93,7 +93,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     choices = dict(plan.choices)
     options = {value.index: _chosen_option(kind, value, choices[value.index]) for value in kind.activations}
     lossy_values = [value for value, option in options.items() if option is not None and not option.lossless]
-    index_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
+    exact_values = kind.exactness_dependents_of(lossy_values)
     return [
         ActivationRow(
             value=value,
@@ -103,7 +103,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
             options=kind.codec_options(value.index),
             replay_ms=_replay_ms(kind, choices, value),
             twin=None if value.equal_to is None else kind.names[value.equal_to],
-            needs_exact_inputs=value.index in index_values,
+            needs_exact_inputs=value.index in exact_values,
             is_checkpointed=plan.is_checkpointed,
         )
         for value in kind.activations

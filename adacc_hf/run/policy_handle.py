@@ -54,8 +54,8 @@ R12 Inputs, parameters, buffers and attached tensors are looked up again at each
 R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. The results of
     collectives are retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed
     under every plan.
-R14 Indices that depend on lossily stored data (an expert's tokens, a row order) are never replayed. Statistics of
-    lossily stored rows (such as a norm's) are stored too.
+R14 Indices that are chosen from data (an expert's tokens, a row order) are never replayed, so that backward uses those
+    of the forward. Statistics of lossily stored rows (such as a norm's) are stored too.
 """
 
 from __future__ import annotations

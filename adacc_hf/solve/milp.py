@@ -8,7 +8,7 @@ Variables of a block of one kind, all binary:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -59,9 +59,6 @@ class KindModel:
     checkpoint must run the block."""
     runnable: frozenset[int]
     """Numbers of the operators that can be replayed, because all their inputs can be stored or recomputed."""
-    index_values: frozenset[int] = frozenset()
-    """Values that contain indices (such as the number of a token's expert) and could change if recomputed from lossily
-    stored values. They are stored if backward needs them."""
     checkpoints: tuple[PricedPlan, ...] = ()
     """Plans in which torch's checkpoint runs the whole block, one for each way to store its inputs."""
 
@@ -89,8 +86,7 @@ class KindModel:
     def recompute(self, value: int) -> int | None:
         """Return the operator whose replay computes `value`, or None if `value` must not be recomputed."""
         record = self.kind.values[value]
-        is_recomputable = record.recomputable and value not in self.index_values
-        return record.producer if is_recomputable and record.producer in self.runnable else None
+        return record.producer if record.recomputable and record.producer in self.runnable else None
 
     def is_lossy(self, value: int, choice: Choice) -> bool:
         """Return True if `choice` stores the value with a lossy codec."""
@@ -127,17 +123,14 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
         value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_forms(kind, value, config)) if may_be_plain else ()
         for value in kind.activations
     }
-    index_values = kind.index_values(lossy_values(menus))
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
-            available = (
-                _is_readable_in_replay(kind.values[value], menus, runnable, index_values) for value in operator.inputs
-            )
+            available = (_is_readable_in_replay(kind.values[value], menus, runnable) for value in operator.inputs)
             if operator.replayable and all(available):
                 runnable.add(operator.index)
     checkpoints = tuple(_checkpoint_plans(profiled_kind, config))
-    return KindModel(profiled_kind, kind, menus, frozenset(runnable), index_values, checkpoints)
+    return KindModel(profiled_kind, kind, menus, frozenset(runnable), checkpoints)
 
 
 MAX_CODED_INPUTS = 3
@@ -178,11 +171,6 @@ def _host_limit_bytes(kind: KindProfile) -> int | None:
     return None if kind.host_link is None else kind.host_link.limit_bytes
 
 
-def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
-    """Return the values that `menus`, the allowed stored forms of each value, allow to be stored with a lossy codec."""
-    return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
-
-
 def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
     """Return the encoded forms in which `config` allows `value` to be stored, one per codec.
 
@@ -206,15 +194,13 @@ def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[S
     ]
 
 
-def _is_readable_in_replay(
-    value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]
-) -> bool:
+def _is_readable_in_replay(value: Value, menus: Mapping[int, Any], runnable: set[int]) -> bool:
     """Return True if a replayed operator can read `value`.
 
     The value must be readable whatever the choices are (`_is_always_readable`), or have a menu of stored forms in
     `menus`, or be recomputable by an operator in `runnable`.
     """
-    is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
+    is_recomputable = value.recomputable and value.producer in runnable
     return _is_always_readable(value) or value.index in menus or is_recomputable
 
 

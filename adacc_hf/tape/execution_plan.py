@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.exact_recompute_rules import index_values, is_index, is_statistic, source_activations
+from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activations
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.attached_tensors import PLACES
@@ -374,34 +374,24 @@ def choices_by_value(
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Return the values whose choice (such as RECOMPUTE) cannot be used on `tape`.
 
-    A choice cannot be used if it is impossible (`can_follow`), or if a value that must be exact, such as the index of a
-    token's expert, would be recomputed from lossily stored values (rule R14).
+    A choice cannot be used if it is impossible (`can_follow`), or if a statistic, or random numbers of an
+    `autograd.Function`, would be recomputed from values that are stored lossily (rule R14).
     """
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
-    exact_values = index_values(
-        ((operator.inputs(), operator.results()) for operator in tape.operators),
-        lambda value: _counts_as_index(tape, value),
-        lossy_values,
-        set(tape.saved_values()),
-    )
 
     def is_unfit(value: int, choice: Choice) -> bool:
         if not can_follow(choice, tape, value):
             return True
-        return choice == RECOMPUTE and (value in exact_values or _is_statistic_of(lossy_values, value, choices, tape))
+        if choice != RECOMPUTE or not lossy_values:
+            return False
+        return _is_drawn_in_function(tape, value) or _is_statistic_of(lossy_values, value, choices, tape)
 
     return [value for value, choice in choices.items() if is_unfit(value, choice)]
 
 
-def _counts_as_index(tape: Tape, value: int) -> bool:
-    """Return True if `value` contains indices, or random numbers drawn by an `autograd.Function`.
-
-    The random numbers are treated like indices, because their distribution may depend on data.
-    """
-    tape_value = tape.values[value]
-    operator = None if tape_value.producer is None else tape.operators[tape_value.producer]
-    is_drawn = operator is not None and operator.is_function and operator.random
-    return is_drawn or is_index(str(tape_value.ref.dtype).removeprefix("torch."))
+def _is_drawn_in_function(tape: Tape, value: int) -> bool:
+    producer = tape.values[value].producer
+    return producer is not None and tape.operators[producer].is_function and tape.operators[producer].random
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:

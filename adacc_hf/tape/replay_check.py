@@ -202,7 +202,7 @@ def is_reproducible(tape: Tape) -> bool:
     reads_unknown = any(value.source is not None and value.source.place == "unknown" for value in tape.values)
     overwrites = any(value.overwritten and tape.is_block_input(value.index) for value in tape.values)
     operators = (operator for operator in tape.operators if not operator.random)
-    return not reads_unknown and not overwrites and all(tape.recomputable.issuperset(op.results()) for op in operators)
+    return not reads_unknown and not overwrites and all(tape.verified.issuperset(op.results()) for op in operators)
 
 
 def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterable[int]) -> frozenset[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from adacc_hf.artifacts.exact_recompute_rules import decisions, is_index
 from adacc_hf.kernels._layout import is_dense
 from adacc_hf.torch_glue.private import OpOverload, op_name
 
@@ -226,8 +227,10 @@ class Tape:
     """Digest of the operators, and of which results they read, without sizes and constants."""
     digest: str = ""
     """Digest of `structure`, sizes and constants. Tapes with equal digests are interchangeable in replay."""
+    verified: frozenset[int] = frozenset()
+    """Values for which replay gave the recorded bits."""
     recomputable: frozenset[int] = frozenset()
-    """Values for which replay gave the recorded bits. In training, replay recomputes no other values (rule R7)."""
+    """Values that replay may recompute in training (rules R7 and R14)."""
     equal: dict[int, int] = field(default_factory=dict)
     """Dict from each value that duplicates an earlier saved value to the saved value (`equal_values`)."""
     order: tuple[int, ...] | None = None
@@ -289,6 +292,14 @@ class Tape:
                 assert source is not None  # it has the moment of the state
                 states.append((source.path[0], operator.generator, self.values[produced[0]].device))
         return states
+
+    def decisions(self) -> set[int]:
+        """Return the values that contain indices chosen from data."""
+        return decisions(
+            ((operator.inputs(), operator.results()) for operator in self.operators),
+            [v.index for v in self.values if v.source is not None and v.ref.dtype.is_floating_point],
+            lambda value: is_index(str(self.values[value].ref.dtype).removeprefix("torch.")),
+        )
 
     def saved_values(self) -> list[int]:
         """Return the values of the saved tensors, each once, in the order in which the tensors were saved."""

@@ -123,8 +123,9 @@ class TapeCache:
             return cached_tape.with_reads(tape.reads)
         if tape.untrusted is None:
             with torch.no_grad(), autocast_off(tape):
-                exact_values = self._verify(tape, recorder.bases)
-                tape.recomputable = without_values(tape, exact_values, self._refused.get(tape.structure, ()))
+                tape.verified = self._verify(tape, recorder.bases)
+                refused = self._refused.get(tape.structure, set())
+                tape.recomputable = without_values(tape, tape.verified, tape.decisions() | refused)
                 tape.equal = equal_values(tape, tape.recomputable)
             self._warn_stored(recorder, tape)
         tape.order = self._orders.get(_tape_structure(tape.structure))
@@ -135,7 +136,7 @@ class TapeCache:
         """Warn once for each `autograd.Function` whose results cannot be recomputed, with the reason."""
         reasons = dict(recorder.refusal_reasons)
         for operator in tape.operators:
-            is_stored = operator.is_function and not tape.recomputable.issuperset(operator.results())
+            is_stored = operator.is_function and not tape.verified.issuperset(operator.results())
             if is_stored and operator.target.may_run_again:
                 reasons[operator.name.partition(".")[2]] = "gives different bits when it runs again"
         for name, reason in reasons.items():

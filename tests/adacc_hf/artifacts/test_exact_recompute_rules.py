@@ -1,4 +1,4 @@
-"""Indices and statistics of rows are never recomputed from values that a codec changed."""
+"""Indices that are chosen from data are never recomputed, statistics of rows never from values that a codec changed."""
 
 import logging
 from dataclasses import replace
@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.exact_recompute_rules import index_values
+from adacc_hf.artifacts.exact_recompute_rules import decisions
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action
-from adacc_hf.reports.explain import explain_policy
 from adacc_hf.solve.milp import build_block_model, price
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -19,17 +18,16 @@ CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
 
 
 @pytest.mark.parametrize(
-    ("operators", "stored", "expected"),
+    ("operators", "expected"),
     [
-        pytest.param([((0,), (1,)), ((1,), (12,)), ((12,), (13,))], {12}, {12}, id="index of recomputed numbers"),
-        pytest.param([((0,), (12,)), ((12,), (13,)), ((13, 1), (2,))], {12}, {12}, id="what follows from a stored one"),
-        pytest.param([((0,), (12,)), ((12,), (13,)), ((13, 1), (2,))], set(), {12, 13, 2}, id="nowhere stored"),
-        pytest.param([((0,), (2,)), ((1,), (12,)), ((11,), (13,))], {12}, set(), id="of exact numbers"),
+        pytest.param([((0,), (1,)), ((1,), (12,)), ((12,), (13,))], {12}, id="what follows from a decision is none"),
+        pytest.param([((0,), (2, 12)), ((2, 12), (13,))], {12, 13}, id="one that reads numbers again"),
+        pytest.param([((11,), (3,)), ((3,), (12,))], set(), id="of positions"),
     ],
 )
-def test_an_index_is_decided_by_numbers_that_may_come_out_otherwise(operators, stored, expected):
-    """Indices that depend on lossy values may change. Value 0 is stored with loss; values from 10 on are indices."""
-    assert index_values(operators, lambda value: value >= 10, {0}, stored) == expected
+def test_an_index_that_reads_data_is_a_decision(operators, expected):
+    """Value 0 is data. Values from 10 on are indices."""
+    assert decisions(operators, [0], lambda value: value >= 10) == expected
 
 
 def rows_in_order(block, hidden):
@@ -74,10 +72,9 @@ def test_a_solved_policy_stores_them(sorting):
     model, batch, profile, plain = sorting
     least = replace(least_policy(profile, CONFIG), head="plain")
     actions = dict(least.plans[0].choices)
-    orders = [value.index for value in profile.kinds[0].activations if value.is_index]
+    orders = [value.index for value in profile.kinds[0].activations if value.is_decision]
     assert Action.COMPRESS in {choice.action for choice in actions.values()}
     assert [actions[order].action for order in orders] == [Action.RETAIN]
-    assert explain_policy(least, profile).count("not allowed from values stored with loss") == len(least.plans)
     with apply_policy(model, least, CONFIG):
         assert (gradients(model, batch) - plain).norm() < TOLERANCE * plain.norm()
 
@@ -85,17 +82,19 @@ def test_a_solved_policy_stores_them(sorting):
 def test_so_does_the_executor_whatever_a_policy_says(sorting, caplog):
     model, batch, profile, plain = sorting
     policy = uniform_policy(profile, Action.COMPRESS)
-    orders = {value.index: RECOMPUTE for value in profile.kinds[0].activations if value.is_index}
+    orders = {value.index: RECOMPUTE for value in profile.kinds[0].activations if value.is_decision}
     plans = tuple(replace(plan, choices=tuple((dict(plan.choices) | orders).items())) for plan in policy.plans)
     with apply_policy(model, replace(policy, plans=plans), CONFIG), caplog.at_level(logging.WARNING):
         assert (gradients(model, batch) - plain).norm() < TOLERANCE * plain.norm()
     assert "layers.0 retains block:sort" in caplog.text
 
 
-def test_lossless_policies_may_recompute_them(sorting):
+def test_so_do_lossless_policies(sorting):
     model, batch, profile, plain = sorting
     policy = uniform_policy(profile, Action.RECOMPUTE)
-    assert {choice.action for value, choice in policy.plans[0].choices if value} == {Action.RECOMPUTE}
+    kind = profile.kinds[0]
+    retained = {value for value, choice in policy.plans[0].choices if choice == RETAIN}
+    assert {value.index for value in kind.activations if value.is_decision} == retained - {0}
     with apply_policy(model, policy, CONFIG):
         assert torch.equal(gradients(model, batch), plain)
 

@@ -155,7 +155,7 @@ def test_any_function_is_replayed_bit_for_bit(toy_model, toy_batch, assert_exact
     kind = profile.kinds[0]
     assert kind.untrusted is None
     assert [operator.name for operator in kind.operators].count(str(FunctionTarget(function))) == 1
-    assert all(value.recomputable for value in kind.activations if value.producer is not None and not value.is_index)
+    assert all(value.recomputable for value in kind.activations if value.producer is not None and not value.is_decision)
 
 
 # Functions that each test one thing.
