@@ -89,6 +89,10 @@ class ConcurrentCallError(AdaccError, RuntimeError):
     """Error raised if several threads call the blocks of one model at the same time."""
 
 
+class CheckpointMismatchError(AdaccError, RuntimeError):
+    """Error raised if the second run of a block under torch's checkpoint gives other numbers than the first."""
+
+
 class UnrestorableError(AdaccError, RuntimeError):
     """Error raised if a measurement run changed state of the model that cannot be restored."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,6 +29,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
 )
 from adacc_hf.torch_glue.rng_state import PythonStates
+from adacc_hf.torch_glue.second_run import SecondRun, may_end_early, must_compare
 
 FLAG = "gradient_checkpointing"
 FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
@@ -241,6 +242,8 @@ def checkpoint_call(
 ) -> Any:
     """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
 
+    The first call of each block is compared: the second run must save the tensors of the first (`SecondRun`).
+
     Before the second run, state that the first run changed gets the values that it had before the first run. After the
     second run, this state gets back the values that it had before the second run. So buffers and counters change once
     per call, lists get each item once, and random generators give the same numbers in both runs. torch itself restores
@@ -260,6 +263,9 @@ def checkpoint_call(
     # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
     calls: list[SecondCall] = [lambda: (fn, args)]
 
+    def run_once(call: Callable[[], Any]) -> Any:
+        return call() if compared is None else compared.run(call)
+
     def run(*_: torch.Tensor) -> Any:
         if not in_forward:
             with ExitStack() as stack:
@@ -268,15 +274,16 @@ def checkpoint_call(
                 function, arguments = calls[0]()
                 # If backward runs under autocast, autocast's cache would otherwise outlive this call.
                 stack.callback(torch.clear_autocast_cache)
-                return function(*arguments)
+                return run_once(partial(function, *arguments))
         try:
             function, arguments = calls[0]()
-            return function(*arguments)
+            return run_once(partial(function, *arguments))
         except BaseException as error:
             errors.append(error)
             return None
 
-    with record_state_changes(block, fn, args) as changed_states:
+    compared = SecondRun(block) if block is not None and hold is None and must_compare(block) else None
+    with record_state_changes(block, fn, args) as changed_states, set_checkpoint_early_stop(may_end_early(block)):
         result = checkpoint(run, *_tensor_on_each_device(fn, args), use_reentrant=False)
     in_forward = False
     if python_states.have_advanced():  # else they are freed: 23 KiB per block

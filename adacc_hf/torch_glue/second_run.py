@@ -1,0 +1,152 @@
+"""Comparison of a checkpointed call's second run, in backward, with its first run.
+
+torch's checkpoint assumes that a second run gives the saved tensors of the first. It does not if a number, hook or
+adapter that the block reads was changed before backward. The second run also ends at the last saved tensor, which may
+get its elements only afterwards (RReLU's noise: https://github.com/pytorch/pytorch/issues/193671). In both cases torch
+computes wrong gradients without a message. So the first checkpointed call of each block is compared: its second run is
+complete, and each saved tensor must have the bits of the first run.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError
+
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError
+from adacc_hf.torch_glue.private import outer_hooks, viewed_tensor, without_modes
+from adacc_hf.torch_glue.tensors import is_fake, is_plain, local_of
+
+log = logging.getLogger(__name__)
+
+CHUNK = 2**18
+"""Number of elements that are widened to 64 bits together to compute a checksum on a GPU."""
+
+Checksum = int | torch.Tensor
+
+_may_end_early: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""For each block that was compared: True if the second run may end at the last saved tensor."""
+
+
+def must_compare(block: nn.Module | None) -> bool:
+    """Return True if no checkpointed call of `block` was compared so far."""
+    return block is not None and block not in _may_end_early
+
+
+def may_end_early(block: nn.Module | None) -> bool:
+    """Return True if the second run of a call of `block` gives the same bits if it ends at the last saved tensor."""
+    return block is None or _may_end_early.get(block, False)
+
+
+class SecondRun:
+    """Saved tensors of one checkpointed call of `block`, to compare its second run with its first.
+
+    `run(fn)` calls `fn` inside torch's checkpoint, and returns its result, in the first and in the second run.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._expected: list[Checksum | None] | None = None
+        """Checksums of the tensors that the first run saved. None before its end."""
+        self._tensors: list[torch.Tensor | None] = []
+        """Tensors that the present run has saved, None for tensors that are not compared."""
+        self._at_last: list[Checksum | None] = []
+        """Checksums at the moment in which the second run saves its last tensor."""
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        hooks = outer_hooks()
+        assert hooks is not None  # those of torch's checkpoint
+        pack, unpack = hooks
+
+        def pack_noted(tensor: torch.Tensor) -> Any:
+            self._note(tensor)
+            return pack(tensor)
+
+        def unpack_compared(packed: Any) -> torch.Tensor:
+            try:
+                tensor = unpack(packed)  # the first one runs the call again
+            except CheckpointError as error:
+                raise CheckpointMismatchError(self._describe("saves other tensors")) from error
+            self._compare()
+            return tensor
+
+        with saved_tensors_hooks(pack_noted, unpack_compared):
+            result = fn()
+        if self._expected is None:
+            self._expected = list(map(_checksum, self._tensors))
+            self._tensors.clear()
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        self._tensors.append(tensor.detach() if _is_compared(tensor) else None)
+        if self._expected is not None and len(self._tensors) == len(self._expected):
+            self._at_last = list(map(_checksum, self._tensors))
+
+    def _compare(self) -> None:
+        """Raise CheckpointMismatchError if the second run saved other tensors than the first."""
+        tensors, self._tensors = self._tensors, []
+        if not tensors or self._expected is None:
+            return
+        second = list(map(_checksum, tensors))
+        pairs = zip(self._expected, second, strict=True)  # torch has compared the numbers of tensors
+        wrong = [number for number, (first, again) in enumerate(pairs) if not _is_equal(first, again)]
+        if wrong:
+            self._report(f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
+        is_same = all(map(_is_equal, self._at_last, second))
+        if not is_same:
+            log.info("Adacc: blocks of class %s run to their end under torch's checkpoint", type(self._block).__name__)
+        _may_end_early[self._block] = is_same
+
+    def _report(self, difference: str) -> None:
+        """Raise CheckpointMismatchError. On a GPU whose operators may give other bits each time, only log a warning."""
+        message = self._describe(difference)
+        is_on_gpu = any(parameter.is_cuda for parameter in self._block.parameters())
+        if not is_on_gpu or torch.are_deterministic_algorithms_enabled():
+            raise CheckpointMismatchError(message)
+        log.warning("Adacc: %s", message)
+
+    def _describe(self, difference: str) -> str:
+        return (
+            f"block class {type(self._block).__name__}: torch's checkpoint runs a call a second time in backward, and "
+            f"this run {difference}, so gradients would be wrong. A number, hook or adapter that the block reads was "
+            f"changed between forward and backward, or an operator gives other bits each time. Change it back only "
+            f"after backward, call torch.use_deterministic_algorithms(True), or leave the class out: "
+            f"{BLOCK_CLASSES_HINT}"
+        )
+
+
+def _is_equal(first: Checksum | None, second: Checksum | None) -> bool:
+    return first is None or second is None or bool(first == second)
+
+
+def _is_compared(tensor: torch.Tensor) -> bool:
+    """Return False for parameters, whose memory wrappers such as FSDP free, and for tensors without plain memory."""
+    base = viewed_tensor(tensor)
+    base = tensor if base is None else base
+    is_parameter = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+    return not is_parameter and not is_fake(tensor) and is_plain(local_of(tensor)) and tensor.numel() > 0
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor | None) -> Checksum | None:
+    """Return a checksum of the tensor's bytes that depends on their order."""
+    if tensor is None:
+        return None
+    tensor = local_of(tensor)
+    with without_modes(), torch.autocast(tensor.device.type, enabled=False):
+        elements = tensor.contiguous().reshape(-1).view(torch.uint8)
+        if tensor.device.type == "cpu":
+            return zlib.crc32(elements.numpy())
+        padded = torch.nn.functional.pad(elements, (0, -elements.numel() % 4)).view(torch.int32)
+        weights = torch.arange(1, CHUNK + 1, device=tensor.device) * 2654435761 + 1
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for chunk in padded.split(CHUNK):
+            total = total * 31 + (chunk.long() * weights[: chunk.numel()]).sum()
+        return total

@@ -1,0 +1,100 @@
+"""The second run of a checkpointed call gives the numbers of the first, or training stops."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adacc_hf.artifacts.errors import CheckpointMismatchError
+from adacc_hf.torch_glue import second_run
+from adacc_hf.torch_glue.compat import checkpoint_call
+
+SCALE = {"global": 1.0}
+
+
+class Block(nn.Module):
+    factor = 1.0
+
+    def __init__(self, last=nn.Identity()) -> None:  # noqa: B008
+        super().__init__()
+        self.up, self.down, self.drop, self.last = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1), last
+        self.scale, self.layers = 1.0, {"scale": 1.0}
+
+    def forward(self, x):
+        scale = self.scale * SCALE["global"] * self.layers["scale"] * self.factor
+        return self.last(x + self.drop(self.down(F.gelu(self.up(x) * scale))))
+
+
+class Sorting(Block):
+    def forward(self, x):
+        order = self.up(x).sum(-1).argsort(-1)
+        return x + self.down(F.gelu(self.up(x.gather(1, order.unsqueeze(-1).expand_as(x)))))
+
+
+class Overwriting(Block):
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden.mul_(2.0)
+        return x + self.down(hidden.relu_())
+
+
+def gradients(block, is_checkpointed, change=lambda block: None, restore=lambda block: None):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    change(block)
+    result = checkpoint_call(block, x, block=block) if is_checkpointed else block(x)
+    restore(block)
+    result.square().sum().backward()
+    return [x.grad, *(parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [Block, lambda: Block(nn.RReLU()), lambda: Block(nn.Dropout(0.3)), Sorting, Overwriting],
+    ids=["dropout", "RReLU last", "dropout last", "sorting", "in place"],
+)
+def test_the_gradients_are_those_of_plain_training(build):
+    block = build().train()
+    plain = gradients(copy.deepcopy(block), is_checkpointed=False)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(block, is_checkpointed=True), plain))
+        block.zero_grad()
+
+
+def test_a_run_ends_at_its_last_saved_tensor_only_if_that_gives_the_same_bits():
+    plain, noisy = Block(), Block(nn.RReLU())
+    assert second_run.must_compare(plain)
+    for block in (plain, noisy):
+        gradients(block, is_checkpointed=True)
+        assert not second_run.must_compare(block)
+    assert second_run.may_end_early(plain)
+    assert not second_run.may_end_early(noisy)
+
+
+def hook(block, args, output):
+    return output * 1.5
+
+
+def hooked(block):
+    block.handle = block.up.register_forward_hook(hook)
+
+
+CHANGES = {
+    "attribute": (lambda b: setattr(b, "scale", 2.0), lambda b: setattr(b, "scale", 1.0)),
+    "item": (lambda b: b.layers.update(scale=2.0), lambda b: b.layers.update(scale=1.0)),
+    "global": (lambda b: SCALE.update({"global": 2.0}), lambda b: SCALE.update({"global": 1.0})),
+    "class attribute": (lambda b: setattr(Block, "factor", 2.0), lambda b: setattr(Block, "factor", 1.0)),
+    "hook": (hooked, lambda b: b.handle.remove()),
+    "dropout rate": (lambda b: setattr(b.drop, "p", 0.5), lambda b: setattr(b.drop, "p", 0.1)),
+    "mode": (lambda b: b.eval(), lambda b: b.train()),
+    "submodule": (lambda b: setattr(b, "last", nn.ReLU()), lambda b: setattr(b, "last", nn.Identity())),
+    "weight": (lambda b: b.up.weight.data.mul_(2.0), lambda b: b.up.weight.data.div_(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_before_backward_stops_training(name):
+    with pytest.raises(CheckpointMismatchError, match="changed between forward and backward"):
+        gradients(Block().train(), True, *CHANGES[name])
