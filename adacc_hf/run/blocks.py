@@ -444,10 +444,10 @@ class Installation:
             return
         if isinstance(block, GradientCheckpointingLayer):
             self._set(block, FLAG, False)
-        forward = block.forward
-        while isinstance(forward, WrappedForward):  # remove the wrapper of an earlier policy
-            forward = forward.forward
-        self._set(block, "forward", WrappedForward(function, forward))
+        own_forward = block.__dict__.get("forward")
+        while isinstance(own_forward, WrappedForward):  # remove the wrapper of an earlier policy
+            own_forward = own_forward.own_forward
+        self._set(block, "forward", WrappedForward(function, block, own_forward))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
@@ -467,9 +467,16 @@ class WrappedForward:
     object calls the original `forward`.
     """
 
-    def __init__(self, function: BlockFunction, forward: Callable[..., Any]) -> None:
+    def __init__(self, function: BlockFunction, block: nn.Module, own_forward: Callable[..., Any] | None) -> None:
         self.function = function
-        self.forward = forward
+        self.own_forward = own_forward
+        """The `forward` that other code has set on the block itself, or None."""
+        self._block = block
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The block's present `forward`: its class, or the class's method, may be replaced during a run."""
+        return self.own_forward or type(self._block).forward.__get__(self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.function.block
