@@ -22,7 +22,7 @@ Other values with a large error are found by a measurement in a block's profile 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,10 +35,11 @@ therefore be far larger than the error of each block."""
 def decisions(
     operators: Iterable[tuple[Iterable[T], Iterable[T]]], data: Iterable[T], is_index: Callable[[T], bool]
 ) -> set[T]:
-    """Return the indices that `operators` compute from data, and that must therefore never be recomputed (rule R14).
+    """Return the results of those `operators` that compute indices from data. They must never be recomputed (rule R14).
 
     `operators` contains the (inputs, outputs) of each operator in order, `data` the floating-point values that no
-    operator computes. An index that depends only on other indices or on decisions may be recomputed.
+    operator computes. An index that depends only on other indices or on decisions may be recomputed. Other results of
+    the same operator, such as the scores that topk returns, have the order of the indices, and are included.
 
     Example: an expert's number is chosen from scores (value 1), the order of tokens is computed from the numbers:
 
@@ -48,8 +49,9 @@ def decisions(
     found, depends_on_data = set[T](), set(data)
     for inputs, outputs in operators:
         if not depends_on_data.isdisjoint(inputs):
-            for value in outputs:
-                (found if is_index(value) else depends_on_data).add(value)
+            results = list(outputs)
+            found.update(results if any(map(is_index, results)) else ())
+            depends_on_data.update(value for value in results if not is_index(value))
     return found
 
 
@@ -62,12 +64,13 @@ def is_function(name: str) -> bool:
     return name.startswith(f"{FUNCTIONS}.")
 
 
-def is_index(dtype: str) -> bool:
-    """Return True if a tensor of this dtype may contain indices.
+def is_index(dtype: str, size: Sequence[Any]) -> bool:
+    """Return True if a tensor of this dtype and size may contain indices.
 
-    Integers of one byte do not count, because they are quantized codes or booleans.
+    Integers of one byte are quantized codes or booleans. Unsigned integers, and tensors without dimensions, are states
+    of random generators, which fused attention returns.
     """
-    return dtype.lstrip("u") in ("int16", "int32", "int64")
+    return len(size) > 0 and dtype in ("int16", "int32", "int64")
 
 
 def is_statistic(size: Sequence[int]) -> bool:

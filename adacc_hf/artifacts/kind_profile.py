@@ -103,7 +103,7 @@ class Value:
     is_movable: bool = False
     """True if the value may be stored in host memory."""
     is_decision: bool = False
-    """True if the value contains indices that were chosen from data (see `exact_recompute_rules.decisions`)."""
+    """True for the result of an operator that chooses indices from data (see `exact_recompute_rules.decisions`)."""
 
     @property
     def is_generator_state(self) -> bool:

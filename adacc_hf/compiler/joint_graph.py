@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -105,14 +106,23 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
 
 
 def _decisions(module: fx.GraphModule, forward: Container[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of the forward that are indices chosen from floating-point data."""
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder" and "float" in _dtype(node)]
-    calls = ((node.all_input_nodes, (node,)) for node in module.graph.nodes if node in forward)
-    return decisions(calls, inputs, lambda node: is_index(_dtype(node)))
+    """Return the results of the forward's operators that choose indices from floating-point data."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder" and "float" in _layout(node)[0]]
+    calls = (
+        (node.all_input_nodes, [node, *filter(is_getitem, node.users)])
+        for node in module.graph.nodes
+        if node in forward and not is_getitem(node)
+    )
+    return decisions(calls, inputs, lambda node: is_index(*_layout(node)))
 
 
-def _dtype(node: fx.Node) -> str:
-    return str(getattr(node.meta.get("val"), "dtype", "")).removeprefix("torch.")
+def _layout(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
+    tensor = node.meta.get("val")
+    return (
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if isinstance(tensor, torch.Tensor)
+        else ("", ())
+    )
 
 
 def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:

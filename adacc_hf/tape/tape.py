@@ -37,6 +37,10 @@ class TensorRef:
     geometry: Geometry
     dtype: torch.dtype
 
+    @property
+    def is_index(self) -> bool:
+        return is_index(str(self.dtype).removeprefix("torch."), self.geometry[0])
+
     def __repr__(self) -> str:
         """Return the same text as the method that `dataclass` would generate. Digests of tapes contain this text.
 
@@ -294,11 +298,11 @@ class Tape:
         return states
 
     def decisions(self) -> set[int]:
-        """Return the values that contain indices chosen from data."""
+        """Return the results of operators that choose indices from data (rule R14)."""
         return decisions(
             ((operator.inputs(), operator.results()) for operator in self.operators),
             [v.index for v in self.values if v.source is not None and v.ref.dtype.is_floating_point],
-            lambda value: is_index(str(self.values[value].ref.dtype).removeprefix("torch.")),
+            lambda value: self.values[value].ref.is_index,
         )
 
     def saved_values(self) -> list[int]:

@@ -21,7 +21,8 @@ CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
     ("operators", "expected"),
     [
         pytest.param([((0,), (1,)), ((1,), (12,)), ((12,), (13,))], {12}, id="what follows from a decision is none"),
-        pytest.param([((0,), (2, 12)), ((2, 12), (13,))], {12, 13}, id="one that reads numbers again"),
+        pytest.param([((0,), (2, 12)), ((2,), (3,))], {2, 12}, id="scores in the order of the indices"),
+        pytest.param([((0,), (12,)), ((0, 12), (2,)), ((2,), (13,))], {12, 13}, id="one that reads numbers again"),
         pytest.param([((11,), (3,)), ((3,), (12,))], set(), id="of positions"),
     ],
 )
