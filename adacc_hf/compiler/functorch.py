@@ -18,7 +18,7 @@ from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._functorch.partitioners import NodeInfo, min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomKnapsackSolver, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental import symbolic_shapes
@@ -29,7 +29,7 @@ from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.torch_glue.private import OpOverload, op_name, private_name, schema_of
 
 __all__ = [
-    "CustomKnapsackSolver", "CustomPartitionerFn", "NodeInfo", "cache_dir", "classify", "code_of",
+    "CustomPartitionerFn", "NodeInfo", "cache_dir", "classify", "code_of",
     "compile_by_inductor", "compile_number", "extract", "functorch_config", "graph_calls", "graph_number",
     "has_unknown_sizes", "held_inputs", "hint", "inductor_config", "is_getitem", "is_random", "is_view", "maker_of",
     "makes_sizes", "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types",

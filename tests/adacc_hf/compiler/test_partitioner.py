@@ -37,6 +37,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_lossless_graphs_give_the_bits_of_the_plain_partition(train_step: Any, dtype: torch.dtype) -> None:
     plain = train_step(min_cut_rematerialization_partition, dtype)
