@@ -37,6 +37,7 @@ from adacc_hf.torch_glue.tensors import (
     clone_with_storage,
     copy_with_storage,
     current_node,
+    kept_by_autograd,
     local_of,
     spec_of,
     to_dtensor,
@@ -103,7 +104,8 @@ class Call:
             if value in self._cells:
                 self._store(value, tensor, local)
             else:
-                self._environment[value] = local
+                # Replay reads the memory of the forward, even if `parameter.data = ...` replaces it before backward.
+                self._environment[value] = local if plan.is_partitioned else local.detach()
                 self._versions[value] = tensor, version_of(tensor)
         if plan.first_state is not None:
             self._store_state(*plan.first_state)
@@ -151,7 +153,7 @@ class Call:
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
         if expected.needs is None:
-            content = without_gathered_memory(tensor) if expected.is_partitioned else tensor.detach()
+            content = without_gathered_memory(tensor) if expected.is_partitioned else kept_by_autograd(tensor)
             return slot, content, version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)

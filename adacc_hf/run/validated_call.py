@@ -18,6 +18,7 @@ from adacc_hf.run.call import Call, changed_in_place
 from adacc_hf.run.validation import Validator
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.tensors import kept_by_autograd
 
 
 class KeptTensor:
@@ -26,7 +27,7 @@ class KeptTensor:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
+        self.tensor = kept_by_autograd(tensor)
         self.version = version_of(tensor)
 
 

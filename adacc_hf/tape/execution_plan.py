@@ -98,7 +98,7 @@ class ExecutionPlan:
         self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = (), is_partitioned: bool = False
     ) -> None:
         self.tape = tape
-        self._is_partitioned = is_partitioned
+        self.is_partitioned = is_partitioned
         self.num_values = len(tape.values)
         self.num_slots = len(tape.slots)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
@@ -269,7 +269,7 @@ class ExecutionPlan:
             in_cell=value in self.roots,
             needs=self.needs.get(value),
             checks_offset=source is None,
-            is_partitioned=self._is_partitioned and source is not None and source.place == "parameter",
+            is_partitioned=self.is_partitioned and source is not None and source.place == "parameter",
             is_read_by_replay=value in read,
         )
 

@@ -142,6 +142,12 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN
 
 
+def kept_by_autograd(tensor: Tensor) -> Tensor:
+    """Return what autograd without hooks keeps of a saved tensor: a leaf itself, whose memory `tensor.data = ...` may
+    replace before backward, or else an alias."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return True for a FakeTensor, which has no data."""
     return hasattr(tensor, "fake_mode")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import Function
 
 from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, version_of, viewed_tensor
+from adacc_hf.torch_glue.tensors import kept_by_autograd
 
 _HOOK_MODULES = ("deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.nvtx")
 """Python modules that define ZeRO 3's hooks on modules, and a wrapper around some of these hooks."""
@@ -144,9 +145,9 @@ def is_identity_hook(hook: Any) -> bool:
 
 
 def without_gathered_memory(tensor: torch.Tensor) -> torch.Tensor | PartitionedView:
-    """Return an object from which `saved_tensor` returns `tensor` again: a detached tensor, or a view of a parameter
+    """Return an object from which `saved_tensor` returns `tensor` again: what autograd keeps, or a view of a parameter
     that ZeRO 3 divides among ranks. A view does not keep the gathered memory alive."""
-    return PartitionedView.of(tensor) or tensor.detach()
+    return PartitionedView.of(tensor) or kept_by_autograd(tensor)
 
 
 def saved_tensor(content: torch.Tensor | PartitionedView) -> torch.Tensor:
