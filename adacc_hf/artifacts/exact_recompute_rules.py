@@ -46,13 +46,13 @@ def decisions(
     >>> decisions([((0,), (1,)), ((1,), (2,)), ((2,), (3,))], data=[0], is_index=lambda value: value >= 2)
     {2}
     """
-    found, depends_on_data = set[T](), set(data)
+    ordered, depends_on_data = set[T](), set(data)
     for inputs, outputs in operators:
         if not depends_on_data.isdisjoint(inputs):
             results = list(outputs)
-            found.update(results if any(map(is_index, results)) else ())
+            ordered.update(results if any(map(is_index, results)) else ())
             depends_on_data.update(value for value in results if not is_index(value))
-    return found
+    return ordered
 
 
 FUNCTIONS = "autograd_function"

@@ -19,6 +19,7 @@ from adacc_hf.torch_glue.memory import CpuMemoryMeter
 from adacc_hf.torch_glue.model_state import LARGEST_COPY, SMALL_COPY, ModelState
 from adacc_hf.torch_glue.private import unwritten_originals, version_of
 from adacc_hf.torch_glue.rng_state import RandomStates
+from adacc_hf.torch_glue.second_run import measuring
 from adacc_hf.torch_glue.state_kinds import is_capturing
 from adacc_hf.torch_glue.tensors import gradient_leaves, without_gradient_hooks
 
@@ -162,6 +163,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
                 leaf.grad = None
         self._stack.enter_context(without_gradient_hooks(self._state.leaves, self._state.backward_hooks))
         self._stack.enter_context(unwritten_originals)
+        self._stack.enter_context(measuring())
         self._stack.enter_context(torch.enable_grad())
         return self
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,14 +36,28 @@ _may_end_early: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """For each block that was compared: True if the second run may end at the last saved tensor."""
 
 
+_is_measuring = False
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Compare no calls inside the `with` block, which measures their memory."""
+    global _is_measuring
+    before, _is_measuring = _is_measuring, True
+    try:
+        yield
+    finally:
+        _is_measuring = before
+
+
 def must_compare(block: nn.Module | None) -> bool:
     """Return True if no checkpointed call of `block` was compared so far."""
-    return block is not None and block not in _may_end_early
+    return block is not None and block not in _may_end_early and not _is_measuring
 
 
 def may_end_early(block: nn.Module | None) -> bool:
     """Return True if the second run of a call of `block` gives the same bits if it ends at the last saved tensor."""
-    return block is None or _may_end_early.get(block, False)
+    return block is None or _may_end_early.get(block, _is_measuring)
 
 
 class SecondRun:
@@ -131,7 +146,10 @@ def _is_compared(tensor: torch.Tensor) -> bool:
     base = viewed_tensor(tensor)
     base = tensor if base is None else base
     is_parameter = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
-    return not is_parameter and not is_fake(tensor) and is_plain(local_of(tensor)) and tensor.numel() > 0
+    if is_parameter or is_fake(tensor) or not is_plain(local_of(tensor)):
+        return False
+    has_bytes = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return has_bytes and tensor.numel() > 0
 
 
 @torch.no_grad()

@@ -95,16 +95,6 @@ def test_what_torch_would_keep_has_a_price_too() -> None:
     assert (choice.ms, choice.nbytes) == (2 * 1.0 + 3 * 2.0, 108)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", {0}), ("int64", {0, 1})])
-def test_indices_are_not_made_anew_from_what_was_coded(dtype: str, expected: set[int]) -> None:
-    """Indices are not recomputed from coded values, because rounding may change the order of nearly equal rows."""
-    lossy = CodecOption(codec="int8", options=(), nbytes=4, encode_ms=0.0, decode_ms=0.0, error=0.01, lossless=False)
-    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
-    values = tuple(replace(value, dtype=of) for value, of in zip(chain.values, ("float32", dtype), strict=True))
-    graph = graph_model(replace(chain, values=values), {0: 1.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
-    assert least_time(graph, 100, SolverLog(), limits_peak=False).stored.keys() == expected
-
-
 @pytest.mark.parametrize(("shape", "expected"), [((2, 2), {0}), ((4, 1), {0, 1})])
 def test_statistics_are_stored_beside_rows_that_were_coded(shape: tuple[int, ...], expected: set[int]) -> None:
     lossy = CodecOption(codec="int8", options=(), nbytes=4, encode_ms=0.0, decode_ms=0.0, error=0.01, lossless=False)

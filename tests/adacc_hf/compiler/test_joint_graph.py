@@ -41,6 +41,21 @@ def test_values_are_tensors_of_forward_without_views_and_parameters(joint):
     assert joint.forward >= {*joint.nodes, *joint.operators}
 
 
+class Routed(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, order = self.up(x).topk(4, dim=0)
+        return self.down(self.up(x).gather(0, order).tanh() * scores)
+
+
+def test_indices_that_are_chosen_from_data_and_their_scores_are_not_recomputed(joint_graph_of):
+    values = joint_graph_of(Routed(), torch.randn(6, 8, requires_grad=True)).kind.values
+    assert [(value.dtype, value.recomputable) for value in values if value.is_decision] == [
+        ("float32", False),
+        ("int64", False),
+    ]
+    assert any(value.recomputable for value in values)
+
+
 def test_a_view_stands_for_what_it_shows(joint):
     first_product = next(node for node in joint.nodes if short_name(node) == "mm")
     (view,) = [node for node in first_product.users if is_view(node)]
