@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all slow-tests test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check checks types clean
+.PHONY: help venv demo test test-all test-nightly test-seconds test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check checks types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -48,17 +48,20 @@ demo: $(RUNNABLE) ## Train a small GPT-2 four ways on 2 CPU cores and print the 
 
 # One thread per worker: threads of several workers on the same cores slow each other down.
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n $(WORKERS) --dist worksteal
-test: $(INSTALLED) ## Run the fast tests, some 5 minutes (WORKERS=N processes)
+test: $(INSTALLED) ## Run the fast tests, some 4 minutes (WORKERS=N processes)
 	@$(PYTEST) -m "not slow and not gpu and not others"
 
 # One run, so that modules are imported and tests collected once. tests/conftest.py puts files with slow tests first.
-test-all: $(INSTALLED) ## Run the fast tests and all others
-	@$(PYTEST) -m "not gpu and not others"
+test-all: $(INSTALLED) ## Run the gate: all tests that a change must pass, some 15 minutes
+	@$(PYTEST) -m "not nightly and not gpu and not others"
 
-slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (tests/slow_tests.txt)
-	@$(PYTEST) --write-slow
+test-nightly: $(INSTALLED) ## Run all tests with all their cases, on new random examples (an hour)
+	@$(PYTEST) -m "not gpu and not others" --hypothesis-profile fresh
 
-test-breaks: $(INSTALLED) ## Break the product in 32 places: do the fast tests notice? (an hour)
+test-seconds: $(INSTALLED) ## Run all tests, and write down how long they take (tests/test_seconds.txt)
+	@$(PYTEST) --write-seconds
+
+test-breaks: $(INSTALLED) ## Break the product in 32 places: does the gate notice? (hours)
 	@$(BIN)/python tests/breakages
 
 # Another Python than that of the pins, with the newest releases that pip finds for it, as a user's own `pip install`

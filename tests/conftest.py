@@ -2,21 +2,27 @@
 
 import ast
 import gc
+import hashlib
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 
 # Let assertions in the builders show the compared values, as in tests.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "builders").glob("*.py")))
 
-# Disable hypothesis' deadline: the time of an example depends on the machine.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# Draw the same examples in each run, so that a verdict depends on the change alone. `make test-nightly` draws new ones.
+# There is no deadline, because the time of an example depends on the machine.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.register_profile("fresh", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 # Set this before any import of adacc_hf; subprocesses inherit it. No test touches the user's profiles.
 _folder = tempfile.TemporaryDirectory(prefix="adacc_hf-tests-")
@@ -27,34 +33,54 @@ def pytest_unconfigure() -> None:
     _folder.cleanup()
 
 
-# Fast tests: all tests except the functions listed in slow_tests.txt, with all their parameters. A new test is fast.
+# Tiers. A test function costs the CPU seconds of all its cases, which test_seconds.txt lists. Each tier has a limit for
+# one function. If a function costs more, the tier runs as many of its cases as fit into the limit, or none if a single
+# case does not fit. A function that is not in the list is cheap. The marker `gate` overrides the limit of the gate.
 
-SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
-SLOW_SECONDS = 0.7
-"""Mean time of a function's cases above which the function is slow. All fast tests take about 5 minutes on 2 cores."""
+SECONDS_FILE = Path(__file__).parent / "test_seconds.txt"
+TIERS = {"slow": 0.7, "nightly": 3.0}
+"""Limit in CPU seconds of one function, by the marker of the cases that exceed it. `make test` leaves out the cases
+marked `slow`, and `make test-all` those marked `nightly`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-slow", action="store_true", help=f"write {SLOW_TESTS.name} from the measured times")
+    parser.addoption("--write-seconds", action="store_true", help=f"write {SECONDS_FILE.name} from the measured times")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("write_slow") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Stopwatch())
+    if config.getoption("write_seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_SecondsWriter())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, and put files with slow tests first.
+    """Mark the cases that a tier leaves out, and put files with costly functions first.
 
     The last tests are then short, so that no worker waits long for the others. Tests of one file stay together, because
     they share fixtures.
     """
-    slow = set(SLOW_TESTS.read_text(encoding="utf-8").split())
-    slow_files = {function.partition("::")[0] for function in slow}
+    lines = SECONDS_FILE.read_text(encoding="utf-8").splitlines()
+    costs = {function: float(seconds) for seconds, function in map(str.split, lines)}
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if _function(item.nodeid) in slow:
-            item.add_marker("slow")
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in slow_files)
+        cases[_function(item.nodeid)].append(item)
+    for function, seconds in costs.items():
+        for marker, limit in TIERS.items():
+            for item in _left_out(cases[function], seconds, limit):
+                if marker != "nightly" or item.get_closest_marker("gate") is None:
+                    item.add_marker(marker)
+    costly_files = {function.partition("::")[0] for function in costs}
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in costly_files)
+
+
+def _left_out(cases: list[pytest.Item], seconds: float, limit: float) -> list[pytest.Item]:
+    """Return the cases that a tier leaves out, if all cases together take `seconds` and may take `limit`.
+
+    Cases are chosen by a hash of their names: every n-th case would favour one value of a parameter.
+    """
+    if seconds <= limit:
+        return []
+    number = int(limit / seconds * len(cases))
+    return sorted(cases, key=lambda item: hashlib.md5(item.nodeid.encode()).digest())[number:]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -69,21 +95,40 @@ def _function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-class _Stopwatch:
-    """Plugin that sums the durations of each test, in the process that receives all reports."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Add the CPU time of this process and its children so far to each report, if times are written."""
+    report = yield
+    if item.config.getoption("write_seconds"):
+        report.user_properties = [("cpu", _cpu_seconds())]
+    return report
+
+
+def _cpu_seconds() -> float:
+    seconds = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.Error):  # the child has ended
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
+
+
+class _SecondsWriter:
+    """Plugin that sums the CPU times of each function's cases, in the process that receives all reports."""
 
     def __init__(self) -> None:
+        self._last: dict[str | None, float] = defaultdict(float)
+        """CPU time at the latest report of each worker."""
         self._seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
+        worker, cpu = getattr(report, "worker_id", None), dict(report.user_properties)["cpu"]
+        if report.when != "setup" or worker in self._last:  # the first setup contains the start of the worker
+            self._seconds[_function(report.nodeid)] += max(0.0, cpu - self._last[worker])
+        self._last[worker] = cpu
 
     def pytest_sessionfinish(self) -> None:
-        functions: dict[str, list[float]] = defaultdict(list)
-        for nodeid, seconds in self._seconds.items():
-            functions[_function(nodeid)].append(seconds)
-        slow = sorted(name for name, times in functions.items() if sum(times) > SLOW_SECONDS * len(times))
-        SLOW_TESTS.write_text("".join(f"{name}\n" for name in slow), encoding="utf-8")
+        costly = sorted((name, seconds) for name, seconds in self._seconds.items() if seconds > min(TIERS.values()))
+        SECONDS_FILE.write_text("".join(f"{seconds:.1f} {name}\n" for name, seconds in costly), encoding="utf-8")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,6 +15,7 @@ SETTINGS = re.findall(r"^\| `(\w+)` +\| `(.+?)` +\| (.*?) *\|", GUIDE.split("## 
 RANGES = {name: ast.literal_eval(text) for name, _, text in SETTINGS if text.startswith("[")}
 
 
+@pytest.mark.gate
 def test_guide_code_runs_in_its_order(tmp_path):
     code = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     (tmp_path / "guide.py").write_text(code, encoding="utf-8")

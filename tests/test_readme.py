@@ -19,6 +19,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"[0-9]+(\.[0-9]+)?", "N", " ".join(text.split()))
 
 
+@pytest.mark.gate
 def test_its_code_prints_what_it_shows_and_no_warning(tmp_path):
     ((code, output),) = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", README, re.DOTALL)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -1,9 +1,14 @@
-"""Test files: each file of the product has one of its name, and few tests read private attributes of the product."""
+"""Structure of the repository: sizes only shrink, each file of the product has tests, and few tests read its private
+attributes."""
 
 import ast
+import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +21,9 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 PRODUCT = ("adacc_hf", "callbacks", "kernels", "recipes")
 
+LIMITS = TESTS / "limits.txt"
+"""Table of the largest permitted sizes. Lower a limit to what a change has reached. To add code, first remove some."""
+
 WITHOUT_TESTS: dict[str, str] = {
     "callbacks/startup/sitecustomize.py": "Python runs it at its start; test_launched.py starts processes",
 }
@@ -27,6 +35,60 @@ MAX_PRIVATE_READERS = 9
 OTHER_HARNESSES = ("eval", "setups", "limited", "emulated_cuda", "memory_meter", "breakages")
 """Folders whose tests and programs are left out of this count."""
 WORD = re.compile(r"\b_[A-Za-z]\w*")
+
+
+def limits_in(text: str) -> dict[str, int]:
+    """Return the limits of a table like limits.txt, by measure."""
+    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+    return {name.strip(): int(limit) for limit, name in (line.split(maxsplit=1) for line in lines)}
+
+
+def num_lines(*names: str) -> int:
+    """Return the number of lines of Python in files, or in folders."""
+    places = [ROOT / name for name in names]
+    paths = [path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+MEASURES: dict[str, Callable[[], int]] = {
+    "lines of the product": lambda: num_lines(*PRODUCT),
+    "lines of eval": lambda: num_lines("eval"),
+    "lines of tests": lambda: num_lines("tests"),
+    "lines of the product's longest file": lambda: max(num_lines(name) for name in product_files()),
+}
+
+
+def assert_within_limit(measure: str, size: int) -> None:
+    limit = limits_in(LIMITS.read_text(encoding="utf-8"))[measure]
+    assert size <= limit, f"{measure}: {size}, allowed {limit}: remove code before adding more (limits.txt)"
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_sizes_are_within_their_limits(measure: str) -> None:
+    assert_within_limit(measure, MEASURES[measure]())
+
+
+@pytest.mark.gate
+def test_a_normal_step_runs_few_files() -> None:
+    """Count the product's files that run in a normal step of a Trainer: the fewest of steps 6 to 12."""
+    command = [sys.executable, TESTS / "builders" / "normal_step.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert_within_limit("files of a normal step", min(json.loads(run.stdout.splitlines()[-1])[5:]))
+
+
+def test_limits_only_go_down() -> None:
+    """Compare the limits with those of all earlier commits."""
+    path = LIMITS.relative_to(ROOT).as_posix()
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return run.stdout if run.returncode == 0 else ""  # an archive without git has no earlier commits
+
+    tables = [limits_in(git("show", f"{commit}:{path}")) for commit in git("log", "--format=%H", "--", path).split()]
+    for new, old in pairwise([limits_in(LIMITS.read_text(encoding="utf-8")), *filter(None, tables)]):
+        assert new.keys() >= old.keys()
+        raised = [measure for measure in old if new[measure] > old[measure]]
+        assert not raised, f"limits may only go down: {raised}"
 
 
 def product_files() -> list[str]:

@@ -1,23 +1,35 @@
-"""Mutation test of `make test`: break the product in about 30 places, one at a time, and run the fast tests on each.
+"""Mutation test of the gate: break the product in about 30 places, one at a time, and run the tests on each.
 
-    python tests/breakages [NUMBER ...]
+    python tests/breakages [--matrix] [NUMBER ...]
 
-Each break is applied to a copy of the package, which precedes the installed package on the path. The tests of the
-broken file's folder run first, then all fast tests, until the first failure. The exit status is 1 if the tests detect
-fewer than 90 % of the breaks.
+The gate is all tests that `make test-all` runs. Each break is applied to a copy of the package, which precedes the
+installed package on the path. The tests of the broken file's folder run first, then the whole gate, until the first
+failure. The exit status is 1 if the gate misses a break.
+
+With `--matrix`, matrix.md lists the tests that notice each break. To save time, only the tests of the broken file's
+folder and FRONT_DOORS run, all of them. If none of these tests fails, the gate runs until the first failure. A row is
+written when its break is done, and the rows of other breaks are kept.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MIN_DETECTED = 0.9
+MATRIX = Path(__file__).with_name("matrix.md")
+MARKERS = "not nightly and not gpu and not others"
+"""Expression for pytest's option -m that selects the tests of the gate, as in `make test-all`."""
+FRONT_DOORS = ("tests/adacc_hf/test_exactness.py", "tests/callbacks/test_adacc.py")
+"""Tests of the public interface, which run for each row of the matrix."""
+MIN_DETECTED = 1.0
+NAMES_IN_ROW = 4
 
 BREAKS: list[tuple[str, str, str]] = [
     # What a step takes, and which policies keep to a budget.
@@ -30,37 +42,17 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/solve/solver.py", "least = min(errors", "least = max(errors"),
     # What is measured.
     ("adacc_hf/price/kind_profile_builder.py", "if error > DEGRADED_ERROR}", "if error > 1e9}"),
-    (
-        "adacc_hf/price/kind_profile_builder.py",
-        "max(block.outliers.get(value, 0) for",
-        "min(block.outliers.get(value, 0) for",
-    ),
-    (
-        "adacc_hf/price/cost_model.py",
-        "point.max_bytes - point.live_bytes - results",
-        "point.max_bytes - point.live_bytes",
-    ),
+    ("adacc_hf/price/kind_profile_builder.py", "max(block.outliers.get(value", "min(block.outliers.get(value"),
+    ("adacc_hf/price/cost_model.py", "max_bytes - point.live_bytes - results", "max_bytes - point.live_bytes"),
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
-    (
-        "adacc_hf/price/training_step.py",
-        "(self.gradient_accumulation_steps - 1 +",
-        "(self.gradient_accumulation_steps +",
-    ),
+    ("adacc_hf/price/training_step.py", "gradient_accumulation_steps - 1 +", "gradient_accumulation_steps +"),
     ("adacc_hf/price/optimizer_memory.py", "sum(len(slots) * optimizer_copy", "sum(optimizer_copy"),
     ("adacc_hf/torch_glue/memory.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),
-    (
-        "adacc_hf/tape/replay.py",
-        "environment[old] = copy_with_storage(bases[old])",
-        "environment[old] = bases[old]",
-    ),
+    ("adacc_hf/tape/replay.py", "environment[old] = copy_with_storage(bases[old])", "environment[old] = bases[old]"),
     ("adacc_hf/tape/symbolic_tape.py", "if before not in (None, digest):", "if False:"),
-    (
-        "adacc_hf/tape/tape_cache.py",
-        "self._refused.setdefault(symbolic_tape.base.structure, set()).update(values)",
-        "pass",
-    ),
+    ("adacc_hf/tape/tape_cache.py", "tape.base.structure, set()).update(values)", "tape.base.structure, set())"),
     ("adacc_hf/run/policy_handle.py", "self._chunk_head(head is not None and head.is_on)", "self._chunk_head(False)"),
     ("adacc_hf/head/chunked_loss.py", "total / (target != ignore_index).sum()", "total / target.numel()"),
     ("adacc_hf/head/chunked_loss.py", "padded[:, classes:] = -torch.inf", "padded[:, classes:] = 0.0"),
@@ -73,49 +65,95 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/adapt/oom_retry.py", "            parameter.grad = gradient\n", "            pass\n"),
     ("adacc_hf/adapt/policy_selection.py", "if gain <= MIN_GAIN * now_ms:", "if gain <= 0:"),
     ("adacc_hf/adapt/fallback_stats.py", "2 * self._num_diverged >", "self._num_diverged >"),
-    (
-        "adacc_hf/adapt/phases.py",
-        "set().union(*gather_from_all_ranks(installation.skipped_blocks()))",
-        "set(installation.skipped_blocks())",
-    ),
+    ("adacc_hf/adapt/phases.py", "gather_from_all_ranks(installation", "(lambda value: [value])(installation"),
     # Annexes.
-    ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
+    ("adacc_hf/artifacts/exact_recompute_rules.py", "results if any(map(is_index, results)) else ()", "()"),
     ("adacc_hf/compiler/compress_pass.py", ".permute(inverse_order),)", ",)"),
     ("adacc_hf/estimate/planning.py", "fits = peak_bytes <= self.request.budget", "fits = True"),
 ]
 """(file, text that occurs once in the file, replacement)."""
+ALL_NUMBERS = range(1, len(BREAKS) + 1)
+
+HEADING = """# Tests that notice each break
+
+`python tests/breakages --matrix` writes this table. It counts the test functions that fail, of the broken file's folder
+and of FRONT_DOORS (`__main__.py`). "1 or more": none of these fails, and the gate was run until the first failure.
+
+| break | file | replaced text | tests | the first of these tests |
+|---|---|---|---|---|
+"""
 
 
 def main() -> int:
-    numbers = [int(text) for text in sys.argv[1:]] or range(1, len(BREAKS) + 1)
+    parser = argparse.ArgumentParser(prog="python tests/breakages", description="Does the gate notice each break?")
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="a break; all by default")
+    parser.add_argument("--matrix", action="store_true", help=f"list the tests that notice a break in {MATRIX.name}")
+    options = parser.parse_args()
+    numbers = options.numbers or ALL_NUMBERS
+    if not set(numbers) <= set(ALL_NUMBERS):
+        parser.error(f"breaks have the numbers 1 to {len(BREAKS)}")
+    check_unbroken(*sorted(set(map(folder_of_tests, numbers))), *(FRONT_DOORS if options.matrix else ()))
+    num_noticed = sum(is_noticed(number, options.matrix) for number in numbers)
+    print(f"the gate notices {num_noticed} of {len(numbers)} breaks")
+    return 0 if num_noticed >= MIN_DETECTED * len(numbers) else 1
+
+
+@cache
+def check_unbroken(*tests: str) -> None:
+    """Exit if one of the tests fails without any break."""
     with tempfile.TemporaryDirectory() as folder:
         copy_package(folder)
-        failed_test = first_failure("tests", folder)
-    if failed_test is not None:
-        raise SystemExit(f"{failed_test} fails without any break: fix the test first")
-    detected = [is_detected(number) for number in numbers]
-    print(f"the fast tests detect {sum(detected)} of {len(detected)} breaks")
-    return 0 if sum(detected) >= MIN_DETECTED * len(detected) else 1
+        if failed_tests := run_tests(folder, "-x", *tests):
+            raise SystemExit(f"{failed_tests[0]} fails without any break: fix the test first")
 
 
-def is_detected(number: int) -> bool:
-    """Return True if a fast test fails with break `number`."""
-    path, old, new = BREAKS[number - 1]
+def is_noticed(number: int, is_matrix: bool) -> bool:
+    """Return True if a test of the gate fails with break `number`. Print its name, and write the row of the matrix."""
+    path, _, _ = BREAKS[number - 1]
     with tempfile.TemporaryDirectory() as folder:
-        file = copy_package(folder) / path.removeprefix("adacc_hf/")
-        text = file.read_text(encoding="utf-8")
-        if text.count(old) != 1:
-            raise SystemExit(
-                f"break {number}: {old!r} occurs {text.count(old)} times in {path}, not once: update BREAKS"
-            )
-        file.write_text(text.replace(old, new), encoding="utf-8")
-        for tests in (_test_folder(path), "tests"):
-            failed_test = first_failure(tests, folder)
-            if failed_test is not None:
-                print(f"{number:2}. {path}: {old.strip()[:60]!r}: detected by {failed_test}", flush=True)
-                return True
-    print(f"{number:2}. {path}: {old.strip()[:60]!r}: NOT DETECTED", flush=True)
-    return False
+        (copy_package(folder) / path.removeprefix("adacc_hf/")).write_text(broken_text(number), encoding="utf-8")
+        failed_tests = run_tests(folder, folder_of_tests(number), *(FRONT_DOORS if is_matrix else ["-x"]))
+        count = str(len(failed_tests))
+        if not failed_tests:
+            failed_tests = run_tests(folder, "-x", "tests")[:1]
+            count = "1 or more" if failed_tests else "NONE"
+    if count == "1 or more":
+        check_unbroken("tests")
+    if is_matrix:
+        write_row(number, count, failed_tests)
+    result = f"noticed by {failed_tests[0]}" if failed_tests else "NOT NOTICED by the gate"
+    print(f"{number:2}. {path}: {shortened(number)!r}: {result}", flush=True)
+    return bool(failed_tests)
+
+
+def broken_text(number: int) -> str:
+    """Return the text of the file of break `number` with the break applied."""
+    path, old, new = BREAKS[number - 1]
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if (count := text.count(old)) != 1:
+        raise SystemExit(f"break {number}: {old!r} occurs {count} times in {path}, not once: update BREAKS")
+    return text.replace(old, new)
+
+
+def shortened(number: int) -> str:
+    return " ".join(BREAKS[number - 1][1].split())[:60]
+
+
+def write_row(number: int, count: str, failed_tests: list[str]) -> None:
+    """Write the row of break `number` into the matrix. Rows of breaks that BREAKS no longer has are left out."""
+    names = [f"`{test.rpartition('/')[2]}`" for test in failed_tests[:NAMES_IN_ROW]]
+    lines = MATRIX.read_text(encoding="utf-8").splitlines() if MATRIX.exists() else []
+    rows = [f"{row_key(number)}{count} | {', '.join(names)} |", *(line.partition(" | ")[2] for line in lines)]
+    # Rows are found by file and text, because numbers change when BREAKS does. The new row precedes the old one.
+    latest = {other: [row for row in rows if row.startswith(row_key(other))][:1] for other in ALL_NUMBERS}
+    table = [f"| {other} | {row}\n" for other in latest for row in latest[other]]
+    MATRIX.write_text("".join([HEADING, *table]), encoding="utf-8")
+
+
+def row_key(number: int) -> str:
+    """Return the cells with the file and the text of break `number`."""
+    text = shortened(number).replace("|", r"\|")
+    return f"{BREAKS[number - 1][0]} | `{text}` | "
 
 
 def copy_package(folder: str) -> Path:
@@ -128,22 +166,25 @@ def copy_package(folder: str) -> Path:
     return package
 
 
-def _test_folder(path: str) -> str:
-    return str(Path("tests") / Path(path).parent)
+def folder_of_tests(number: int) -> str:
+    return str(Path("tests") / Path(BREAKS[number - 1][0]).parent)
 
 
-def first_failure(tests: str, folder: str) -> str | None:
-    """Run the fast tests in `tests` with `folder` first on the path. Return the first failed test, or None."""
-    environment = {**os.environ, "PYTHONPATH": folder, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "worksteal", "--tb", "no"]
+def run_tests(folder: str, *arguments: str) -> list[str]:
+    """Run tests of the gate with `folder` first on the path. Return those that failed, without their parameters."""
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--tb", "no"]
     process = subprocess.run(
-        [*command, "-m", "not slow and not gpu and not others", tests],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        [*command, "--continue-on-collection-errors", "-m", MARKERS, *arguments],
+        cwd=ROOT, env=os.environ | settings | {"PYTHONPATH": folder}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if process.returncode == 0:
-        return None
-    failed_tests = [line.split()[1] for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed_tests[0] if failed_tests else f"pytest, which ended with {process.returncode}"
+        return []
+    lines = [line for line in process.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if not lines:
+        output = process.stdout[-2000:] + process.stderr[-1000:]
+        raise SystemExit(f"pytest ended with {process.returncode} and names no failed test:\n{output}")
+    return sorted({line.split()[1].partition("[")[0] for line in lines})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Breaks of `tests/breakages`: each applies to the code as it is. No break is tried."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+spec = importlib.util.spec_from_file_location("breakages", ROOT / "tests" / "breakages" / "__main__.py")
+breakages = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(breakages)
+
+
+@pytest.mark.parametrize("number", breakages.ALL_NUMBERS)
+def test_a_break_applies(number: int) -> None:
+    """The text occurs once in its file, the broken file is valid Python, and the file has a folder of tests."""
+    path, old, new = breakages.BREAKS[number - 1]
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{old!r}: update BREAKS in tests/breakages/__main__.py"
+    ast.parse(breakages.broken_text(number))
+    assert new != old
+    assert (ROOT / breakages.folder_of_tests(number)).is_dir()
+
+
+def test_the_gate_is_that_of_make_test_all() -> None:
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ntest-all:")[2].partition("\n\n")[0]
+    assert re.findall('-m "(.+)"', recipe) == [breakages.MARKERS]
+
+
+def test_the_matrix_distinguishes_all_breaks() -> None:
+    assert len(set(map(breakages.row_key, breakages.ALL_NUMBERS))) == len(breakages.BREAKS)
+
+
+def test_the_front_doors_exist() -> None:
+    assert [path for path in breakages.FRONT_DOORS if not (ROOT / path).exists()] == []
+
+
+def test_rows_of_other_breaks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakages, "MATRIX", tmp_path / "matrix.md")
+    breakages.write_row(24, "1", ["tests/kernels/test_cpu.py::test_old"])
+    breakages.write_row(2, "NONE", [])
+    breakages.write_row(24, "6", [f"tests/kernels/test_cpu.py::test_new{number}" for number in range(6)])
+    breakages.write_row(1, "1 or more", ["tests/test_imports.py::test_all"])
+    text = breakages.MATRIX.read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.removeprefix(breakages.HEADING).splitlines()]
+    assert [(row[0], row[-2]) for row in rows] == [("| 1", "1 or more"), ("| 2", "NONE"), ("| 24", "6")]
+    assert "`test_cpu.py::test_new0`" in text
+    assert "test_old" not in text
