@@ -47,7 +47,8 @@ def test_auto_leaves_room_for_the_fragments_of_the_allocator() -> None:
     With it, one in twelve may, because fragmentation depends on torch's allocator.
     """
     command = [sys.executable, ROOT / "tests/emulated_cuda", ROOT / "tests/emulated_cuda/fragments.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": ""}  # `eval` sets it for all
+    # The allocator has the default settings: `eval` sets others for all.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/builders"), "PYTORCH_CUDA_ALLOC_CONF": ""}
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     outcomes = json.loads(run.stdout.splitlines()[-1])

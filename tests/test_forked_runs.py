@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ if sys.argv[1] == "exit":
     sys.exit(3)
 if sys.argv[1] == "fail":
     if os.environ["RANK"] == "0":
-        time.sleep(600)
+        time.sleep(600)  # longer than the deadline of run_forked, which would return 124
     raise ValueError("planned")
 """
 
@@ -44,11 +43,9 @@ def test_an_exit_status_is_returned(script: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_the_others(script: Path) -> None:
-    begin = time.monotonic()
     process = run_forked(script, "fail", num_ranks=2)
     assert process.returncode == 1
     assert "ValueError: planned" in process.stderr
-    assert time.monotonic() - begin < 100, "rank 0 was to sleep for 600 s"
 
 
 def test_a_run_that_takes_too_long_is_killed(script: Path) -> None:

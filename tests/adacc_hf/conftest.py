@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from counted_times import *  # noqa: F403
 from gpt2_profiles import *  # noqa: F403
 from model_builders import *  # noqa: F403
 from profile_builders import *  # noqa: F403
@@ -55,6 +56,16 @@ def half_precision(monkeypatch):
             return out.copy_(payload.tensors[0])
 
     return HalfPrecision.name
+
+
+@pytest.fixture(scope="module")
+def without_onednn():
+    """Run without oneDNN, whose matrix products and convolutions have workspaces that differ between processors."""
+    import torch
+
+    torch.backends.mkldnn.enabled = False
+    yield
+    torch.backends.mkldnn.enabled = True
 
 
 @pytest.fixture(scope="session")

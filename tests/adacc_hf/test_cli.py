@@ -201,7 +201,7 @@ def test_reader_that_stops_early_is_no_error(files) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "adacc_hf.cli", "explain", files[0]]
-    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=240)
     os.close(writer)
     assert (process.returncode, process.stderr) == (0, "")
 
@@ -210,7 +210,7 @@ def test_a_path_that_stdout_cannot_encode_is_escaped(files, tmp_path: Path) -> N
     folder = tmp_path / "ünï"
     command = [sys.executable, "-m", "adacc_hf.cli", "report", files[0], "--output", str(folder)]
     surroundings = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    process = subprocess.run(command, capture_output=True, env=surroundings, check=False, timeout=60)
+    process = subprocess.run(command, capture_output=True, env=surroundings, check=False, timeout=240)
     assert (process.returncode, process.stderr) == (0, b"")
     assert process.stdout.decode("ascii").endswith("n\\xef/report.html and report.md\n")
     assert (folder / "report.md").is_file()

@@ -7,6 +7,7 @@ that would degrade plain training too.
 import numpy as np
 import pytest
 import torch
+from function_builders import Square
 
 import adacc_hf.run.call as call_module
 from adacc_hf import AdaccConfig, apply_policy, profile_model
@@ -16,13 +17,8 @@ from adacc_hf.torch_glue.memory import measure_step
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
-class SquareIntoWhatItSaved(torch.autograd.Function):
+class SquareIntoWhatItSaved(Square):
     """x * x, whose backward writes the result over x, unseen by the dispatcher and version counters."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
 
     @staticmethod
     def backward(ctx, gradient):

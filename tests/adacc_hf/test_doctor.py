@@ -44,7 +44,7 @@ def print_first(text, **_):
 builtins.print = print_first
 main([{command!r}])
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert run.stdout.startswith(f"False {first}"), run.stdout + run.stderr
 
 

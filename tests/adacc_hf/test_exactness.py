@@ -34,7 +34,7 @@ def plain_training(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
 
 # 50 examples for each of the five settings, 250 policies in total. The fixtures outlive an example but do not change:
 # weights stay, and gradients are dropped.
-@settings(max_examples=34, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=34, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_lossless_policies_train_exactly(plain_training, run_steps, assert_same_steps, seed):
     model, batch, autocast, profile, plain = plain_training

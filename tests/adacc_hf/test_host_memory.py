@@ -74,7 +74,7 @@ def on_device(policy, profile):
     return policy_of_plans(profile, plans)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_lossless_policies_with_host_memory_train_exactly(setting, run_steps, assert_same_steps, seed):
     model, batch, autocast, profile = setting
@@ -92,7 +92,7 @@ def test_lossless_policies_with_host_memory_train_exactly(setting, run_steps, as
         assert host_pool.live_bytes == 0
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_codecs_in_host_memory_give_the_gradients_of_the_codecs(setting, run_steps, assert_same_steps, seed):
     model, batch, autocast, profile = setting

@@ -202,7 +202,7 @@ def as_bits(tensor):
 # 24 examples for each of the four families. They take a minute, or three on a busy machine.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=16, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, suppress_health_check=list(HealthCheck))
 @given(example=EXAMPLES)
 def test_random_models_train_exactly(one_thread, free, family, example):
     batch = batch_of(example)

@@ -179,9 +179,7 @@ def pair(request, one_thread):
     pair.handle.remove()
 
 
-SIZES = settings(
-    max_examples=NUM_SIZES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+SIZES = settings(max_examples=NUM_SIZES, suppress_health_check=list(HealthCheck))
 
 
 @SIZES

@@ -6,7 +6,6 @@ The ranks follow different policies in the same step, which must neither change 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_runs import run_forked
+from settled_collectives import wait_for_threads
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -111,7 +111,7 @@ def let_go_of_buffers() -> None:
 
     def wait_longer(tensor: torch.Tensor) -> torch.Tensor:
         result = wait(tensor)
-        time.sleep(0.003)
+        wait_for_threads()
         return result
 
     collectives.wait_tensor = wait_longer

@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from counted_times import count_times
+
 MODULES = (
     "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.trainer",
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
@@ -114,14 +116,18 @@ def free_port() -> int:
 
 
 def serve() -> None:
-    """Import the modules of the command line. Then run a script for each line of stdin, and write its exit status."""
+    """Import the modules of the command line. Then run a script for each line of stdin, and write its exit status.
+
+    Times that decide policies are counted in all scripts, see counted_times.py.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
     for module in sys.argv[1:]:
         __import__(module)
-    for line in sys.stdin:
-        answers.write(f"{_run_ranks(json.loads(line))}\n")
-        answers.flush()
+    with count_times():
+        for line in sys.stdin:
+            answers.write(f"{_run_ranks(json.loads(line))}\n")
+            answers.flush()
 
 
 def _run_ranks(request: dict[str, Any]) -> int:

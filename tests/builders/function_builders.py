@@ -57,6 +57,20 @@ class ScaleInPlace(Scale):
         return x.view(x.shape)
 
 
+class Square(torch.autograd.Function):
+    """x * x, by torch's operators."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
 def through(function, *args):
     """Return a block whose hidden states pass through the Function and are saved after it."""
 

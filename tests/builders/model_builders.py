@@ -139,3 +139,13 @@ def everything_of(model):
         torch.tensor(numpy.random.get_state()[1].tolist()),
     ]
     return {**state, **grads, "generators": torch.cat(generators)}
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.kind_profile import BackwardEvent, CodecOption, ForwardEvent, KindProfile, Operator, Value
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, BlockAction, Choice, Plan
 from adacc_hf.artifacts.profile import BlockProfile, Head, Profile, Shared
+
+SLOW_EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+"""Settings of hypothesis for examples that solve programs."""
 
 
 @dataclass
@@ -269,6 +275,20 @@ def every_plan_of(kind):
     for menu in itertools.product(*menus):
         options = zip(kind.inputs, menu, strict=True)
         yield checkpoint_plan(kind, {v.index: Choice.compress(o) for v, o in options if o is not None})
+
+
+def every_outcome_of(kind):
+    """Yield (plan, outcome) for each plan that the simulator accepts."""
+    for plan in every_plan_of(kind):
+        with suppress(ValueError):
+            yield plan, run_block(kind, plan)
+
+
+def bytes_of_step(profile, outcomes):
+    """Return the bytes that a step stores on the device, as the simulator counts them."""
+    read = frozenset().union(*(outcome.shared for outcome in outcomes))
+    shared = sum(record.nbytes for i, record in enumerate(profile.shared) if record.saved or i in read)
+    return profile.outside_stored_bytes + shared + sum(outcome.stored_bytes for outcome in outcomes)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Fixtures of the tests that run a Trainer: all those of tests/builders/trainer_builders.py."""
 
 import pytest
+from counted_times import *  # noqa: F403
 from trainer_builders import *  # noqa: F403
 
 

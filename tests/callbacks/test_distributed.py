@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Trainer
 
@@ -74,6 +75,7 @@ def run_rank(folder: Path) -> None:
     toys.write_rank_results(folder, results)
 
 
+@pytest.mark.gate
 def test_lossless_training_is_bit_equal_to_plain_ddp(run_two_ranks, tmp_path):
     ranks = run_two_ranks(__file__)
     for name in ranks[0]:

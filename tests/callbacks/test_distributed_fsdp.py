@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
@@ -105,6 +106,7 @@ def run_rank(folder: Path) -> None:
     toys.write_rank_results(folder, {name: compare(toys, folder, config) for name, config in CONFIGS.items()})
 
 
+@pytest.mark.gate
 def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_two_ranks) -> None:
     for rank in run_two_ranks(__file__):
         assert [results["class"] for results in rank.values()] == ["FSDPGPT2LMHeadModel", "FullyShardedDataParallel"]

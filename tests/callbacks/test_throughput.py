@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,50 +13,54 @@ from transformers import TrainerCallback, TrainerState
 from adacc_hf.callbacks import ThroughputCallback, throughput
 
 
-class Slow(TrainerCallback):
-    """Callback that sleeps before the end of each of the first `num_steps` steps."""
+class Clock(TrainerCallback):
+    """Clock of a run: a step takes 0.1 s, each of the first `num_slow` steps 0.5 s, a batch of evaluation 9 s."""
 
-    def __init__(self, num_steps: int, seconds: float) -> None:
-        self.num_steps, self.seconds = num_steps, seconds
+    seconds, num_slow = 0.0, 0
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step < self.num_steps:
-            time.sleep(self.seconds)
+        self.seconds += 0.5 if state.global_step < self.num_slow else 0.1
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.seconds += 9.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    return clock
 
 
 def logged(run, key):
     return [log[key] for log in run.logs if key in log]
 
 
-def test_step_time_is_per_step_and_tokens_are_of_all_micro_batches(train):
-    run = train([ThroughputCallback(warmup_steps=1), Slow(99, 0.05)], gradient_accumulation_steps=2)
-    step_ms = logged(run, "throughput/step_ms")
-    assert min(step_ms) >= 50.0
+def test_step_time_is_per_step_and_tokens_are_of_all_micro_batches(train, clock):
+    run = train([ThroughputCallback(warmup_steps=1), clock], gradient_accumulation_steps=2)
+    assert logged(run, "throughput/step_ms") == pytest.approx([100.0] * 4)
     # Every step has 2 micro-batches of 4 sequences of 32 tokens.
-    for tokens_per_second, ms in zip(logged(run, "throughput/tokens_per_second"), step_ms, strict=True):
-        assert tokens_per_second * ms / 1e3 == pytest.approx(2 * 4 * 32)
+    assert logged(run, "throughput/tokens_per_second") == pytest.approx([2 * 4 * 32 / 0.1] * 4)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 2, 4])
-def test_warm_up_steps_are_left_out(train, warmup_steps):
-    run = train([ThroughputCallback(warmup_steps=warmup_steps), Slow(warmup_steps, 0.5)])
-    assert len(logged(run, "throughput/step_ms")) == 5 - warmup_steps
-    assert max(logged(run, "throughput/step_ms")) < 500.0
+def test_warm_up_steps_are_left_out(train, clock, warmup_steps):
+    clock.num_slow = warmup_steps
+    run = train([ThroughputCallback(warmup_steps=warmup_steps), clock])
+    assert logged(run, "throughput/step_ms") == pytest.approx([100.0] * (5 - warmup_steps))
 
 
-def test_evaluation_counts_neither_as_tokens_nor_as_time(train):
-    run = train([ThroughputCallback(warmup_steps=0)], eval_strategy="steps", eval_steps=1)
-    tokens = [
-        rate * ms / 1e3
-        for rate, ms in zip(logged(run, "throughput/tokens_per_second"), logged(run, "throughput/step_ms"), strict=True)
-    ]
-    assert tokens == pytest.approx([4 * 32] * 5)
+def test_evaluation_counts_neither_as_tokens_nor_as_time(train, clock):
+    run = train([ThroughputCallback(warmup_steps=0), clock], eval_strategy="steps", eval_steps=1)
+    assert clock.seconds > 5 * 9.0
+    assert logged(run, "throughput/step_ms") == pytest.approx([100.0] * 5)
+    assert logged(run, "throughput/tokens_per_second") == pytest.approx([4 * 32 / 0.1] * 5)
 
 
-def test_a_log_covers_the_steps_since_the_last(train):
-    run = train([ThroughputCallback(warmup_steps=0), Slow(2, 0.3)], logging_steps=2, max_steps=4)
-    first, second = logged(run, "throughput/step_ms")
-    assert first >= 300.0 > second
+def test_a_log_covers_the_steps_since_the_last(train, clock):
+    clock.num_slow = 2
+    run = train([ThroughputCallback(warmup_steps=0), clock], logging_steps=2, max_steps=4)
+    assert logged(run, "throughput/step_ms") == pytest.approx([500.0, 100.0])
 
 
 def test_the_last_step_of_the_warm_up_is_waited_for(monkeypatch):

@@ -7,11 +7,11 @@ import json
 from dataclasses import replace
 
 import torch
+from counted_times import count_times
 from emulated_cuda import memory, set_limit, shrink_segments
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
-from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import FRAGMENTATION_SHARE
@@ -31,28 +31,6 @@ def small_model(family: str) -> torch.nn.Module:
         model = LlamaForCausalLM(config)
     model.config.use_cache = False
     return model.to("cuda").train()
-
-
-def with_times_from_bytes(kind: KindProfile) -> KindProfile:
-    """Replace all times in `kind` by values computed from bytes, so that the policies do not depend on measurements."""
-
-    def ms_of(value: int) -> float:
-        return kind.values[value].nbytes / 1e6
-
-    operators = tuple(
-        replace(operator, ms=sum(map(ms_of, (*operator.inputs, *operator.outputs)))) for operator in kind.operators
-    )
-    values = tuple(
-        replace(
-            value,
-            codecs=tuple(
-                replace(codec, encode_ms=2 * ms_of(value.index), decode_ms=2 * ms_of(value.index))
-                for codec in value.codecs
-            ),
-        )
-        for value in kind.values
-    )
-    return replace(kind, operators=operators, values=values, forward_ms=sum(operator.ms for operator in operators))
 
 
 def runs_out_of_memory(model: torch.nn.Module, batch: dict[str, torch.Tensor], policy: Policy, limit: int) -> bool:
@@ -79,8 +57,8 @@ def main() -> None:
         model = small_model(family)
         ids = torch.randint(0, 1000, (4, 256), device="cuda")
         batch = {"input_ids": ids, "labels": ids}
-        profile = profile_model(model, batch)
-        profile = replace(profile, kinds=tuple(map(with_times_from_bytes, profile.kinds)))
+        with count_times("cuda"):  # policies, and their fragments, do not depend on the machine
+            profile = profile_model(model, batch)
         for actions in (EXACT, ALL):
             config = AdaccConfig(actions=actions)
             least = least_policy(profile, config).predicted_peak_bytes

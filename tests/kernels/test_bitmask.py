@@ -28,13 +28,6 @@ def test_masks_of_other_dtypes_are_lossless(dtype: torch.dtype, true_value: int)
     assert torch.equal(codec.decode(payload), mask)
 
 
-def test_dropout_masks_scaled_by_the_framework_are_lossless(dtype: torch.dtype) -> None:
-    mask = torch.nn.functional.dropout(torch.ones(64, 64, dtype=dtype), p=0.1)
-    codec = get_codec("bitmask")
-    assert codec.accepts(mask)
-    assert torch.equal(codec.decode(codec.encode(mask)), mask)
-
-
 @pytest.mark.parametrize(
     ("values", "accepted"),
     {

@@ -16,6 +16,10 @@ from adacc_hf.kernels._host_pool import HostPool
 from adacc_hf.kernels._host_sizes import ALIGNMENT, aligned
 
 
+class User:
+    """An object that reserves memory."""
+
+
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
     made = HostPool()
@@ -66,9 +70,6 @@ def test_a_block_has_an_aligned_part_for_each_tensor(pool: HostPool) -> None:
 
 
 def test_reservations_of_several_users_add_up_and_are_never_reduced(pool: HostPool) -> None:
-    class User:
-        pass
-
     first, second = User(), User()
     assert pool.nbytes == 64 * ALIGNMENT
     pool.reserve(first, 10)
@@ -106,9 +107,6 @@ def run_in_thread(action: Callable[[], object]) -> None:
 
 
 def test_the_reservation_of_a_deleted_user_ends(pool: HostPool) -> None:
-    class User:
-        pass
-
     first, second = User(), User()
     pool.release(pool)
     pool.reserve(first, ALIGNMENT)
@@ -121,9 +119,6 @@ def test_the_reservation_of_a_deleted_user_ends(pool: HostPool) -> None:
 
 def test_the_reservation_of_a_user_that_is_deleted_within_the_pool_ends_afterwards(pool: HostPool) -> None:
     """The garbage collector may run within any call of the pool, and on a thread that does not hold the lock."""
-
-    class User:
-        pass
 
     users = [User(), User(), User()]
     pool.release(pool)
@@ -143,9 +138,6 @@ def test_the_reservation_of_a_user_that_is_deleted_within_the_pool_ends_afterwar
 
 
 def test_a_reservation_belongs_to_a_model(pool: HostPool) -> None:
-    class User:
-        pass
-
     user, model = User(), User()
     pool.reserve(user, 1, model)
     assert pool.reserved_for_others(model) == 64 * ALIGNMENT

@@ -159,27 +159,22 @@ def test_groups_encoded_side_by_side_are_those_encoded_at_once(rounding: str, mo
 
 
 INDICES = torch.tensor([1, 5], dtype=torch.int32)
+SHAPE, FLOAT = (20, 8), torch.float32
 REFERENCES = {
     "outlier_int4": (
         lambda x: outlier_int4.encode_ref(x, INDICES, 16, -1 / 8, "stochastic", 3),
-        lambda *t: outlier_int4.decode_ref((20, 8), torch.float32, -1 / 8, *t),
+        lambda *t: outlier_int4.decode_ref(SHAPE, FLOAT, -1 / 8, *t),
     ),
     "channel_int4": (
         lambda x: channel_int4.encode_ref(x, 16, -1 / 8, "nearest", 0),
-        lambda *t: channel_int4.decode_ref((20, 8), torch.float32, -1 / 8, *t),
+        lambda *t: channel_int4.decode_ref(SHAPE, FLOAT, -1 / 8, *t),
     ),
     "token_int4": (
         lambda x: token_int4.encode_ref(x, 1 / 8, "nearest", 0),
-        lambda *t: token_int4.decode_ref((20, 8), torch.float32, 1 / 8, *t),
+        lambda *t: token_int4.decode_ref(SHAPE, FLOAT, 1 / 8, *t),
     ),
-    "int8": (
-        lambda x: int8.encode_ref(x.view(-1), 16, "nearest", 0),
-        lambda *t: int8.decode_ref(160, torch.float32, *t),
-    ),
-    "fp8": (
-        lambda x: fp8.encode_ref(x, 16, "stochastic", 3),
-        lambda *t: fp8.decode_ref(torch.float32, 16, *t),
-    ),
+    "int8": (lambda x: int8.encode_ref(x.view(-1), 16, "nearest", 0), lambda *t: int8.decode_ref(160, FLOAT, *t)),
+    "fp8": (lambda x: fp8.encode_ref(x, 16, "stochastic", 3), lambda *t: fp8.decode_ref(FLOAT, 16, *t)),
     "asymmetric_int4": (
         lambda x: asymmetric_int4.encode_ref(x.view(-1), 16, "range15", "nearest", 0),
         lambda *t: asymmetric_int4.decode_ref(160, "range15", *t),

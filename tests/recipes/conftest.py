@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from recipe_runs import with_setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,4 +84,4 @@ def tiny_run(model_folder: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return with_setting([], **settings)

@@ -49,11 +49,6 @@ def test_rows_that_cannot_be_trained_on_are_refused(rows: list[object], message:
         load_chats(jsonl(rows, tmp_path / "chats.jsonl"), "body")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"--chats=gone.jsonl: no such file; check the path .relative to "):
-        load_chats("gone.jsonl", "body")
-
-
 def test_strings_are_found_at_any_depth():
     assert strings_in({"a": ["one", {"b": "two", "n": 3}], "c": None, "d": "three"}) == ["one", "two", "three"]
 

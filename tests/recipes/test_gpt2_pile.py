@@ -5,6 +5,7 @@ from pathlib import Path
 
 import gpt2_pile
 import pytest
+from recipe_runs import assert_one_error, command_line, with_setting
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,16 +15,6 @@ from adacc_hf.artifacts.files import PROFILE_FILE
 RECIPE = Path(gpt2_pile.__file__)
 CHECKPOINT = "(a folder with a checkpoint)"
 WITH_CALLBACK = ("quantization", "adacc", "adacc_no_outlier", "adacc_compact")
-
-
-def with_setting(argv: list[str], **settings: object) -> list[str]:
-    """Return `argv` with further settings. argparse uses the last of repeated options."""
-    return [*argv, *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
-
-
-def command_line(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["gpt2_pile.py", *argv])
-    return gpt2_pile.command_line()
 
 
 @pytest.mark.parametrize("method", ["none", "full", "compact", *WITH_CALLBACK])
@@ -145,18 +136,15 @@ def test_a_bad_setting_ends_with_one_message_and_status_2(
 ):
     (tmp_path / "trainer_state.json").touch()
     argv = [str(tmp_path) if text == CHECKPOINT else text for text in with_setting(tiny_run, **setting)]
-    assert command_line(argv, monkeypatch) == 2
-    error = capsys.readouterr().err
-    assert message in error
+    error = assert_one_error(gpt2_pile, argv, message, monkeypatch, capsys)
     assert error.startswith("gpt2_pile.py: error: ")
-    assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
 
 def test_a_budget_below_the_floor_ends_with_status_2(
     tiny_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert command_line(with_setting(tiny_run, method="adacc", memory_budget="0.001"), monkeypatch) == 2
+    assert command_line(gpt2_pile, with_setting(tiny_run, method="adacc", memory_budget="0.001"), monkeypatch) == 2
     assert "memory_budget" in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,6 +5,7 @@ import long_context
 import pytest
 import torch
 from planned_run import find_device
+from recipe_runs import assert_one_error, command_line, with_setting
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adacc_hf import AdaccCallback
@@ -60,16 +60,6 @@ def tiny_run(tiny_llama: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
     return with_setting([], **settings)
 
 
-def with_setting(argv: list[str], **settings: object) -> list[str]:
-    """Return `argv` with further settings. argparse uses the last of repeated options."""
-    return [*argv, *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
-
-
-def command_line(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["long_context.py", *argv])
-    return long_context.command_line()
-
-
 def losses(argv: list[str], callback: AdaccCallback | None) -> list[float]:
     recipe, training = long_context.parse_settings(argv)
     trainer = long_context.make_trainer(recipe, training, long_context.long_config(recipe), callback)
@@ -80,7 +70,7 @@ def losses(argv: list[str], callback: AdaccCallback | None) -> list[float]:
 def test_a_run_prints_its_plan_and_keeps_to_it(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert command_line(tiny_run, monkeypatch) == 0
+    assert command_line(long_context, tiny_run, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     text = " ".join(" ".join(lines).split())  # the plan is wrapped
     assert "2 blocks, 2 x 128 tokens per device" in text
@@ -117,7 +107,8 @@ def test_a_plan_alone_needs_neither_the_device_nor_text(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     settings = {"device": "h100", "bf16": True, "memory_budget": "auto", "dataset": "gone.txt", "seq_len": 32768}
-    assert command_line(with_setting(tiny_run, plan_only=True, rope_theta=1e6, **settings), monkeypatch) == 0
+    argv = with_setting(tiny_run, plan_only=True, rope_theta=1e6, **settings)
+    assert command_line(long_context, argv, monkeypatch) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "2 x 32768 tokens per device, sdpa attention, adamw, on NVIDIA H100" in out
     assert not (tmp_path / "run").exists()
@@ -164,9 +155,5 @@ def test_a_bad_setting_ends_with_one_message_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    assert command_line(with_setting(tiny_run, **setting), monkeypatch) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "long_context.py: error: " in error
-    assert "Traceback" not in error
+    assert_one_error(long_context, with_setting(tiny_run, **setting), message, monkeypatch, capsys)
     assert not (tmp_path / "run").exists()

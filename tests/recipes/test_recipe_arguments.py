@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from recipe_arguments import DataArguments, parse_arguments
 from transformers import TrainingArguments
@@ -43,15 +41,6 @@ def test_training_arguments_are_all_there():
     assert (training.bf16, training.weight_decay, training.use_cpu) == (True, 0.3, True)
 
 
-def test_help_lists_the_recipe_and_the_trainer(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as exit_info:
-        parse_arguments(["--help"])
-    assert exit_info.value.code == 0
-    text = capsys.readouterr().out
-    for option in ("--model", "--dataset", "--tokenizer", "--method", "--memory_budget", "--adam_beta1"):
-        assert option in text
-
-
 def test_an_unknown_method_lists_the_choices(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:
         parse_arguments(["--method", "magic"])
@@ -72,13 +61,3 @@ def test_an_unknown_method_lists_the_choices(capsys: pytest.CaptureFixture[str])
 def test_data_settings_out_of_range(field: str, value: float, message: str):
     with pytest.raises(ValueError, match=message):
         DataArguments(**{field: value})
-
-
-def test_unknown_settings_are_refused():
-    with pytest.raises(ValueError, match="--no_such_setting"):
-        parse_arguments(["--no_such_setting", "1"])
-
-
-def test_resuming_needs_a_checkpoint(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"--resume_from_checkpoint=.* is not a checkpoint folder"):
-        parse_arguments(["--resume_from_checkpoint", str(tmp_path)])

@@ -63,8 +63,3 @@ def test_a_stream_is_held_out_from_its_beginning(
     assert isinstance(data.train, IterableDataset)
     assert len(data.validation) == 3, "evaluation needs a length"
     assert sorted(row["text"] for row in data.held_out) == sorted(texts[:4])
-
-
-def test_a_data_set_that_is_not_there_is_named(arguments: DataArguments):
-    with pytest.raises(FileNotFoundError, match=r"--dataset=gone.jsonl: no such file"):
-        load(replace(arguments, dataset="gone.jsonl"))

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from text_documents import load_documents, stdlib_files, stream_pile
+from text_documents import load_documents, stdlib_files
 
 
 def cached_files(folder: Path) -> list[Path]:
@@ -47,14 +47,6 @@ def test_stdlib_documents_are_its_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     documents, _ = load_documents("stdlib", tmp_path / "cache")
     assert documents["text"][0] == Path(json.__file__).read_text()
     assert len(documents) == 2
-
-
-def test_pile_is_streamed_from_its_schema(jsonl_file: Path, texts: list[str], tmp_path: Path):
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    jsonl_file.rename(hub / "train.jsonl")
-    stream = stream_pile(str(hub))
-    assert list(stream) == [{"text": text} for text in texts]
 
 
 def test_a_failed_read_leaves_no_cache(tmp_path: Path):

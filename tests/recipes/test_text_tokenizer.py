@@ -56,11 +56,6 @@ def test_a_vocabulary_below_the_bytes_is_refused(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_tokenizer_is_loaded_from_a_folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
-    tokenizer.save_pretrained(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved")).get_vocab() == tokenizer.get_vocab()
-
-
 def test_an_unknown_tokenizer_names_the_choices():
     with pytest.raises(ValueError, match=r"--tokenizer=no-such/tokenizer could not be loaded.*--tokenizer train"):
         load_tokenizer("no-such/tokenizer")

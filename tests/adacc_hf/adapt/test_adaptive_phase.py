@@ -21,7 +21,6 @@ from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run.call import Recording
 from adacc_hf.run.validated_call import ValidatedCall
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import call_key as known_shapes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -282,16 +281,6 @@ def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trai
     assert len(tracked[5]) > len(off[5])
     assert tracked[3] == off[3]
     assert tracked[4] == off[4]
-
-
-@pytest.fixture
-def fake_profile(gpt2_like_profile):
-    return gpt2_like_profile()
-
-
-@pytest.fixture
-def recomputing(fake_profile):
-    return uniform_policy(fake_profile, "recompute")
 
 
 class PhaseOfOneSize(AdaptivePhase):

@@ -90,14 +90,7 @@ def test_interruptions_are_added_up_by_kind():
     history += [{"step": 1, "event": "tracking"}, {"step": 1, "event": "change"}]
     assert steps.end_step(1, TRACKING, history)
     assert steps.records == [
-        {
-            "step": 1,
-            "activity": TRACKING,
-            "seconds": 2,
-            "profiling_s": 0.5,
-            "solving_s": 0.5,
-            "events": ["change"],
-        }
+        {"step": 1, "activity": TRACKING, "seconds": 2, "profiling_s": 0.5, "solving_s": 0.5, "events": ["change"]}
     ]
 
 

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
-from adacc_hf.solve.simple_policies import uniform_policy
-
-
-@pytest.fixture
-def fake_profile(gpt2_like_profile):
-    return gpt2_like_profile()
-
-
-@pytest.fixture
-def recomputing(fake_profile):
-    return uniform_policy(fake_profile, "recompute")
 
 
 def figures(policy, profile, overhead_ms=None):

@@ -7,6 +7,7 @@ import random
 import numpy
 import pytest
 import torch
+from recomputed_models import recompute_all
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -108,8 +109,7 @@ def traces(model):
 def test_a_compared_gradient_leaves_no_trace(toy_model, toy_batch, forward, is_zeroed):
     SEEN.clear()
     model, batch = toy_model(forward, setup=setup), toy_batch()
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
+    with recompute_all(model, batch, CONFIG, CONFIG) as handle:
         for _ in range(3):
             sample = BlockSample(handle.plans.strategies["layers.1"])
             model(**batch).loss.backward()
@@ -127,8 +127,7 @@ def test_a_compared_gradient_leaves_no_trace(toy_model, toy_batch, forward, is_z
 def test_gradients_made_by_an_inner_backward_are_compared_too(toy_model, toy_batch, monkeypatch):
     """Gradients from an inner backward are compared too, although `torch.autograd.grad` does not see these weights."""
     model, batch = toy_model(tiled), toy_batch()
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
+    with recompute_all(model, batch, CONFIG, CONFIG) as handle:
         sample = BlockSample(handle.plans.strategies["layers.1"])
         model(**batch).loss.backward()
         expected = model.layers[1].up.weight.grad
@@ -153,8 +152,7 @@ def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
 
     model = toy_model(cross, kwargs_of=kwargs_of)
     model.outside = outside
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
+    with recompute_all(model, batch, CONFIG, CONFIG) as handle:
         sample = BlockSample(handle.plans.strategies["layers.1"])
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)

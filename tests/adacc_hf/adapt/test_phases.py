@@ -14,10 +14,14 @@ from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 
 
-def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless, caplog):
-    callback = AdaccCallback(**lossless, retry_out_of_memory=False)
+def run_out_of_memory(make_trainer, callback):
     with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
         make_trainer([callback], trainer_class=failing((4, "forward")), max_steps=6).train()
+
+
+def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless, caplog):
+    callback = AdaccCallback(**lossless, retry_out_of_memory=False)
+    run_out_of_memory(make_trainer, callback)
     assert caplog.text.count("when it ran out") == 1
 
 
@@ -38,12 +42,6 @@ def profile(train, lossless):
     return callback.profile
 
 
-def test_a_policy_is_set_before_the_first_step(train, lossless):
-    callback = AdaccCallback(**lossless)
-    train([callback])
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0]
-
-
 def test_the_policy_is_set_after_the_profiled_steps_where_the_first_batch_leaves_blocks_out(
     train, lossless, late_policy
 ):
@@ -57,16 +55,14 @@ def test_the_policy_is_set_after_the_profiled_steps_where_the_first_batch_leaves
 
 def test_memory_is_listed_under_a_policy_that_was_passed_in(make_trainer, profile, caplog):
     callback = AdaccCallback(policy=uniform_policy(profile, "recompute"))
-    with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
-        make_trainer([callback], trainer_class=failing((4, "forward")), max_steps=6).train()
+    run_out_of_memory(make_trainer, callback)
     assert caplog.text.count("when it ran out") == 1
 
 
 def test_an_error_within_the_table_leaves_the_out_of_memory_error(make_trainer, lossless, caplog, monkeypatch):
     monkeypatch.setattr(LiveMemory, "measure", lambda *_: 1 / 0)
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
-    with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
-        make_trainer([callback], trainer_class=failing((4, "forward")), max_steps=6).train()
+    run_out_of_memory(make_trainer, callback)
     assert "no table of the device's memory: ZeroDivisionError" in caplog.text
 
 

@@ -300,17 +300,6 @@ def test_there_is_work_only_where_outliers_are_kept(model, batch):
     assert Replanner(profile, compressed, replace(config, outliers=False)).has_work()  # errors are measured
 
 
-def test_max_error_bounds_the_solved_policy(model, batch):
-    profile = profile_model(model, batch, COMPRESS)
-    errors = chosen_errors(profile, solve_policy(profile, 0.5, COMPRESS))
-    bound = sorted(errors)[len(errors) // 2]
-    bounded = chosen_errors(profile, solve_policy(profile, 0.8, replace(COMPRESS, max_error=bound)))
-    assert max(errors) > bound
-    assert max(bounded, default=0.0) <= bound
-    with pytest.raises(InfeasibleBudgetError):  # no dropout, so no lossless masks
-        solve_policy(profile, 0.95, replace(COMPRESS, max_error=0.0))
-
-
 def chosen_errors(profile, policy):
     return [
         next(option.error for option in profile.kind_of(block).values[value].codecs if option.codec == choice.codec)

@@ -75,21 +75,48 @@ class Run:
         assert all(map(torch.equal, self.weights, other.weights))
 
 
-def one_step(session, model, optimizer, batch, losses):
-    with session.step(batch):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
+def update(loss, optimizer):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def begin(**settings):
+    """Return a model, an optimizer of its parameters, and their session."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, AdaccSession(model, optimizer, **settings)
+
+
+def stepping(loss_of):
+    """Return a loop that takes a step on `loss_of(model, batch)`."""
+
+    def loop(session, model, optimizer, batch, losses):
+        with session.step(batch):
+            loss = loss_of(model, batch)
+            update(loss, optimizer)
+        losses.append(loss.item())
+
+    return loop
+
+
+def loss_under_autocast(model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(**batch).loss
+
+
+one_step, under_autocast = stepping(lambda model, batch: model(**batch).loss), stepping(loss_under_autocast)
+
+
+def train_on(session, model, optimizer, batches, losses=None):
+    for batch in batches:
+        one_step(session, model, optimizer, batch, [] if losses is None else losses)
 
 
 def by_run(session, model, optimizer, batch, losses):
     def step(batch):
         loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         losses.append(loss.item())
 
     session.run(step, batch)
@@ -133,16 +160,6 @@ def stepping_after(session, model, optimizer, batch, losses):
     optimizer.zero_grad()
 
 
-def under_autocast(session, model, optimizer, batch, losses):
-    with session.step(batch):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
-
-
 def evaluating(session, model, optimizer, batch, losses):
     one_step(session, model, optimizer, batch, losses)
     model.eval()
@@ -151,7 +168,8 @@ def evaluating(session, model, optimizer, batch, losses):
     model.train()
 
 
-LOOPS = [one_step, by_run, two_micro_batches, accumulating, stepping_after, under_autocast, evaluating]
+LOOPS = {step.__name__: step for step in (by_run, two_micro_batches, accumulating, stepping_after, evaluating)}
+LOOPS |= {"one_step": one_step, "under_autocast": under_autocast}
 
 
 def train(step, batches=BATCHES, session_class=AdaccSession, make=make_model, **settings):
@@ -166,12 +184,17 @@ def train(step, batches=BATCHES, session_class=AdaccSession, make=make_model, **
     return Run(model, losses, session)
 
 
-@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
+def train_as_plain(step, batches=BATCHES, make=make_model, **settings):
+    """Return the run with a session, whose results equal those of plain training."""
+    run = train(step, batches, make=make, **settings)
+    run.assert_equals(train(step, batches, NoSession, make))
+    return run
+
+
+@pytest.mark.parametrize("step", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("settings", [HALF, {"memory_budget": "auto", **LOSSLESS}], ids=["half", "auto"])
 def test_training_is_plain_training(step, settings):
-    plain = train(step, session_class=NoSession)
-    run = train(step, **settings)
-    run.assert_equals(plain)
+    run = train_as_plain(step, **settings)
     assert run.session.num_steps == len(BATCHES)
     if settings is HALF:
         assert run.session.policy.action_counts()["recompute"] > 0
@@ -191,8 +214,7 @@ def test_it_leaves_no_trace():
     before = [(module, dict(module.__dict__), len(module._forward_pre_hooks)) for module in model.modules()]
     optimizer = torch.optim.AdamW(model.parameters())
     with AdaccSession(model, optimizer, **HALF) as session:
-        for batch in BATCHES:
-            one_step(session, model, optimizer, batch, [])
+        train_on(session, model, optimizer, BATCHES)
     for module, attributes, num_hooks in before:
         assert module.__dict__.keys() == attributes.keys()
         assert len(module._forward_pre_hooks) == num_hooks
@@ -226,20 +248,14 @@ def test_a_step_that_was_broken_off_may_be_left_out():
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    plain = train(step, session_class=NoSession)
-    run = train(step, **HALF)
-    run.assert_equals(plain)
+    run = train_as_plain(step, **HALF)
     assert run.session.num_steps == len(BATCHES) - 3
 
 
-def from_embeddings(session, model, optimizer, batch, losses):
-    with session.step(batch):
-        embeddings = model.transformer.wte(batch["input_ids"]).sin()
-        loss = model(inputs_embeds=embeddings, labels=batch["labels"]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
+@stepping
+def from_embeddings(model, batch):
+    embeddings = model.transformer.wte(batch["input_ids"]).sin()
+    return model(inputs_embeds=embeddings, labels=batch["labels"]).loss
 
 
 @pytest.mark.parametrize("is_estimated", [True, False])
@@ -247,8 +263,7 @@ def test_a_loop_that_computes_the_embeddings(monkeypatch, is_estimated):
     """The backward of a profile does not free the graph of the embeddings, which the loop's backward needs."""
     if not is_estimated:
         monkeypatch.setattr(run_profiler, "estimate_profile", refuse_to_estimate)
-    run = train(from_embeddings, **HALF)
-    run.assert_equals(train(from_embeddings, session_class=NoSession))
+    run = train_as_plain(from_embeddings, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
@@ -282,9 +297,7 @@ def test_a_model_that_raises_an_error_on_the_first_batch(kind):
         if hook is not None:
             hook.remove()
 
-    plain = train(step, session_class=NoSession)
-    run = train(step, **HALF)
-    run.assert_equals(plain)
+    run = train_as_plain(step, **HALF)
     assert [event["step"] for event in run.session.history if event["event"] == "policy"] == [0]
 
 
@@ -312,7 +325,7 @@ def test_an_interrupted_profile_is_made_again(monkeypatch, is_first):
         except KeyboardInterrupt:
             interrupts.append(any("_gradient_checkpointing_func" in module.__dict__ for module in model.modules()))
 
-    plain = train(step, BATCHES[1:] if is_first else BATCHES, session_class=NoSession)
+    plain = train(step, BATCHES[1:] if is_first else BATCHES, NoSession)
     if not is_first:
         monkeypatch.setattr(RunProfiler, "estimate", lambda *args: None)
     name = "estimate" if is_first else "measure"
@@ -326,11 +339,8 @@ def test_an_interrupted_profile_is_made_again(monkeypatch, is_first):
 @pytest.fixture
 def budget():
     """The midpoint of a step's least peak and plain training's peak, for batches of 16 x 32 tokens."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wide = AdaccSession(model, optimizer, memory_budget="1GiB", **LOSSLESS)
-    for seed in range(8):
-        one_step(wide, model, optimizer, batch_of(seed, 16, 32), [])
+    model, optimizer, wide = begin(memory_budget="1GiB", **LOSSLESS)
+    train_on(wide, model, optimizer, [batch_of(seed, 16, 32) for seed in range(8)])
     profile = wide.profile
     wide.close()
     least, plain = least_policy(profile, AdaccConfig(**LOSSLESS)), uniform_policy(profile, "retain")
@@ -341,9 +351,7 @@ def test_batches_of_larger_sizes_keep_to_the_budget(budget):
     """Larger batches get their own policies, and a measured step peaks as planned."""
     sizes = [(8, 16)] * 6 + [(16, 32)] * 10
     batches = [batch_of(seed, *size) for seed, size in enumerate(sizes)]
-    plain = train(one_step, batches, NoSession)
-    run = train(one_step, batches, memory_budget=budget, **LOSSLESS)
-    run.assert_equals(plain)
+    run = train_as_plain(one_step, batches, memory_budget=budget, **LOSSLESS)
     measured_peaks = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
     assert measured_peaks
     assert max(measured_peaks) <= budget
@@ -382,9 +390,7 @@ def test_a_step_without_memory_is_tried_again_by_run(budget):
 def test_a_step_that_has_begun_to_change_weights_is_not_tried_again():
     def step(session, model, optimizer, batch, losses):
         def fn(batch):
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(model(**batch).loss, optimizer)
             if session.num_steps == 6:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -395,9 +401,7 @@ def test_a_step_that_has_begun_to_change_weights_is_not_tried_again():
 
 
 def test_within_a_context_it_says_what_could_be_tried_again(caplog):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = AdaccSession(model, optimizer, **HALF)
+    session = begin(**HALF)[2]
     with caplog.at_level(logging.ERROR), pytest.raises(torch.OutOfMemoryError), session.step(BATCHES[0]):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert "session.run(step, batch)" in caplog.text
@@ -409,29 +413,19 @@ def own_loss(model, batch):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def with_own_loss(session, model, optimizer, batch, losses):
-    with session.step(batch):
-        loss = own_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
+with_own_loss = stepping(own_loss)
 
 
 def test_a_loss_that_the_loop_makes():
-    plain = train(with_own_loss, session_class=NoSession)
-    run = train(with_own_loss, compute_loss=own_loss, **HALF)
-    run.assert_equals(plain)
+    run = train_as_plain(with_own_loss, compute_loss=own_loss, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
-def twice(session, model, optimizer, batch, losses):
-    with session.step(batch):
-        loss = model(**batch).loss - 0.1 * model(input_ids=batch["input_ids"].flip(0), labels=batch["labels"]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
+def loss_of_two_calls(model, batch):
+    return model(**batch).loss - 0.1 * model(input_ids=batch["input_ids"].flip(0), labels=batch["labels"]).loss
+
+
+twice = stepping(loss_of_two_calls)
 
 
 @pytest.mark.parametrize("budget", [0.5, "1GiB"])
@@ -449,26 +443,18 @@ def test_a_second_call_in_mid_training_is_said_once(caplog):
     def step(session, model, optimizer, batch, losses):
         (one_step if len(losses) % 5 < 3 else twice)(session, model, optimizer, batch, losses)
 
-    plain = train(step, session_class=NoSession)
     with caplog.at_level(logging.WARNING):
-        train(step, **HALF).assert_equals(plain)
+        train_as_plain(step, **HALF)
     assert caplog.text.count("called a second time within one micro-batch") == 1
 
 
 def test_a_model_that_is_called_twice():
-    def both(model, batch):
-        other = {"input_ids": batch["input_ids"].flip(0), "labels": batch["labels"]}
-        return model(**batch).loss - 0.1 * model(**other).loss
-
-    plain = train(twice, session_class=NoSession)
-    run = train(twice, compute_loss=both, **HALF)
-    run.assert_equals(plain)
+    run = train_as_plain(twice, compute_loss=loss_of_two_calls, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
 def test_what_makes_a_loss_is_given_a_mapping():
-    model = make_model()
-    session = AdaccSession(model, torch.optim.AdamW(model.parameters()), compute_loss=own_loss, **HALF)
+    session = begin(compute_loss=own_loss, **HALF)[2]
     with pytest.raises(TypeError, match="batch of type Tensor with compute_loss"), session.step(torch.ones(2)):
         pass
     session.close()
@@ -482,31 +468,33 @@ def test_a_saved_session_goes_on(tmp_path):
     torch.manual_seed(1)
     losses = []
     session = AdaccSession(model, optimizer, **HALF)
-    for batch in BATCHES[:7]:
-        one_step(session, model, optimizer, batch, losses)
+    train_on(session, model, optimizer, BATCHES[:7], losses)
     session.save(tmp_path)
     session.close()
     session = AdaccSession(model, optimizer, **HALF)
     assert session.load(tmp_path)
     assert session.num_steps == 7
-    for batch in BATCHES[7:]:
-        one_step(session, model, optimizer, batch, losses)
+    train_on(session, model, optimizer, BATCHES[7:], losses)
     session.close()
     assert session.num_steps == len(BATCHES)
     Run(model, losses, session).assert_equals(uninterrupted)
     assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 7
 
 
+def saved_after_six_steps(folder):
+    """Return a model and an optimizer after six steps, whose session is saved in `folder`."""
+    model, optimizer, session = begin(**HALF)
+    with session:
+        train_on(session, model, optimizer, BATCHES[:6])
+        session.save(folder)
+    return model, optimizer
+
+
 def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with AdaccSession(model, optimizer, **HALF) as session:
-        for batch in BATCHES[:6]:
-            one_step(session, model, optimizer, batch, [])
-        session.save(tmp_path)
+    model, optimizer = saved_after_six_steps(tmp_path)
     with AdaccSession(model, optimizer, **(HALF | {"memory_budget": 0.7})) as session:
         assert not session.load(tmp_path)
-        one_step(session, model, optimizer, BATCHES[0], [])
+        train_on(session, model, optimizer, BATCHES[:1])
         with pytest.raises(RuntimeError, match="after the first step"):
             session.load(tmp_path)
 
@@ -514,9 +502,7 @@ def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
     policy = train(one_step, **HALF).session.policy
     monkeypatch.setattr(run_profiler, "profile_batch", None)
-    plain = train(one_step, session_class=NoSession)
-    run = train(one_step, policy=policy, **LOSSLESS)
-    run.assert_equals(plain)
+    run = train_as_plain(one_step, policy=policy, **LOSSLESS)
     assert run.session.policy == policy
 
 
@@ -540,12 +526,7 @@ def test_a_policy_with_actions_that_the_settings_exclude_is_refused(is_function)
 
 
 def test_a_folder_whose_policy_the_settings_exclude_is_not_gone_on_with(tmp_path, caplog):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with AdaccSession(model, optimizer, **HALF) as session:
-        for batch in BATCHES[:6]:
-            one_step(session, model, optimizer, batch, [])
-        session.save(tmp_path)
+    model, optimizer = saved_after_six_steps(tmp_path)
     with AdaccSession(model, optimizer, **(HALF | {"actions": ("retain",)})) as session:
         assert not session.load(tmp_path)
     assert f"Adacc: {tmp_path} has a policy that recomputes activations, which" in caplog.text
@@ -556,28 +537,24 @@ def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(caplog):
     getattr(model, f"{CHECKPOINTING}_enable")()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with AdaccSession(model, optimizer, **HALF) as session:
-        one_step(session, model, optimizer, BATCHES[0], [])
+        train_on(session, model, optimizer, BATCHES[:1])
     assert caplog.text.count("checkpointing is on in the model, though not in the arguments: a policy replaces") == 1
     assert getattr(model, f"is_{CHECKPOINTING}"), "closing the session restores the model"
 
 
 def test_a_session_shows_its_settings_and_its_policy():
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = AdaccSession(model, optimizer, memory_budget=0.5)
+    model, optimizer, session = begin(memory_budget=0.5)
     assert repr(session) == "<AdaccSession on GPT2LMHeadModel, AdaccConfig(memory_budget=0.5): no policy yet>"
-    one_step(session, model, optimizer, BATCHES[0], [])
+    train_on(session, model, optimizer, BATCHES[:1])
     session.close()
     assert repr(session).startswith("<AdaccSession on GPT2LMHeadModel (closed), AdaccConfig(memory_budget=0.5): 3 bl")
 
 
 def test_figures_are_those_of_the_callback():
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with AdaccSession(model, optimizer, **HALF) as session:
+    model, optimizer, session = begin(**HALF)
+    with session:
         assert session.metrics() == {}
-        for batch in BATCHES:
-            one_step(session, model, optimizer, batch, [])
+        train_on(session, model, optimizer, BATCHES)
         metrics = session.metrics({"loss": 3.0, "grad_norm": 1.0})
     assert {"adacc/stored_gib", "adacc/peak_gib", "adacc/overhead_ms", "adacc/fallback_steps"} <= metrics.keys()
 
@@ -602,9 +579,7 @@ def test_blocks_that_are_trained_later_get_plans():
         return model
 
     batches = [batch_of(seed) for seed in range(60)]
-    plain = train(step, batches, NoSession, frozen)
-    run = train(step, batches, AdaccSession, frozen, **HALF)
-    run.assert_equals(plain)
+    train_as_plain(step, batches, frozen, **HALF)
 
 
 def test_other_optimizers_steps_are_not_the_runs():
@@ -622,15 +597,12 @@ def test_other_optimizers_steps_are_not_the_runs():
                     optimizer.zero_grad()
             losses.append(loss.item())
 
-    plain = train(step, session_class=NoSession)
-    run = train(step, **HALF)
-    run.assert_equals(plain)
+    run = train_as_plain(step, **HALF)
     assert run.session.num_steps == len(BATCHES)
 
 
 def test_steps_do_not_nest():
-    model = make_model()
-    session = AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF)
+    session = begin(**HALF)[2]
     for outer, inner in ((session.step, session.step), (session.micro_batch,) * 2, (session.micro_batch, session.step)):
         with pytest.raises(RuntimeError, match="within another one"), outer(BATCHES[0]), inner(BATCHES[0]):
             pass
@@ -641,9 +613,7 @@ def skipping(session, model, optimizer, batch, losses):
     """Skip every third batch within the context, the first one included."""
     with session.step(batch):
         if len(losses) % 3:
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(model(**batch).loss, optimizer)
     losses.append(0.0)
 
 
@@ -655,10 +625,8 @@ def in_eval_mode(session, model, optimizer, batch, losses):
 
 @pytest.mark.parametrize(("step", "why"), [(skipping, "very model"), (in_eval_mode, "eval mode")])
 def test_a_step_that_trains_nothing_is_not_counted(step, why, caplog):
-    plain = train(step, session_class=NoSession)
     with caplog.at_level(logging.WARNING):
-        run = train(step, **HALF)
-    run.assert_equals(plain)
+        run = train_as_plain(step, **HALF)
     assert run.session.num_steps == {skipping: 8, in_eval_mode: 9}[step]
     assert caplog.text.count("a step without a forward") == 1
     assert why in caplog.text
@@ -675,10 +643,8 @@ def stepping_outside(session, model, optimizer, batch, losses):
 
 def test_an_optimizer_that_is_not_seen_is_asked_for(caplog):
     """Without a visible optimizer, the session warns, counts the step and its memory, and still follows the budget."""
-    plain = train(stepping_outside, session_class=NoSession)
     with caplog.at_level(logging.WARNING):
-        run = train(stepping_outside, memory_budget="1GiB", **LOSSLESS)
-    run.assert_equals(plain)
+        run = train_as_plain(stepping_outside, memory_budget="1GiB", **LOSSLESS)
     assert run.session.num_steps == len(BATCHES)
     assert caplog.text.count("4 steps without a step of the optimizer") == 1
     assert any("measured_peak_bytes" in event for event in run.session.history)
@@ -694,17 +660,14 @@ def test_a_model_has_one_session(caplog):
     losses = []
     before = dict(vars(model))
     first = AdaccSession(model, optimizer, **HALF)
-    for batch in BATCHES[:4]:
-        one_step(first, model, optimizer, batch, losses)
+    train_on(first, model, optimizer, BATCHES[:4], losses)
     second = AdaccSession(model, optimizer, **HALF)
-    for batch in BATCHES[4:8]:
-        one_step(second, model, optimizer, batch, losses)
+    train_on(second, model, optimizer, BATCHES[4:8], losses)
     assert "policy or session is removed" in caplog.text
     first.close()
     functions = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
     assert functions, "the end of the first one ended the second"
-    for batch in BATCHES[8:]:
-        one_step(second, model, optimizer, batch, losses)
+    train_on(second, model, optimizer, BATCHES[8:], losses)
     Run(model, losses, second).assert_equals(plain)
     with pytest.raises(RuntimeError, match="closed"):
         one_step(first, model, optimizer, BATCHES[0], losses)
@@ -715,9 +678,8 @@ def test_a_model_has_one_session(caplog):
 
 def test_copies_have_no_session(tmp_path):
     """Copies of the model, such as a moving average or the best model so far, have no session."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with AdaccSession(model, optimizer, **HALF) as session:
+    model, optimizer, session = begin(**HALF)
+    with session:
         for batch in BATCHES[:6]:
             one_step(session, model, optimizer, batch, [])
             copied = copy.deepcopy(model)
@@ -731,17 +693,12 @@ def test_copies_have_no_session(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path):
-    model = make_model()
-    with (
-        AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF) as session,
-        pytest.raises(FileNotFoundError, match="no such folder"),
-    ):
+    with begin(**HALF)[2] as session, pytest.raises(FileNotFoundError, match="no such folder"):
         session.load(tmp_path / "elsewhere")
 
 
 def test_a_session_without_a_step_says_so(caplog):
-    model = make_model()
-    AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF).close()
+    begin(**HALF)[2].close()
     assert "closed without a step" in caplog.text
 
 
@@ -787,42 +744,31 @@ def pair_of(seed, samples=4):
     return {"input_ids": ids[0], "labels": ids[1]}
 
 
-def after_the_encoder(session, model, optimizer, batch, losses):
-    with session.step(batch):
-        loss = loss_after_the_encoder(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss.item())
-
-
 def loss_after_the_encoder(model, batch):
     encoded = model.get_encoder()(input_ids=batch["input_ids"])
     return model(encoder_outputs=encoded, labels=batch["labels"]).loss
 
 
+after_the_encoder = stepping(loss_after_the_encoder)
+
+
 def test_a_loop_that_calls_the_encoder_itself():
     """A profile calls the encoder only by `compute_loss`. Without this function, an error asks for it."""
     batches = [pair_of(0)] * 3
-    plain = train(after_the_encoder, batches, NoSession, make_t5)
     with pytest.raises(UncalledBlocksError, match=r"were not called.* set compute_loss to a function"):
         train(after_the_encoder, batches, make=make_t5, **HALF)
-    run = train(after_the_encoder, batches, make=make_t5, compute_loss=loss_after_the_encoder, **HALF)
-    run.assert_equals(plain)
+    run = train_as_plain(after_the_encoder, batches, make_t5, compute_loss=loss_after_the_encoder, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
 def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch):
     """No batch is profiled whole, whichever comes first: the budget may be too small for the next one."""
     batches = [pair_of(seed) for seed in range(16)]
-    plain = train(one_step, batches, NoSession, make_t5)
-    largest_run = train(
-        one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF
-    )
+    largest = max(batches, key=lambda batch: batch["input_ids"].numel())
+    largest_run = train(one_step, [largest] * 5, make=make_t5, **HALF)
     budget = int(0.6 * uniform_policy(largest_run.session.profile, "retain").predicted_peak_bytes)
     monkeypatch.setattr(run_profiler, "profile_batch", None)
-    run = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS)
-    run.assert_equals(plain)
+    run = train_as_plain(one_step, batches, make_t5, memory_budget=budget, **LOSSLESS)
     measured_peaks = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
     assert len(measured_peaks) >= 2
     assert max(measured_peaks) <= budget
@@ -889,9 +835,8 @@ def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_
     probe = train(one_step, [batch_of(0, 8, 40)] * 4, **HALF).session.profile
     budget = int(1.2 * uniform_policy(probe, "retain").predicted_peak_bytes)
     config = {"memory_budget": budget, "head": "plain", "min_compress_bytes": 0}
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with AdaccSession(model, optimizer, **config) as session:
+    model, optimizer, session = begin(**config)
+    with session:
         one_step(session, model, optimizer, batch_of(0, 8, 40), [])
         phase, profile = session.phase, session.profile
         lossy = lossy_options(profile, [block.name for block in profile.blocks])
@@ -904,19 +849,9 @@ def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_
         assert codecs <= {"bitmask"}, "what is lossless"
 
 
-def train_on(session, model, optimizer, batches):
-    for batch in batches:
-        with session.step(batch):
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
     """A resumed run keeps the profile that predicts all sizes, although the first batch has a size predicted before."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = AdaccSession(model, optimizer, **HALF)
+    model, optimizer, session = begin(**HALF)
     train_on(session, model, optimizer, [batch_of(seed, tokens=60) for seed in range(5)])
     train_on(session, model, optimizer, [batch_of(seed, tokens=45) for seed in range(3)])
     session.save(tmp_path)
@@ -958,9 +893,7 @@ def test_the_first_step_of_a_resumed_run_keeps_to_the_budget(tmp_path, share):
 def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr("adacc_hf.adapt.peak_check.missing_bytes", lambda *_: {"forward": 1000})
     settings = {**LOSSLESS, "memory_budget": "2MiB"}
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = AdaccSession(model, optimizer, **settings)
+    model, optimizer, session = begin(**settings)
     train_on(session, model, optimizer, BATCHES[:5])
     before = session.phase.context
     assert (before.missing_bytes, before.counted_elements) == ({"forward": 1000}, 2 * 8 * 16)
@@ -976,18 +909,14 @@ def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, m
 def test_a_function_s_policy_leaves_no_hook_of_all_optimizers():
     hooks = optimizers._global_optimizer_pre_hooks
     before = dict(hooks)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = AdaccSession(model, optimizer, policy=lambda profile: uniform_policy(profile, "recompute"))
+    model, optimizer, session = begin(policy=lambda profile: uniform_policy(profile, "recompute"))
     train_on(session, model, optimizer, BATCHES[:2])
     assert dict(hooks) == before
     session.close()
 
 
 def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = AdaccSession(model, optimizer, **HALF)
+    model, optimizer, session = begin(**HALF)
     failed_steps = []
 
     def step(batch):
@@ -995,9 +924,7 @@ def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
         if not failed_steps:
             failed_steps.append(1)
             raise torch.OutOfMemoryError("no room")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
 
     session.run(step, batch_of(0))
     assert [event["event"] for event in session.history] == ["policy", "memory"]
@@ -1007,10 +934,8 @@ def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
 
 def test_a_smaller_size_runs_under_a_policy_whose_codecs_it_is_too_small_for():
     """A smaller size may run under the policy of a larger one, whose codecs are skipped below `min_compress_bytes`."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
     nbytes = 8 * 32 * 32 * 4  # the hidden states of the first batch
-    session = AdaccSession(model, optimizer, memory_budget="1.6MiB", min_compress_bytes=nbytes // 4, head="plain")
+    model, optimizer, session = begin(memory_budget="1.6MiB", min_compress_bytes=nbytes // 4, head="plain")
     train_on(session, model, optimizer, [batch_of(0, tokens=32), batch_of(1, tokens=6), batch_of(2, tokens=32)])
     codec_names = [choice.codec for plan in session.policy.plans for _, choice in plan.choices if choice.codec]
     train_on(

@@ -86,7 +86,7 @@ def two_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 @pytest.fixture(scope="module")
-def make_case(one_thread, tiny_gpt2, token_batch, run_steps):
+def make_case(one_thread, without_onednn, tiny_gpt2, token_batch, run_steps):
     """`make_case(name, autocast=None)`: a Case."""
 
     def r_drop():
@@ -139,7 +139,7 @@ def test_the_profile_has_every_call_in_the_order_of_the_step(case, request):
     assert [block.name for block in case.profile.blocks] == NAMES[request.node.callspec.params["case"]]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_lossless_policies_train_exactly(case, run_steps, assert_same_steps, seed):
     with apply_policy(case.model, case.random(seed), case.config):
@@ -404,7 +404,7 @@ def test_logits_that_are_read_twice_are_not_chunked(make_case, caplog):
 # Names
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20)
 @given(st.from_regex(r"[a-z]+(\.[a-z0-9]+){0,3}", fullmatch=True), st.integers(1, 99))
 def test_names_tell_block_and_number(block, number):
     name = call_name(block, number)

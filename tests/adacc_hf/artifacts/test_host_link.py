@@ -117,22 +117,6 @@ def test_a_profile_without_codecs_below_a_size_moves_none_of_them(kind, profile_
     assert [value.name for value in profile.kinds[0].values if value.is_movable] == ["hidden"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (True, r"host_memory=True has type bool: use None, a float in \(0, 0.8\]"),
-        (0.9, r"host_memory=0.9 is outside \(0, 0.8\]"),
-        (0.0, r"host_memory=0.0 is outside"),
-        (64, r'host_memory=64 is outside \[65536, .*\] bytes, which may have been meant as "64GiB"'),
-        ("lots", r"host_memory='lots' is not a size"),
-        ([], r"host_memory=\[\] has type list"),
-    ],
-)
-def test_a_wrong_setting_is_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        AdaccConfig(host_memory=setting)
-
-
 def test_host_is_no_name_for_the_setting_of_codecs():
     with pytest.raises(ValueError, match=r"codecs=\['host'\] are unknown: .*\. host_memory=\.\.\. moves payloads"):
         AdaccConfig(codecs=("host",))

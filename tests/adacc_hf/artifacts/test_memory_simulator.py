@@ -5,10 +5,21 @@ from dataclasses import replace
 from profile_builders import plan_of
 
 from adacc_hf.artifacts.memory_simulator import simulate
-from adacc_hf.artifacts.policy import (
-    RECOMPUTE,
-)
+from adacc_hf.artifacts.policy import RECOMPUTE
+from adacc_hf.artifacts.profile import Shared
 from adacc_hf.solve.simple_policies import uniform_policy
+
+
+def highest_by_label(outcome):
+    """Return the most live bytes of each part of a step."""
+    return {label: max(nbytes for other, nbytes in outcome.timeline if other == label) for label, _ in outcome.timeline}
+
+
+def masked_kind(tape):
+    """Return a kind whose operator reads a shared mask."""
+    start, mask = tape.value("input", 100), tape.value("mask", 30, shared=0)
+    tape.operator("where", [start, mask], [("a", 10)], ms=1.0, save=[-1])
+    return tape.kind()
 
 
 def test_the_step_adds_up(kind, profile_of):
@@ -16,10 +27,7 @@ def test_the_step_adds_up(kind, profile_of):
     outcome = simulate(profile, [plan_of(kind, b=RECOMPUTE), plan_of(kind)])
     assert outcome.stored_bytes == 100 + 50 + 70
     assert outcome.overhead_ms == 2.0
-    live = {}
-    for label, nbytes in outcome.timeline:
-        live[label] = max(live.get(label, 0), nbytes)
-    assert live == {
+    assert highest_by_label(outcome) == {
         "forward h.0": 1100 + 50,
         "forward h.1": 1100 + 50 + 70,
         "head and loss": 1300 + 50 + 70,
@@ -42,12 +50,7 @@ def test_a_stored_cast_counts_once_forward_has_let_go_of_its_cache(kind, profile
 
 
 def test_shared_tensors_count_once_if_saved_or_read(tape_builder, profile_of):
-    from adacc_hf.artifacts.profile import Shared
-
-    tape = tape_builder()
-    start, mask = tape.value("input", 100), tape.value("mask", 30, shared=0)
-    tape.operator("where", [start, mask], [("a", 10)], ms=1.0, save=[-1])
-    kind = tape.kind()
+    kind = masked_kind(tape_builder())
     for saved, read_bytes in ((False, 30), (True, 0)):
         profile = profile_of([kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=saved)])
         retained_bytes = simulate(profile, [plan_of(kind)] * 3).stored_bytes
@@ -57,12 +60,7 @@ def test_shared_tensors_count_once_if_saved_or_read(tape_builder, profile_of):
 
 
 def test_a_shared_tensor_is_live_from_the_first_block_whose_replay_reads_it_on(tape_builder, profile_of):
-    from adacc_hf.artifacts.profile import Shared
-
-    tape = tape_builder()
-    start, mask = tape.value("input", 100), tape.value("mask", 30, shared=0)
-    tape.operator("where", [start, mask], [("a", 10)], ms=1.0, save=[-1])
-    kind = replace(tape.kind(), held=(0,))
+    kind = replace(masked_kind(tape_builder()), held=(0,))
     profile = profile_of(
         [kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=False)], gradient_bytes=40, outside_live_bytes=25
     )
@@ -73,9 +71,7 @@ def test_a_shared_tensor_is_live_from_the_first_block_whose_replay_reads_it_on(t
         ((keep, recompute, keep), (30, 0, 0, 0, 0)),
         ((recompute, keep, keep), (0, 0, 0, 0, 0)),
     ):
-        live = {}
-        for label, nbytes in simulate(profile, plans).timeline:
-            live[label] = max(live.get(label, 0), nbytes)
+        live = highest_by_label(simulate(profile, plans))
         stored = [100 if plan is recompute else 10 for plan in plans]
         extra = [10 if plan is recompute else 0 for plan in plans]
         assert live["backward h.0"] == 1120 + stored[0] + extra[0] - unread[0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
+from html_pages import Page
 
 from adacc_hf import AdaccCallback, AdaccConfig, apply_policy
 from adacc_hf.artifacts.notebook_html import (
@@ -32,30 +32,12 @@ def policy(profile):
     return solve_policy(profile, 0.5)
 
 
-class Reader(HTMLParser):
-    """A parser that collects the text and the rows of tables, and checks that all tags are closed."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.open: list[str] = []
-        self.feed(html)
-        assert self.open == []
+class Reader(Page):
+    """A page without attributes other than styles."""
 
     def handle_starttag(self, tag, attributes):
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
+        super().handle_starttag(tag, attributes)
         assert {name for name, _ in attributes} <= {"style"}
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "tr" in self.open:
-            self.rows[-1][-1] += data
 
 
 def assert_suits_any_page(html: str) -> None:

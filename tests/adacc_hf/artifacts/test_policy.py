@@ -65,15 +65,10 @@ def test_what_is_saved_is_loaded(policy, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["policy.json"]
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"policy file .*none\.json does not exist"):
-        Policy.load(tmp_path / "none.json")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "policy file .* is not JSON"),
         ("[]", "is not an adacc_hf policy file"),
         ('{"format": "adacc_hf.profile"}', "is not an adacc_hf policy file"),
         ('{"format": "adacc_hf.policy", "version": 99}', "policy format version 99, this release reads 3"),

@@ -36,15 +36,10 @@ def test_shared_tensors_that_autograd_does_not_save_are_not_plain_training_s(pro
     assert profile.plain_stored_bytes == 2 * 10 + 100
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"profile file .*none\.json does not exist"):
-        Profile.load(tmp_path / "none.json")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "is not JSON"),
+        ("not json", "profile file .* is not JSON"),
         ("3", "is not an adacc_hf profile"),
         ('{"format": "adacc_hf.policy", "version": 2}', "is not an adacc_hf profile"),
         ('{"format": "adacc_hf.profile", "version": 0}', "profile format version 0, this release reads 9"),

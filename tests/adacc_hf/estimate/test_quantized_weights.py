@@ -16,7 +16,7 @@ from adacc_hf.estimate.quantized_weights import Quantization, QuantizedLinear, q
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
+pytestmark = pytest.mark.usefixtures("one_thread", "without_onednn")  # each thread converts in a buffer of its own
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
 SCALAR_BYTES = 512
@@ -81,8 +81,7 @@ def test_the_plan_has_the_bytes_of_a_real_run(case: str) -> None:
     assert abs(planned.plain_stored_bytes - real.plain_stored_bytes) <= SCALAR_BYTES
     peak = uniform_policy(planned, "retain").predicted_peak_bytes
     assert abs(peak - uniform_policy(real, "retain").predicted_peak_bytes) <= SCALAR_BYTES
-    # Under bf16 the CPU's softmax and norms convert in their own buffers, which only a real run shows.
-    assert step.peak_bytes == pytest.approx(peak, rel=0.03 if settings.precision.autocast else 0.001)
+    assert abs(step.peak_bytes - peak) <= SCALAR_BYTES
 
 
 def test_four_bits_take_half_a_byte_and_a_scale_for_64_weights() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_runs import run_forked
+from settled_collectives import wait_for_threads
 from torch.distributed import _functional_collectives as collectives
 from transformers import (
     AutoConfig,
@@ -79,7 +79,7 @@ def run_rank(folder: Path) -> None:
 
     def wait_longer(tensor: torch.Tensor) -> torch.Tensor:
         result = wait(tensor)
-        time.sleep(0.003)  # until gloo's thread has freed the collective's tensors
+        wait_for_threads()  # until gloo's thread has freed the collective's tensors
         return result
 
     collectives.wait_tensor = wait_longer

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from function_builders import Square
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,19 +58,6 @@ def real(leaves, dtype=torch.float32):
 def gradients(result, leaves):
     weights = torch.linspace(-1, 1, result.numel()).reshape(result.shape).to(result.dtype)
     return torch.autograd.grad((result * weights).sum(), leaves)
-
-
-class Square(torch.autograd.Function):
-    """A Function that reads its input outside of Python."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * ctx.saved_tensors[0] * gradient
 
 
 def scale_in_place(logits):

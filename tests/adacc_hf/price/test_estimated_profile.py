@@ -222,7 +222,7 @@ CASES += [(vit, {"pixel_values": torch.zeros(4, 3, 32, 32), "labels": torch.zero
 
 
 @pytest.mark.parametrize(("build", "batch", "tolerance"), CASES)
-def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, one_thread):
+def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, one_thread, without_onednn):
     """Peaks predicted from parts agree with the whole batch's, for plain training and full recomputation.
 
     Stored bytes are sums of products of sizes, and exact.
@@ -239,7 +239,7 @@ def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, o
 
 
 @pytest.mark.parametrize(("samples", "length"), [(4, 31148), (2, 16001)])
-def test_sounds_are_predicted(samples, length, one_thread):
+def test_sounds_are_predicted(samples, length, one_thread, without_onednn):
     """Attention's memory grows with the square of the number of features, which is linear in the length of a sound,
     and rounded down. Bytes outside the blocks have too many terms for an exact fit: their error was up to 3,759 bytes.
     """
@@ -271,7 +271,7 @@ TABLE = architectures()
     ],
     ids=["embeddings", "masked-embeddings", "speech"],
 )
-def test_sequences_of_vectors_are_cut_with_their_masks(name, batch, one_thread):
+def test_sequences_of_vectors_are_cut_with_their_masks(name, batch, one_thread, without_onednn):
     model = gpt2().train() if name == "gpt2" else TABLE[name].build().train()
     estimate, whole_profile = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
     for action in ("retain", "recompute"):
@@ -286,7 +286,7 @@ def four_samples(name):
 
 
 @pytest.mark.parametrize("name", ["whisper", "smolvlm", "gemma3"])
-def test_features_and_images_are_told_of(name, one_thread):
+def test_features_and_images_are_told_of(name, one_thread, without_onednn):
     """Batches with features or images are predicted.
 
     Memory that grows with samples alone is a term next to the term of texts; images are in the text, and parts keep

@@ -9,6 +9,11 @@ from adacc_hf.price.model_recording import recompute_outcome
 from adacc_hf.price.profiler import profile_model
 
 
+@pytest.fixture(autouse=True, scope="module")
+def counted_times():
+    """Keep measured times."""
+
+
 def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
     """A step is timed between two device synchronizations, so that earlier work is excluded and its own work
     included."""

@@ -62,7 +62,7 @@ def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gp
     assert gpt2_profile.static_bytes < bases[-1]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     frozen=st.lists(st.booleans(), min_size=2, max_size=4),
     is_inlet_frozen=st.booleans(),

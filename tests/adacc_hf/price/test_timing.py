@@ -21,6 +21,11 @@ from adacc_hf.price.timing import (
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def counted_times():
+    """Keep measured times."""
+
+
 @pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
 def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
     """One interruption of a second among five runs does not change the median. With one thread, CPU time is the

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-from html.parser import HTMLParser
 
 import pytest
+from html_pages import Page
 
 from adacc_hf.reports.document import Figure, Heading, Paragraph, Report, Table, to_html, to_markdown
 
@@ -17,29 +17,6 @@ PARTS = [
 ]
 
 
-class Cells(HTMLParser):
-    """A parser that collects the text of table cells, the images and the tags that are not closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.images: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "img":
-            self.images.append(dict(attributes)["src"])
-        elif tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells.append(data)
-
-
 def test_markdown_escapes_bars_and_aligns_numbers() -> None:
     assert to_markdown(PARTS) == (
         "# Title\n\na < b & c\n\n| name | bytes |\n| --- | ---: |\n| x\\|y | 1 |\n| <b> | 2 |\n\n![a map](map.png)\n"
@@ -47,9 +24,7 @@ def test_markdown_escapes_bars_and_aligns_numbers() -> None:
 
 
 def test_html_is_well_formed_and_self_contained() -> None:
-    page = Cells()
-    page.feed(to_html("T", PARTS))
-    assert page.open == []
+    page = Page(to_html("T", PARTS))
     assert page.cells == ["name", "bytes", "x|y", "1", "<b>", "2"]
     assert page.images == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
 
@@ -79,9 +54,7 @@ def report() -> Report:
 
 def test_a_report_is_shown_in_a_notebook_with_its_pictures(report) -> None:
     html = report._repr_html_()
-    cell = Cells()
-    cell.feed(html)
-    assert cell.open == []
+    cell = Page(html)
     assert cell.cells == ["name", "bytes", "x|y", "1", "<b>", "2", "step", "42"]
     assert cell.images == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
     assert html.index("<details>") < html.index("42") < html.index("</details>")

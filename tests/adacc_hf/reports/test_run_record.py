@@ -13,9 +13,6 @@ from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_
 
 def test_spread_is_of_percentiles() -> None:
     assert Spread.of([float(value) for value in range(11)]) == Spread(low=2.0, median=5.0, high=8.0)
-
-
-def test_spread_of_one_sample() -> None:
     assert Spread.of([3.0]) == Spread(low=3.0, median=3.0, high=3.0)
 
 

@@ -9,32 +9,28 @@ from hypothesis import strategies as st
 from adacc_hf.reports.text_table import fit_lines, table_lines, terminal_columns
 
 ROWS = [("name", "bytes", "reason"), ("weight", "8.00 KiB", "retain: frees nothing; recompute: not possible; int8: no")]
+FITTED = {
+    None: """\
+  name       bytes  reason
+  weight  8.00 KiB  retain: frees nothing; recompute: not possible; int8: no""",
+    60: """\
+  name       bytes  reason
+  weight  8.00 KiB  retain: frees nothing; recompute: not
+                    possible; int8: no""",
+    50: """\
+  name       bytes
+    reason
+  weight  8.00 KiB
+    retain: frees nothing; recompute: not
+    possible; int8: no""",
+}
+"""ROWS without a width, with a wrapped last column, and with columns without room, which start a line in every row."""
 cells = st.lists(st.text("ab;", min_size=1, max_size=9), max_size=12).map(" ".join)
 
 
-def test_without_a_width_each_row_is_one_line() -> None:
-    assert table_lines(ROWS, columns=None, right=(1,)) == [
-        "  name       bytes  reason",
-        "  weight  8.00 KiB  retain: frees nothing; recompute: not possible; int8: no",
-    ]
-
-
-def test_the_last_column_is_wrapped() -> None:
-    assert table_lines(ROWS, columns=60, right=(1,)) == [
-        "  name       bytes  reason",
-        "  weight  8.00 KiB  retain: frees nothing; recompute: not",
-        "                    possible; int8: no",
-    ]
-
-
-def test_columns_without_room_start_a_line_in_every_row() -> None:
-    assert table_lines(ROWS, columns=50, right=(1,)) == [
-        "  name       bytes",
-        "    reason",
-        "  weight  8.00 KiB",
-        "    retain: frees nothing; recompute: not",
-        "    possible; int8: no",
-    ]
+@pytest.mark.parametrize("columns", FITTED)
+def test_rows_are_fitted_to_the_columns(columns) -> None:
+    assert table_lines(ROWS, columns=columns, right=(1,)) == FITTED[columns].splitlines()
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(st.tuples(*[cells] * n), min_size=1, max_size=5)), st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from recomputed_models import recompute_all
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.adapt.coverage import refuse_fallbacks
@@ -39,8 +40,7 @@ def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2
 def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_batch, monkeypatch):
     """A CUDA graph that would redraw masks is refused. Redrawing sets the generator, which a capture does not allow."""
     model, batch = tiny_gpt2(layers=1), token_batch()
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
+    with recompute_all(model, batch, CONFIG, CONFIG):
         model(**batch).loss.backward()
         monkeypatch.setattr(block_executor, "is_being_captured", lambda: True)
         with pytest.raises(PolicyMismatchError, match="draws its dropout masks again"):
@@ -62,7 +62,7 @@ def test_a_call_that_fills_a_table_is_a_transient_fallback(toy_model, toy_batch,
     model, batch = toy_model(forward, setup=lambda block: setattr(block, "table", None)), toy_batch()
     plain = run_steps(model, batch, 1)
     reset_tables()
-    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "recompute")) as handle:
+    with recompute_all(model, batch, CONFIG) as handle:
         fallbacks = handle.tape_cache.fallbacks
         for num_resets in (1, 2):
             reset_tables()
@@ -89,8 +89,7 @@ def test_a_first_call_with_other_operators_is_recorded_only_if_the_budget_has_ro
     model, batch = toy_model(forward, kwargs_of=lambda x: {"is_scaled": is_scaled}), toy_batch()
     plain = run_steps(model, batch, 2)
     is_scaled = False
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy) as handle:
+    with recompute_all(model, batch, CONFIG) as handle:
         handle.tape_cache.may_record = lambda: has_room
         is_scaled = True
         assert_same_steps(run_steps(model, batch, 2), plain)
@@ -127,8 +126,7 @@ def test_calls_without_gradients_are_not_recorded(toy_model, toy_batch, run_step
         module.requires_grad_(False)
     plain = run_steps(model, batch, 1)
     shorter = {name: tensor[:, :4] for name, tensor in batch.items()}
-    policy = uniform_policy(profile_model(model, shorter, CONFIG), "recompute")
-    with apply_policy(model, policy) as handle:
+    with recompute_all(model, shorter, CONFIG) as handle:
         handle.tape_cache.may_record = lambda: False
         handle.tape_cache.is_recorded_at_other_sizes = lambda *_: False
         assert_same_steps(run_steps(model, batch, 1), plain)

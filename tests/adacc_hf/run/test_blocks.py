@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recomputed_models import recompute_all
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
 
@@ -64,6 +65,10 @@ class PlainModel(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, scale=2.0)
         return SimpleNamespace(loss=hidden.square().mean())
+
+
+LAYERS = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+LINEARS = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
 
 
 @pytest.fixture
@@ -261,9 +266,7 @@ def copied(model, how):
 def test_a_copy_of_a_plain_model_trains_plainly(plain_model, run_steps, assert_same_steps, how):
     batch = {"x": torch.randn(2, 8)}
     plain = run_steps(plain_model, batch)
-    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
-    policy = uniform_policy(profile_model(plain_model, batch, config), "recompute")
-    with apply_policy(plain_model, policy, config):
+    with recompute_all(plain_model, batch, LAYERS, LAYERS):
         twin = copied(plain_model, how)
         with torch.no_grad():
             for parameter in plain_model.parameters():
@@ -312,14 +315,13 @@ def test_profiling_inside_hooks_is_refused(tiny_gpt2, token_batch):
 
 def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_steps):
     batch = {"x": torch.randn(2, 8)}
-    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
     before = state_of(plain_model)
     plain = run_steps(plain_model, batch)
-    profile = profile_model(plain_model, batch, config)
+    profile = profile_model(plain_model, batch, LAYERS)
     assert [block.name for block in profile.blocks] == ["layers.0", "layers.1", "layers.2"]
     assert len(profile.kinds) == 1
     assert state_of(plain_model) == before
-    with apply_policy(plain_model, uniform_policy(profile, "recompute"), config) as handle:
+    with apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS) as handle:
         assert_same_steps(run_steps(plain_model, batch), plain)
         assert handle.uncalled() == []
         loss = plain_model.eval()(**batch).loss
@@ -344,8 +346,7 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
     with pytest.raises(ValueError, match=r"transformer\.h\.0 first, were not called.*block_classes"):
         profile_model(model, token_batch())
     config = AdaccConfig(block_classes=("GPT2Block",))
-    profile = profile_model(model, token_batch(), config)
-    with apply_policy(model, uniform_policy(profile, "recompute"), config) as handle:
+    with recompute_all(model, token_batch(), config, config) as handle:
         model(**token_batch()).loss.backward()
         assert handle.uncalled() == []
 
@@ -399,8 +400,7 @@ def test_checkpointing_that_is_switched_in_a_run_is_as_switched_after_it(
     """The blocks follow the policy. Afterwards, checkpointing is as the user has switched it during the run."""
     model, switched, batch = tiny_gpt2(), tiny_gpt2(), token_batch()
     plain = run_steps(model, batch)
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+    with recompute_all(model, batch, CONFIG) as handle:
         for each in (model, switched):
             each.gradient_checkpointing_enable() if is_on else each.gradient_checkpointing_disable()
         assert model.is_gradient_checkpointing is is_on
@@ -492,24 +492,23 @@ class Wrapper(nn.Module):
 
 
 def test_the_models_own_checkpointing_is_named(plain_model):
-    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
     model = checkpointing_model(plain_model, None)
     with pytest.raises(NestedHooksError, match=r"own gradient checkpointing.*gradient_checkpointing=False"):
-        profile_model(model, {"x": torch.randn(2, 8)}, config)
+        profile_model(model, {"x": torch.randn(2, 8)}, LAYERS)
 
 
 def test_a_second_policy_takes_the_place_of_the_first(plain_model, run_steps, assert_same_steps):
-    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    batch = {"x": torch.randn(2, 8)}
     plain = run_steps(plain_model, batch)
-    profile = profile_model(plain_model, batch, config)
-    with apply_policy(plain_model, uniform_policy(profile, "recompute"), config):
+    profile = profile_model(plain_model, batch, LAYERS)
+    with apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS):
         assert_same_steps(run_steps(plain_model, batch), plain)
-        second = apply_policy(plain_model, uniform_policy(profile, "retain"), config)
+        second = apply_policy(plain_model, uniform_policy(profile, "retain"), LAYERS)
         assert_same_steps(run_steps(plain_model, batch), plain)
-        assert profile_model(plain_model, batch, config).blocks == profile.blocks
+        assert profile_model(plain_model, batch, LAYERS).blocks == profile.blocks
     assert_same_steps(run_steps(plain_model, batch), plain)
     assert all("forward" in vars(layer) for layer in plain_model.layers), "the end of the first ended the second"
-    third = apply_policy(plain_model, uniform_policy(profile, "recompute"), config)
+    third = apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS)
     second.remove()
     assert all("forward" in vars(layer) for layer in plain_model.layers)
     assert_same_steps(run_steps(plain_model, batch), plain)
@@ -520,11 +519,11 @@ def test_a_second_policy_takes_the_place_of_the_first(plain_model, run_steps, as
 
 def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_steps):
     """A policy can be removed by its model alone, as in a notebook without the handle."""
-    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    batch = {"x": torch.randn(2, 8)}
     before = dict(vars(plain_model))
-    profile = profile_model(plain_model, batch, config)
+    profile = profile_model(plain_model, batch, LAYERS)
     assert not remove_policy(plain_model)
-    apply_policy(plain_model, uniform_policy(profile, "recompute"), config)
+    apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS)
     copied = copy.deepcopy(plain_model)
     assert not remove_policy(copied), "a copy has no policy"
     assert pickle.loads(pickle.dumps(vars(plain_model)["_adacc_applied"])).owner is None
@@ -535,23 +534,21 @@ def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_st
 
 
 def test_a_policy_of_other_blocks_takes_its_place_too(plain_model, run_steps, assert_same_steps):
-    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
-    inner = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
+    batch = {"x": torch.randn(2, 8)}
     plain = run_steps(plain_model, batch)
-    profile = profile_model(plain_model, batch, config)
-    profile_inner = profile_model(plain_model, batch, inner)
-    apply_policy(plain_model, uniform_policy(profile, "recompute"), config)
-    with apply_policy(plain_model, uniform_policy(profile_inner, "recompute"), inner):
+    profile = profile_model(plain_model, batch, LAYERS)
+    profile_inner = profile_model(plain_model, batch, LINEARS)
+    apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS)
+    with apply_policy(plain_model, uniform_policy(profile_inner, "recompute"), LINEARS):
         assert_same_steps(run_steps(plain_model, batch), plain)
 
 
 def test_a_policy_of_a_part_within_another_is_named(plain_model):
-    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
-    inner = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
-    profile = profile_model(plain_model, batch, config)
-    profile_inner = profile_model(plain_model, batch, inner)
+    batch = {"x": torch.randn(2, 8)}
+    profile = profile_model(plain_model, batch, LAYERS)
+    profile_inner = profile_model(plain_model, batch, LINEARS)
     with (
-        apply_policy(plain_model, uniform_policy(profile, "recompute"), config),
+        apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS),
         PolicyHandle(plain_model, uniform_policy(profile_inner, "recompute"), ("Linear",)),
         pytest.raises(NestedHooksError, match=r"another policy of adacc_hf.*handle\.replace"),
     ):
@@ -560,7 +557,7 @@ def test_a_policy_of_a_part_within_another_is_named(plain_model):
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev", "vjp"])
 def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
-    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    batch = {"x": torch.randn(2, 8)}
 
     def loss(x):
         return plain_model(x).loss
@@ -576,16 +573,14 @@ def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
         return getattr(torch.func, transform)(loss)(batch["x"])
 
     plain = run()
-    profile = profile_model(plain_model, batch, config)
-    with apply_policy(plain_model, uniform_policy(profile, "recompute"), config):
+    with recompute_all(plain_model, batch, LAYERS, LAYERS):
         assert torch.equal(run(), plain)
     assert caplog.text.count("run plainly and save no memory") == 3  # once for each block
 
 
 def test_on_device_meta_blocks_run_plainly(plain_model):
-    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
-    policy = uniform_policy(profile_model(plain_model, batch, config), "recompute")
-    with apply_policy(plain_model, policy, config):
+    batch = {"x": torch.randn(2, 8)}
+    with recompute_all(plain_model, batch, LAYERS, LAYERS):
         plain_model.to("meta")(x=torch.ones(2, 8, device="meta")).loss.backward()
     with pytest.raises(ValueError, match="device='meta', which has no memory: load it"):
-        profile_model(plain_model, {"x": torch.ones(2, 8, device="meta")}, config)
+        profile_model(plain_model, {"x": torch.ones(2, 8, device="meta")}, LAYERS)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from recomputed_models import recompute_all
 from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
@@ -120,8 +121,7 @@ def test_a_change_that_begins_later_is_noticed(toy_model, toy_batch, run_steps, 
         if is_plain:
             results.append([*run_steps(model, batch, num_steps=5), SEEN.append(1), *run_steps(model, batch)])
             continue
-        profile = profile_model(model, batch, CONFIG)
-        with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
+        with recompute_all(model, batch, CONFIG, CONFIG):
             results.append([*run_steps(model, batch, num_steps=5), SEEN.append(1), *run_steps(model, batch)])
     plain, ours = ([step for step in steps if step is not None] for steps in results)
     assert_same_steps(ours, plain)
@@ -138,8 +138,7 @@ def test_a_large_tensor_that_changes_late_is_refused(toy_model, toy_batch):
 
     SEEN.clear()
     model = toy_model(late, setup=lambda block: block.register_buffer("large", torch.zeros(1 << 16)))
-    profile = profile_model(model, toy_batch(), CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
+    with recompute_all(model, toy_batch(), CONFIG, CONFIG):
         for _ in range(3):
             model(**toy_batch()).loss.backward()
         SEEN.append(1)
@@ -176,6 +175,5 @@ def test_blocks_of_classes_that_are_named_too(run_steps, assert_same_steps, wrap
     batch = {"x": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))}
     config = AdaccConfig(block_classes=("Layer",), min_compress_bytes=0, actions=("retain", "recompute"))
     plain, model = run_steps(build(), batch), build()
-    profile = profile_model(model, batch, config)
-    with apply_policy(model, uniform_policy(profile, "recompute"), config):
+    with recompute_all(model, batch, config, config):
         assert_same_steps(run_steps(model, batch), plain)

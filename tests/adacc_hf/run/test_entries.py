@@ -2,7 +2,6 @@
 
 import gc
 
-import pytest
 import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
@@ -15,21 +14,6 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 ACTIONS = ("retain", "recompute", "compress")
-
-
-@pytest.fixture
-def gpt2(tiny_gpt2):
-    return tiny_gpt2()
-
-
-@pytest.fixture(scope="module")
-def gpt2_profile(tiny_gpt2, token_batch):
-    return profile_model(tiny_gpt2(), token_batch(), CONFIG)
-
-
-@pytest.fixture
-def recomputing(gpt2_profile):
-    return uniform_policy(gpt2_profile, "recompute")
 
 
 def rounds_up(block, hidden):

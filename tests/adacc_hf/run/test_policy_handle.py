@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from recomputed_models import recompute_all
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,18 +27,8 @@ ACTIONS = ("retain", "recompute", "compress")
 
 
 @pytest.fixture
-def gpt2(tiny_gpt2):
-    return tiny_gpt2()
-
-
-@pytest.fixture
 def batch(token_batch):
     return token_batch()
-
-
-@pytest.fixture(scope="module")
-def gpt2_profile(tiny_gpt2, token_batch):
-    return profile_model(tiny_gpt2(), token_batch(), CONFIG)
 
 
 @pytest.fixture(params=["retain", "recompute", "random"])
@@ -45,11 +36,6 @@ def policy(request, gpt2_profile):
     if request.param == "random":
         return random_policy(gpt2_profile, 7, ACTIONS, lossless=True)
     return uniform_policy(gpt2_profile, request.param)
-
-
-@pytest.fixture
-def recomputing(gpt2_profile):
-    return uniform_policy(gpt2_profile, "recompute")
 
 
 def gradients(model):
@@ -132,8 +118,7 @@ def test_numbers_in_containers_tell_calls_apart(toy_model, toy_batch, run_steps,
     for grid in ((2, 3), (3, 2)):
         split[:] = grid
         plain[grid] = run_steps(model, batch)
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy):
+    with recompute_all(model, batch, CONFIG):
         for grid in ((2, 3), (3, 2), (2, 3), (3, 2)):
             split[:] = grid
             assert_same_steps(run_steps(model, batch), plain[grid])
@@ -154,8 +139,7 @@ def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
         return hidden
 
     model, batch = toy_model(forward), toy_batch()
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy):
+    with recompute_all(model, batch, CONFIG):
         for _ in range(2):  # the first call is recorded, the second is validated against the record
             model(**batch).loss.backward()
         depth[0] = 2
@@ -169,46 +153,33 @@ def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
         model(**batch).loss.backward()
 
 
-def test_a_saved_tensor_of_another_shape_is_refused(toy_model, toy_batch):
-    width = [8]
-    number = unseen(width)
-
-    def forward(block, hidden):
-        return hidden + block.down(nn.functional.pad(block.up(hidden)[..., : number()].tanh(), (0, 8 - number())))
-
-    model, batch = toy_model(forward), toy_batch()
-    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "recompute")):
-        for _ in range(2):
-            model(**batch)
-        width[0] = 4
-        with pytest.raises(TapeMismatchError, match=r"saved tensor \d is \(2, 6, 4\) .*but the tape has \(2, 6, 8\)"):
-            model(**batch)
-
-
 @pytest.mark.parametrize(
-    "other",
+    ("other", "shape"),
     [
-        pytest.param(lambda both: both.transpose(0, 1).contiguous().transpose(0, 1)[..., :8], id="stride"),
-        pytest.param(lambda both: both[..., 8:], id="offset"),
-        pytest.param(lambda both: both.double()[..., :8], id="dtype"),
+        pytest.param(lambda both: both.transpose(0, 1).contiguous().transpose(0, 1)[..., :8], 8, id="stride"),
+        pytest.param(lambda both: both[..., 8:], 8, id="offset"),
+        pytest.param(lambda both: both.double()[..., :8], 8, id="dtype"),
+        pytest.param(lambda both: both[..., :4].clone(), 4, id="shape"),
     ],
 )
-def test_a_saved_tensor_of_the_same_shape_that_lies_otherwise_is_refused(toy_model, toy_batch, other):
-    """Replay would create a tensor with the strides on the tape (rule R8), so other strides are refused."""
+def test_a_saved_tensor_that_differs_is_refused(toy_model, toy_batch, other, shape):
+    """Replay would create a tensor of the shape and with the strides on the tape (rule R8), so others are refused."""
     is_other = [False]
     number = unseen(is_other)
 
     def forward(block, hidden):
         both = torch.cat([block.up(hidden)] * 2, -1)
         part = other(both) if number() else both[..., :8]
-        return hidden + block.down((part * part).to(hidden.dtype))
+        square = (part * part).to(hidden.dtype)
+        return hidden + block.down(nn.functional.pad(square, (0, 8 - square.shape[-1])))
 
     model, batch = toy_model(forward), toy_batch()
-    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "recompute")):
+    with recompute_all(model, batch, CONFIG):
         for _ in range(2):
             model(**batch)
         is_other[0] = True
-        with pytest.raises(TapeMismatchError, match=r"saved tensor 2 is \(2, 6, 8\) .*but the tape has \(2, 6, 8\)"):
+        message = rf"saved tensor 2 is \(2, 6, {shape}\) .*but the tape has \(2, 6, 8\)"
+        with pytest.raises(TapeMismatchError, match=message):
             model(**batch)
 
 
@@ -245,33 +216,23 @@ def test_generate_in_train_mode_is_that_of_eval_mode(tiny_gpt2, batch, recomputi
     settings = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     expected = model.eval().generate(**prompt, **settings)
     model.train()
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy):
+    with recompute_all(model, batch, CONFIG):
         run_steps(model, batch, num_steps=1)
         assert torch.equal(model.generate(**prompt, **settings), expected)
 
 
-def test_training_goes_on_after_an_exception_in_forward(gpt2, batch, policy, run_steps, assert_same_steps):
+@pytest.mark.parametrize("fails_in_forward", [True, False])
+def test_training_goes_on_after_an_exception(gpt2, batch, policy, run_steps, assert_same_steps, fails_in_forward):
     plain = run_steps(gpt2, batch)
+    forward, weight = gpt2.transformer.h[1].mlp, gpt2.transformer.h[0].mlp.c_fc.weight
     with apply_policy(gpt2, policy):
         for _ in range(2):  # while the block is recorded, and in a later step
-            broken = gpt2.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+            register = forward.register_forward_pre_hook if fails_in_forward else weight.register_hook
+            broken = register(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                gpt2(**batch)
+                gpt2(**batch).loss.backward()
             broken.remove()
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-            assert_same_steps(run_steps(gpt2, batch), plain)
-
-
-def test_training_goes_on_after_an_exception_in_backward(gpt2, batch, policy, run_steps, assert_same_steps):
-    plain = run_steps(gpt2, batch)
-    with apply_policy(gpt2, policy):
-        for _ in range(2):
-            loss = gpt2(**batch).loss
-            broken = gpt2.transformer.h[0].mlp.c_fc.weight.register_hook(lambda _: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-            broken.remove()
             assert_same_steps(run_steps(gpt2, batch), plain)
 
 
@@ -279,14 +240,12 @@ def backward_twice(model, batch):
     loss = model(**batch).loss
     loss.backward(retain_graph=True)
     loss.backward()
-    return gradients(model)
 
 
 def double_backward(model, batch):
     loss = model(**batch).loss
     first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     sum(gradient.square().sum() for gradient in first).backward()
-    return gradients(model)
 
 
 def gradient_of_a_part(model, batch):
@@ -294,7 +253,7 @@ def gradient_of_a_part(model, batch):
     block = model.transformer.h[1]
     part = torch.autograd.grad(loss, [block.mlp.c_fc.weight, block.ln_2.weight], retain_graph=True)
     loss.backward()
-    return {"fc": part[0], "norm": part[1], **gradients(model)}
+    return {"fc": part[0], "norm": part[1]}
 
 
 def two_forwards_first(model, batch):
@@ -302,46 +261,33 @@ def two_forwards_first(model, batch):
     second = model(**batch).loss
     first.backward()
     second.backward()
-    return gradients(model)
 
 
 def second_forward_backward_first(model, batch):
     first, second = model(**batch).loss, model(**batch).loss
     second.backward()
     first.backward()
-    return gradients(model)
 
 
 def one_backward_for_two(model, batch):
     (model(**batch).loss + 2 * model(**batch).loss).backward()
-    return gradients(model)
 
 
 def accumulation(model, batch):
     for _ in range(3):
         model(**batch).loss.backward()
-    return gradients(model)
 
 
 def unused_forward(model, batch):
     model(**batch)
     model(**batch).loss.backward()
-    return gradients(model)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        backward_twice,
-        double_backward,
-        gradient_of_a_part,
-        two_forwards_first,
-        second_forward_backward_first,
-        one_backward_for_two,
-        accumulation,
-        unused_forward,
-    ],
-)
+USES = [backward_twice, double_backward, gradient_of_a_part, two_forwards_first, second_forward_backward_first]
+USES += [one_backward_for_two, accumulation, unused_forward]
+
+
+@pytest.mark.parametrize("use", USES)
 def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
     """Every use of the graph is bit-equal, as first, second and third step, with plain steps in between.
 
@@ -356,7 +302,8 @@ def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
         for seed in range(6):
             torch.manual_seed(seed)
             model.zero_grad(set_to_none=True)
-            results.append(use(model, batch) if seed % 2 == 0 else accumulation(model, batch))
+            parts = (use if seed % 2 == 0 else accumulation)(model, batch) or {}
+            results.append({**parts, **gradients(model)})
         return results
 
     plain = three_times()
@@ -371,8 +318,7 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
     """After an unusual first step, later steps have the expected order of backward: no value is live longer than
     needed."""
     model = tiny_gpt2()
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+    with recompute_all(model, batch, CONFIG) as handle:
         use(model, batch)
         for _ in range(3):
             accumulation(model, batch)

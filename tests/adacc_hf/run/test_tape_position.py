@@ -168,16 +168,6 @@ def test_tensors_without_memory_are_no_affair_of_it(linear):
         assert validate(plan, linear, each, rows()).divergence is None
 
 
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    from torch import distributed
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 def test_collectives_are_compared_by_their_tensors(linear, one_rank):
     from torch import distributed
     from torch.distributed import _functional_collectives as functional

@@ -32,16 +32,6 @@ def test_the_paper_s_tensors_go_the_paper_s_way(
     assert rows[start].choice.action is Action.RETAIN  # no action saves the block input's bytes
 
 
-def test_paper_s_bandwidths_of_t1(tape_builder, make_codec):
-    """Bandwidths of T1 in the paper's text: 266 and 194."""
-    tape = tape_builder()
-    start = tape.value("input", 8)
-    (tensor,) = tape.operator("f", [start], [("T1", 96)], ms=0.36, save=[-1])
-    tape.values[tensor]["codecs"] = (make_codec("int4", 24, 0.3, 0.07),)
-    row = next(row for row in bandwidths(build_block_model(tape.kind(), AdaccConfig())) if row.value == tensor)
-    assert (int(row.recompute), int(row.compress)) == (266, 194)
-
-
 def test_policies_store_less_and_less_and_take_longer(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=3, attention="eager")
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]

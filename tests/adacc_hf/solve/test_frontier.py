@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES, every_outcome_of
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
@@ -12,19 +13,7 @@ from adacc_hf.solve.frontier import chain, frontiers
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 
-SOLVING = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-
-
-def every_point(every_plan, kind):
-    """Return (bytes, ms) of every feasible plan, from the simulator."""
-    for plan in every_plan(kind):
-        try:
-            outcome = run_block(kind, plan)
-        except ValueError:
-            continue
-        yield outcome.stored_bytes, outcome.overhead_ms
+SOLVING = settings(max_examples=40, **SLOW_EXAMPLES)
 
 
 def on_line(columns, nbytes):
@@ -39,10 +28,10 @@ def on_line(columns, nbytes):
 
 @SOLVING
 @given(data=st.data())
-def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
+def test_no_plan_is_better_than_the_frontier(profiles, data):
     kind = data.draw(profiles()).kinds[0]
     (columns,) = frontiers(SolverLog(), [build_block_model(kind, AdaccConfig())])
-    points = list(every_point(every_plan, kind))
+    points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
         # The frontier is exact up to 1e-6 of the times, of the order of 10 ms here (frontier.SLOPE_TOLERANCE).
@@ -104,7 +93,7 @@ def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
     assert [column.plan.is_plain for column in columns] == [True]
 
 
-def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec, every_plan):
+def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec):
     """An integer program decides a plan that the relaxation divides.
 
     With half of the input coded and half retained, half of a value could be recomputed that a coded input forbids.
@@ -116,6 +105,6 @@ def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_build
     tape.values[exactness_dependents]["replay_error"] = 1.0
     kind = tape.kind()
     (columns,) = frontiers(SolverLog(), [build_block_model(kind, AdaccConfig())])
-    points = list(every_point(every_plan, kind))
+    points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     assert columns[-1].nbytes == min(nbytes for nbytes, _ in points) == 8
     assert all(ms >= on_line(columns, nbytes) - 1e-9 for nbytes, ms in points)

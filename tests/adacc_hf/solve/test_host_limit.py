@@ -5,10 +5,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES, bytes_of_step, every_outcome_of
 
-from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.budget_values import HOST_SHARE
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
@@ -18,9 +18,7 @@ from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import quick_least_policy, solve_policy
 
-SOLVING = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+SOLVING = settings(max_examples=40, **SLOW_EXAMPLES)
 LINK = HostLink(to_host_bytes_per_ms=8.0, to_device_bytes_per_ms=4.0, copy_ms=1 / 8)
 """Rates with which times are multiples of 1/8, as the other times of small profiles."""
 MS_ROUNDING = 1e-9
@@ -45,29 +43,12 @@ def limited(profile, limit):
     return replace(profile, host_free_bytes=2 * limit), AdaccConfig(host_memory=0.5)
 
 
-def feasible_outcomes(every_plan, kind):
-    outcomes = []
-    for plan in every_plan(kind):
-        try:
-            outcomes.append(run_block(kind, plan))
-        except ValueError:
-            continue
-    return outcomes
-
-
-def stored_bytes(profile, outcomes):
-    """Return the bytes that a step stores on the device, as the simulator counts them."""
-    read = frozenset().union(*(outcome.shared for outcome in outcomes))
-    shared = sum(s.nbytes for i, s in enumerate(profile.shared) if s.saved or i in read)
-    return profile.outside_stored_bytes + shared + sum(outcome.stored_bytes for outcome in outcomes)
-
-
 @SOLVING
 @given(data=st.data())
-def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, every_plan, data):
+def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, data):
     profile = with_host(data.draw(profiles()), data)
-    outcomes = feasible_outcomes(every_plan, profile.kinds[0])
-    points = [(stored_bytes(profile, [o]), o.host_bytes, o.overhead_ms) for o in outcomes]
+    outcomes = [outcome for _, outcome in every_outcome_of(profile.kinds[0])]
+    points = [(bytes_of_step(profile, [o]), o.host_bytes, o.overhead_ms) for o in outcomes]
     limit = data.draw(st.sampled_from(sorted({host for _, host, _ in points})))
     allowed = [(size, ms) for size, host, ms in points if host <= limit]
     sizes = sorted({size for size, _ in allowed})
@@ -87,16 +68,16 @@ def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, every_pla
 
 @SOLVING
 @given(data=st.data())
-def test_two_blocks_are_within_the_proven_gap_of_the_best_pair(profiles, every_plan, data):
+def test_two_blocks_are_within_the_proven_gap_of_the_best_pair(profiles, data):
     profile = with_host(data.draw(profiles()), data, most_values=1)
     profile = replace(profile, blocks=tuple(replace(profile.blocks[0], name=f"h.{i}") for i in range(2)))
-    outcomes = feasible_outcomes(every_plan, profile.kinds[0])
+    outcomes = [outcome for _, outcome in every_outcome_of(profile.kinds[0])]
     needs = {}
     for outcome in outcomes:
         key = (outcome.stored_bytes, outcome.host_bytes, outcome.shared)
         needs[key] = min(needs.get(key, outcome), outcome, key=lambda each: each.overhead_ms)
     points = [
-        (stored_bytes(profile, pair), sum(o.host_bytes for o in pair), sum(o.overhead_ms for o in pair))
+        (bytes_of_step(profile, pair), sum(o.host_bytes for o in pair), sum(o.overhead_ms for o in pair))
         for pair in itertools.combinations_with_replacement(needs.values(), 2)
     ]
     limit = data.draw(st.sampled_from(sorted({host for _, host, _ in points})))

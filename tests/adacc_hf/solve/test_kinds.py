@@ -6,8 +6,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
@@ -58,9 +59,7 @@ def test_outcomes_are_simulated_once_for_all_prices(gpt2_like_profile, monkeypat
     assert by_bytes.outcome(0, same) is outcome
 
 
-SOLVING = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+SOLVING = settings(max_examples=20, **SLOW_EXAMPLES)
 
 
 def with_other_times(profile, seed):

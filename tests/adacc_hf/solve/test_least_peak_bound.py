@@ -6,8 +6,9 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES, every_outcome_of
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
@@ -20,32 +21,21 @@ from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, local_search
 from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.solver import FAR, least_peak_bytes, quick_least_policy, solve_policy
 
-SOLVING = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-
-
-def every_peak(every_plan, profile):
-    """Return the peak of every policy of a profile with one block."""
-    (kind,) = profile.kinds
-    for plan in every_plan(kind):
-        try:
-            yield simulate(profile, [plan]).peak_bytes
-        except ValueError:
-            continue
+SOLVING = settings(max_examples=40, **SLOW_EXAMPLES)
 
 
 @SOLVING
 @given(data=st.data())
-def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, every_plan, data):
+def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, data):
     profile = data.draw(profiles())
+    peaks = [simulate(profile, [plan]).peak_bytes for plan, _ in every_outcome_of(profile.kinds[0])]
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)
     trail = [oracle.peak_bytes(policy) for policy in local_search(oracle, models, columns, oracle.least_peak(columns))]
     assert trail == sorted(set(trail), reverse=True)
     assert trail[0] == oracle.peak_bytes(oracle.least_peak(columns))
-    assert least_bound(profile, columns) <= min(every_peak(every_plan, profile)) <= trail[-1]
+    assert least_bound(profile, columns) <= min(peaks) <= trail[-1]
 
 
 def test_a_floor_that_is_proven_says_nothing_of_a_bound(gpt2_like_profile):

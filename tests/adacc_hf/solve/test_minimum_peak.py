@@ -2,8 +2,9 @@
 
 import itertools
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.memory_simulator import simulate
@@ -12,9 +13,7 @@ from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
 
-SOLVING = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+SOLVING = settings(max_examples=30, **SLOW_EXAMPLES)
 
 
 def frontiers_of(profile):

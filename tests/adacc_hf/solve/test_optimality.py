@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES, bytes_of_step, every_outcome_of
 
-from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import step_peak_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import solve_policy
 
-SOLVING = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+SOLVING = settings(max_examples=20, **SLOW_EXAMPLES)
 MS_ROUNDING = 1e-9
 """Tolerance, as in test_solver.py."""
 
 
 @SOLVING
 @given(data=st.data())
-def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_plan, data):
+def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=2))
-    outcomes = [every_outcome(every_plan, profile.kind_of(block)) for block in profile.blocks]
+    outcomes = [best_outcomes(profile.kind_of(block)) for block in profile.blocks]
     part = data.draw(st.integers(1, 19)) / 20
     plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
     for budget in (part, int(part * plain_bytes)):
@@ -33,7 +31,7 @@ def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_p
         except InfeasibleBudgetError:
             continue
         facts = dict(policy.facts)
-        needs = step_peak_bytes if facts["budget_of"] == "peak" else stored_bytes
+        needs = step_peak_bytes if facts["budget_of"] == "peak" else bytes_of_step
         best_ms = min(
             sum(outcome.overhead_ms for outcome in pair)
             for pair in itertools.product(*outcomes)
@@ -45,26 +43,15 @@ def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_p
             assert policy.predicted_overhead_ms <= best_ms + 1e-4
 
 
-def every_outcome(every_plan, kind):
+def best_outcomes(kind):
     """Return the outcomes of feasible plans, without those that another plan dominates."""
     best: dict[tuple[int, int, int, int, frozenset[int]], object] = {}
-    for plan in every_plan(kind):
-        try:
-            outcome = run_block(kind, plan)
-        except ValueError:
-            continue
+    for _, outcome in every_outcome_of(kind):
         sizes = (outcome.stored_bytes, outcome.live_bytes, outcome.working_bytes, outcome.forward_working_bytes)
         incumbent = best.setdefault((*sizes, outcome.shared), outcome)
         if outcome.overhead_ms < incumbent.overhead_ms:
             best[(*sizes, outcome.shared)] = outcome
     return list(best.values())
-
-
-def stored_bytes(profile, outcomes):
-    """Return the stored bytes, counted as the simulator does."""
-    read = frozenset().union(*(outcome.shared for outcome in outcomes))
-    shared = sum(record.nbytes for i, record in enumerate(profile.shared) if record.saved or i in read)
-    return profile.outside_stored_bytes + shared + sum(outcome.stored_bytes for outcome in outcomes)
 
 
 def test_large_models_come_close_to_the_bound(gpt2_like_profile):

@@ -121,8 +121,8 @@ def test_gpt2_at_every_budget(gpt2_like_profile, attention, num_blocks):
         assert policy.predicted_stored_bytes <= round(fraction * profile.plain_stored_bytes)
         assert policy.predicted_overhead_ms <= previous_ms + MS_ROUNDING
         previous_ms = policy.predicted_overhead_ms
-        # 0.1 to 0.3 s on two idle cores; the paper's 0.5 s is for an idle machine too.
-        assert dict(policy.facts)["seconds"] < 5.0
+        # 28 to 30 programs take 0.1 to 0.3 s on two idle cores; the paper's 0.5 s is for an idle machine too.
+        assert dict(policy.facts)["solves"] <= 40
     assert policy.is_plain
 
 

@@ -98,34 +98,6 @@ def flatten(block):
         parameter.data = part.view_as(parameter)
 
 
-def shift(block):
-    block.layer.weight.data = torch.ones(5, 2)[3:]
-
-
-def transpose(block):
-    block.layer.weight.data = block.layer.weight.data.t()
-
-
-def tie(block):
-    block.layer.bias.data = block.layer.weight.data[0]
-
-
-def grow(block):
-    block.tables.append(torch.ones(3))
-
-
-def grow_in_place(block):
-    block.tables[0] = torch.ones(9)
-
-
-def grow_a_buffer(block):
-    block.table = torch.ones(9)
-
-
-def retype(block):
-    block.table = torch.ones(4, dtype=torch.float64)
-
-
 @pytest.fixture
 def block():
     block = Adding()
@@ -134,10 +106,19 @@ def block():
     return block
 
 
-MOVES = [flatten, shift, transpose, tie, grow, grow_in_place, grow_a_buffer, retype]
+MOVES = {
+    "flatten": flatten,
+    "shift": lambda block: setattr(block.layer.weight, "data", torch.ones(5, 2)[3:]),
+    "transpose": lambda block: setattr(block.layer.weight, "data", block.layer.weight.data.t()),
+    "tie": lambda block: setattr(block.layer.bias, "data", block.layer.weight.data[0]),
+    "grow": lambda block: block.tables.append(torch.ones(3)),
+    "grow in place": lambda block: block.tables.__setitem__(0, torch.ones(9)),
+    "grow a buffer": lambda block: setattr(block, "table", torch.ones(9)),
+    "retype": lambda block: setattr(block, "table", torch.ones(4, dtype=torch.float64)),
+}
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_tensors_that_lie_elsewhere_are_another_layout(block, move):
     known_shapes = KnownShapes()
     key = key_of(known_shapes, torch.ones(2), block=block)

@@ -47,7 +47,7 @@ def test_what_runs_no_operator_is_seen_too(read):
 
 def test_threads_that_watch_at_once_see_their_own_reads():
     """Two threads that watch at the same time see their own reads. The first watch ends first, during the second."""
-    reads, turns = {"first": [], "second": []}, Barrier(2, timeout=30)
+    reads, turns = {"first": [], "second": []}, Barrier(2, timeout=120)
 
     def watch(name, ends_first):
         if not ends_first:

@@ -23,13 +23,14 @@ def tape(record_call):
     return tape
 
 
-def by_name(tape):
-    return {value.name: value.index for value in tape.values}
+def values_of(tape):
+    """Return the indices of the hidden tensor, of tanh's result and of exp's."""
+    indices = {value.name: value.index for value in tape.values}
+    return [indices[name] for name in ("argument 0", "block:tanh", "block:exp")]
 
 
 def test_all_retained_is_plain(tape):
-    names = by_name(tape)
-    plan = ExecutionPlan(tape, dict.fromkeys((names["argument 0"], names["block:tanh"], names["block:exp"]), RETAIN))
+    plan = ExecutionPlan(tape, dict.fromkeys(values_of(tape), RETAIN))
     assert plan.is_plain
     assert all(slot.needs is None for slot in plan.slots)
     assert plan.roots == ()
@@ -37,8 +38,7 @@ def test_all_retained_is_plain(tape):
 
 
 def test_a_recomputed_slot_needs_what_its_replay_reads(tape):
-    names = by_name(tape)
-    hidden, tanh, exp = names["argument 0"], names["block:tanh"], names["block:exp"]
+    hidden, tanh, exp = values_of(tape)
     plan = ExecutionPlan(tape, {hidden: RETAIN, tanh: RECOMPUTE, exp: RECOMPUTE})
     assert plan.roots == (hidden,)
     needs = {slot.value: slot.needs for slot in plan.slots}
@@ -50,8 +50,7 @@ def test_a_recomputed_slot_needs_what_its_replay_reads(tape):
 
 
 def test_replay_starts_at_the_nearest_stored_value(tape):
-    names = by_name(tape)
-    hidden, tanh, exp = names["argument 0"], names["block:tanh"], names["block:exp"]
+    hidden, tanh, exp = values_of(tape)
     plan = ExecutionPlan(tape, {hidden: RETAIN, tanh: INT8, exp: RECOMPUTE})
     needs = {slot.value: slot.needs for slot in plan.slots}
     assert needs[exp] == needs[tanh] == (tanh,)
@@ -59,8 +58,7 @@ def test_replay_starts_at_the_nearest_stored_value(tape):
 
 
 def test_an_input_that_others_hold_takes_no_cell(tape):
-    names = by_name(tape)
-    hidden, tanh, exp = names["argument 0"], names["block:tanh"], names["block:exp"]
+    hidden, tanh, exp = values_of(tape)
     plan = ExecutionPlan(tape, {tanh: RECOMPUTE, exp: RETAIN}, shared=[hidden])
     assert plan.roots == ()
     assert hidden in [value for value, _ in plan.externals]

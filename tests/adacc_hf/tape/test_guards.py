@@ -297,20 +297,10 @@ def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
     calls = Calls(block_class(code)(is_hidden=False), untraceable)
     other = type(calls.block)(is_hidden=False)
     calls.key()
-    for _ in range(2):
-        calls.block.is_hidden = True
-        calls.key()
-        assert calls.paths.untraced is not None
-        calls.block.is_hidden = False
-        calls.key()
-        assert calls.paths.untraced is None
-    again = Calls(other, untraceable)
-    again.block.is_hidden = True
-    again.key()
-    assert again.paths.untraced is not None
-    again.block.is_hidden = False
-    again.key()
-    assert again.paths.untraced is None
+    for each in (calls, calls, Calls(other, untraceable)):
+        for each.block.is_hidden in (True, False):
+            each.key()
+            assert (each.paths.untraced is not None) == each.block.is_hidden
     assert len(traces) == 2
 
 
@@ -406,10 +396,3 @@ def test_what_was_changed_back_is_as_before():
     handle.remove()
     block[1] = nn.Tanh()
     assert untraced_key(block) == before
-
-
-def test_autocast_tells_untraced_calls_apart():
-    block = sequence_of()
-    before = untraced_key(block)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert untraced_key(block) != before

@@ -41,13 +41,6 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_an_operator_that_communicates_inside_never_runs_again():
     """DeepSpeed's `dim_zero_all_to_all` is such an operator. Its argument names a group of ranks."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recomputed_models import recompute_all
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -79,56 +80,31 @@ class Values:
         self.closure, self.default = by(1.0), default(1.0)
         self.active = ["first"]
 
-    def put(self, place, value):
-        """Change the number at `place`."""
-        if place == "attribute":
-            self.attribute = value
-        elif place == "whole number":
-            self.whole = int(2 * value)
-        elif place == "truth":
-            self.truth = value > 1
-        elif place == "numpy":
-            self.numpy = np.float64(value)
-        elif place == "type of numpy":
-            self.numpy = np.float32(value)
-        elif place == "element":
-            self.elements[0] = value
-        elif place == "entry":
-            self.entries["first"][0] = value
-        elif place == "tuple":
-            self.pair = (value, 2)
-        elif place == "dataclass":
-            self.settings.scale = value
-        elif place == "class attribute":
-            Shared.scale = value
-        elif place == "enumeration":
-            self.mode = Mode(value)
-        elif place == "namespace":
-            self.namespace.inner.scale = value
-        elif place == "configuration":
-            self.config.scale = value
-        elif place == "slice":
-            self.cut = slice(0, 3 + int(value))
-        elif place == "dtype":
-            self.dtype = torch.float64 if value > 1 else torch.float32
-        elif place == "function attribute":
-            scaled_by_attribute.scale = value
-        elif place == "closure":
-            self.closure = by(value)
-        elif place == "default":
-            self.default = default(value)
-        elif place == "global":
-            globals()["SCALE"] = value
-        else:
-            assert place == "adapter"
-            self.active[0] = "second" if value > 1 else "first"
 
-
-PLACES = (
-    "attribute", "whole number", "truth", "numpy", "type of numpy", "element", "entry", "tuple", "dataclass",
-    "class attribute", "enumeration", "namespace", "configuration", "slice", "dtype", "function attribute", "closure",
-    "default", "global", "adapter", "dropout", "mode", "frozen",
-)  # fmt: skip
+PUT = {
+    "attribute": lambda values, value: setattr(values, "attribute", value),
+    "whole number": lambda values, value: setattr(values, "whole", int(2 * value)),
+    "truth": lambda values, value: setattr(values, "truth", value > 1),
+    "numpy": lambda values, value: setattr(values, "numpy", np.float64(value)),
+    "type of numpy": lambda values, value: setattr(values, "numpy", np.float32(value)),
+    "element": lambda values, value: values.elements.__setitem__(0, value),
+    "entry": lambda values, value: values.entries["first"].__setitem__(0, value),
+    "tuple": lambda values, value: setattr(values, "pair", (value, 2)),
+    "dataclass": lambda values, value: setattr(values.settings, "scale", value),
+    "class attribute": lambda values, value: setattr(Shared, "scale", value),
+    "enumeration": lambda values, value: setattr(values, "mode", Mode(value)),
+    "namespace": lambda values, value: setattr(values.namespace.inner, "scale", value),
+    "configuration": lambda values, value: setattr(values.config, "scale", value),
+    "slice": lambda values, value: setattr(values, "cut", slice(0, 3 + int(value))),
+    "dtype": lambda values, value: setattr(values, "dtype", torch.float64 if value > 1 else torch.float32),
+    "function attribute": lambda values, value: setattr(scaled_by_attribute, "scale", value),
+    "closure": lambda values, value: setattr(values, "closure", by(value)),
+    "default": lambda values, value: setattr(values, "default", default(value)),
+    "global": lambda values, value: globals().update(SCALE=value),
+    "adapter": lambda values, value: values.active.__setitem__(0, "second" if value > 1 else "first"),
+}
+"""Functions that change the number at a place."""
+PLACES = (*PUT, "dropout", "mode", "frozen")
 VALUES = (0.5, 1.0, 2.0, 3.0)
 
 
@@ -159,7 +135,7 @@ def put(model, place, value):
     elif place == "frozen":
         block.up.bias.requires_grad_(value <= 2)
     else:
-        block.values.put(place, value)
+        PUT[place](block.values, value)
 
 
 def start(model):
@@ -219,8 +195,7 @@ def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, t
     plain = {}
     for array[3] in (1.0, 2.0, 3.0):
         plain[float(array[3])] = run_steps(model, batch, num_steps=1)
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy):
+    with recompute_all(model, batch, CONFIG):
         for array[3] in (3.0, 3.0, 3.0, 2.0, 3.0, 1.0, 1.0, 2.0, 1.0, 3.0):
             assert_same_steps(run_steps(model, batch, num_steps=1), plain[float(array[3])])
 
@@ -274,8 +249,7 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
     """
     toy, batch = toy_model(counting, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
     plain = run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12)
-    policy = uniform_policy(profile_model(toy, batch, CONFIG), "recompute")
-    with apply_policy(toy, policy) as handle:
+    with recompute_all(toy, batch, CONFIG) as handle:
         assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
         assert "num_calls" in strategy.known_shapes.untraced

@@ -141,7 +141,7 @@ def test_each_of_several_dropouts_has_a_state_of_its_own(record_call):
     assert [value for _, value, _ in tape.generator_states()] == states
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),

@@ -127,11 +127,7 @@ def test_a_module_that_reads_another_tensor_of_the_block_is_not():
             self.part.change = lambda hidden: hidden * other[..., :1]
             return self.part(rows)
 
-    block = Outer().train()
-    recording = Recording("block", block, (torch.randn(2, 6, 8, requires_grad=True),), {})
-    recording.run(block)
-    assert not row_wise_modules(recording.recorder.tape())
-    recording.discard()
+    assert not modules_of(Outer())
 
 
 def test_a_module_that_is_called_twice_is_not():
@@ -143,11 +139,7 @@ def test_a_module_that_is_called_twice_is_not():
         def forward(self, rows):
             return self.part(self.between(self.part(rows)))
 
-    block = Twice().train()
-    recording = Recording("block", block, (torch.randn(2, 6, 8, requires_grad=True),), {})
-    recording.run(block)
-    assert not row_wise_modules(recording.recorder.tape())
-    recording.discard()
+    assert not modules_of(Twice())
 
 
 def test_a_single_layer_or_an_activation_alone_is_not_worth_tiles():

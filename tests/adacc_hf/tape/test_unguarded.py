@@ -58,8 +58,9 @@ def on_class(owner, name, value):
     return lambda block: PATCH.setattr(owner, name, value, raising=False)
 
 
-def in_act(change):
-    return lambda block: change(block.act)
+def in_part(part, name, make):
+    """Return a change that sets an attribute of a part of a block."""
+    return lambda block: setattr(getattr(block, part), name, make(block))
 
 
 PATCH = pytest.MonkeyPatch()
@@ -69,6 +70,15 @@ MARK, NAMED, BARE = Mark(), Named(), object()
 
 def scaled(scale):
     return lambda block, hidden: hidden + block.down((block.up(hidden) * scale(block)).tanh().exp())
+
+
+def chosen(condition):
+    return scaled(lambda block: 2.0 if condition(block) else 3.0)
+
+
+def signed(read):
+    """Scale a block by a number that depends on the sign of a zero."""
+    return scaled(lambda block: 2.0 + torch.full((), read(block)).reciprocal().sign())
 
 
 def through(layer):
@@ -83,12 +93,38 @@ def two_layers(hold):
     return setup
 
 
+def picks(make):
+    return two_layers(lambda block, layer: setattr(block, "pick", make(layer)))
+
+
 def holds(**attributes):
     return lambda block: [setattr(block, name, value) for name, value in attributes.items()]
 
 
 def to(name, value):
     return lambda block: setattr(block, name, value)
+
+
+def fresh(name, make):
+    """Return a change that gives each block an object of its own."""
+    return lambda block: setattr(block, name, make())
+
+
+def turn(block):
+    block.table["a"] = block.table.pop("a")
+
+
+def set_variable(value):
+    return lambda block: os.environ.update(ADACC_TEST_SCALE=value)
+
+
+def hooked(kind, hook):
+    register = getattr(nn.modules.module, f"register_module_{kind}")
+    return lambda block: HANDLES or HANDLES.append(register(hook))
+
+
+def sine(layer, hidden):
+    return hidden.sin()
 
 
 def doubled(module, args, result):
@@ -111,141 +147,83 @@ def in_autocast(block, hidden):
 
 
 HANDLES = []
+A, B, AB = (
+    fresh("table", lambda names=names: {name: float(place) for place, name in enumerate(names, 2)})
+    for names in ("a", "b", "ab")
+)
+ACT = through(lambda b: b.act)
+BY_VARIABLE = scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1")))
 CASES = {
-    "is an object": (scaled(lambda b: 2.0 if b.mark is MARK else 3.0), holds(mark=Mark()), to("mark", MARK)),
-    "is no object": (scaled(lambda b: 2.0 if b.mark is not MARK else 3.0), holds(mark=MARK), to("mark", Mark())),
-    "is an equal one": (scaled(lambda b: 2.0 if b.mark is NAMED else 3.0), holds(mark=Named()), to("mark", NAMED)),
-    "is a bare object": (scaled(lambda b: 2.0 if b.mark is BARE else 3.0), holds(mark=object()), to("mark", BARE)),
-    "in a list": (scaled(lambda b: 2.0 if b.mark in [MARK] else 3.0), holds(mark=Mark()), to("mark", MARK)),
+    "is an object": (chosen(lambda b: b.mark is MARK), holds(mark=Mark()), to("mark", MARK)),
+    "is no object": (chosen(lambda b: b.mark is not MARK), holds(mark=MARK), to("mark", Mark())),
+    "is an equal one": (chosen(lambda b: b.mark is NAMED), holds(mark=Named()), to("mark", NAMED)),
+    "is a bare object": (chosen(lambda b: b.mark is BARE), holds(mark=object()), to("mark", BARE)),
+    "in a list": (chosen(lambda b: b.mark in [MARK]), holds(mark=Mark()), to("mark", MARK)),
     "key of a dict": (scaled(lambda b: {MARK: 2.0}.get(b.mark, 3.0)), holds(mark=Mark()), to("mark", MARK)),
-    "in a set": (scaled(lambda b: 2.0 if b.mark in {MARK} else 3.0), holds(mark=Mark()), to("mark", MARK)),
-    "layer in a list": (
-        through(lambda b: b.pick[0]),
-        two_layers(lambda b, a: setattr(b, "pick", [a])),
-        lambda b: b.pick.__setitem__(0, b.b),
-    ),
-    "layer in a dict": (
-        through(lambda b: b.pick["it"]),
-        two_layers(lambda b, a: setattr(b, "pick", {"it": a})),
-        lambda b: b.pick.update(it=b.b),
-    ),
+    "in a set": (chosen(lambda b: b.mark in {MARK}), holds(mark=Mark()), to("mark", MARK)),
+    "layer in a list": (through(lambda b: b.pick[0]), picks(lambda a: [a]), lambda b: b.pick.__setitem__(0, b.b)),
+    "layer in a dict": (through(lambda b: b.pick["it"]), picks(lambda a: {"it": a}), lambda b: b.pick.update(it=b.b)),
     "layer in a namespace": (
         through(lambda b: b.pick.it),
-        two_layers(lambda b, a: setattr(b, "pick", SimpleNamespace(it=a))),
-        lambda b: setattr(b.pick, "it", b.b),
+        picks(lambda a: SimpleNamespace(it=a)),
+        in_part("pick", "it", lambda b: b.b),
     ),
-    "bound method": (
-        through(lambda b: b.pick),
-        two_layers(lambda b, a: setattr(b, "pick", a.forward)),
-        lambda b: setattr(b, "pick", b.b.forward),
-    ),
+    "bound method": (through(lambda b: b.pick), picks(lambda a: a.forward), lambda b: setattr(b, "pick", b.b.forward)),
     "weight in a list": (
         through(lambda b: lambda x: x @ b.pick[0]),
-        two_layers(lambda b, a: setattr(b, "pick", [a.weight])),
+        picks(lambda a: [a.weight]),
         lambda b: b.pick.__setitem__(0, b.b.weight),
     ),
-    "negative zero": (
-        scaled(lambda b: 2.0 + torch.full((), b.zero).reciprocal().sign()),
-        holds(zero=0.0),
-        to("zero", -0.0),
-    ),
+    "negative zero": (signed(lambda b: b.zero), holds(zero=0.0), to("zero", -0.0)),
     "zero in a list": (
-        scaled(lambda b: 2.0 + torch.full((), b.zeros[0]).reciprocal().sign()),
-        lambda b: setattr(b, "zeros", [0.0]),
+        signed(lambda b: b.zeros[0]),
+        fresh("zeros", lambda: [0.0]),
         lambda b: b.zeros.__setitem__(0, -0.0),
     ),
-    "zero in a tuple": (
-        scaled(lambda b: 2.0 + torch.full((), b.zeros[0]).reciprocal().sign()),
-        holds(zeros=(0.0, 1.0)),
-        to("zeros", (-0.0, 1.0)),
-    ),
+    "zero in a tuple": (signed(lambda b: b.zeros[0]), holds(zeros=(0.0, 1.0)), to("zeros", (-0.0, 1.0))),
     "list in a tuple": (
         scaled(lambda b: b.pair[1][0]),
-        lambda b: setattr(b, "pair", (1.0, [2.0])),
+        fresh("pair", lambda: (1.0, [2.0])),
         lambda b: b.pair[1].__setitem__(0, 3.0),
     ),
     "dict in a tuple in a list": (
         scaled(lambda b: b.pairs[0][1]["it"]),
-        lambda b: setattr(b, "pairs", [(1.0, {"it": 2.0})]),
+        fresh("pairs", lambda: [(1.0, {"it": 2.0})]),
         lambda b: b.pairs[0][1].update(it=3.0),
     ),
-    "order of a dict": (
-        scaled(lambda b: 2.0 if tuple(b.table) == ("a", "b") else 3.0),
-        lambda b: setattr(b, "table", {"a": 1.0, "b": 2.0}),
-        lambda b: b.table.update(a=b.table.pop("a")),
-    ),
-    "names in a dict": (
-        scaled(lambda b: 2.0 if list(b.table) == ["a"] else 3.0),
-        lambda b: setattr(b, "table", {"a": 1.0}),
-        lambda b: setattr(b, "table", {"b": 1.0}),
-    ),
+    "order of a dict": (chosen(lambda b: tuple(b.table) == ("a", "b")), AB, turn),
+    "names in a dict": (chosen(lambda b: list(b.table) == ["a"]), A, B),
     "order of an ordered dict": (
         scaled(lambda b: next(iter(b.table.values()))),
-        lambda b: setattr(b, "table", OrderedDict(a=2.0, b=3.0)),
+        fresh("table", lambda: OrderedDict(a=2.0, b=3.0)),
         lambda b: b.table.move_to_end("a"),
     ),
-    "order of a copied dict": (
-        scaled(lambda b: next(iter({**b.table}.values()))),
-        lambda b: setattr(b, "table", {"a": 2.0, "b": 3.0}),
-        lambda b: b.table.update(a=b.table.pop("a")),
-    ),
-    "names in an unpacked dict": (
-        scaled(lambda b: 2.0 if [*b.table] == ["a"] else 3.0),
-        lambda b: setattr(b, "table", {"a": 1.0}),
-        lambda b: setattr(b, "table", {"b": 1.0}),
-    ),
-    "new variable of the environment": (
-        scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1"))),
-        holds(),
-        lambda b: os.environ.update(ADACC_TEST_SCALE="2"),
-    ),
-    "whether a variable is there": (
-        scaled(lambda b: 2.0 if "ADACC_TEST_SCALE" in os.environ else 3.0),
-        holds(),
-        lambda b: os.environ.update(ADACC_TEST_SCALE="2"),
-    ),
+    "order of a copied dict": (scaled(lambda b: next(iter({**b.table}.values()))), AB, turn),
+    "names in an unpacked dict": (chosen(lambda b: [*b.table] == ["a"]), A, B),
+    "new variable of the environment": (BY_VARIABLE, holds(), set_variable("2")),
+    "whether a variable is there": (chosen(lambda b: "ADACC_TEST_SCALE" in os.environ), holds(), set_variable("2")),
     "variable that goes": (
         scaled(lambda b: float(os.getenv("ADACC_TEST_SCALE", "1"))),
-        lambda b: os.environ.update(ADACC_TEST_SCALE="3"),
+        set_variable("3"),
         lambda b: os.environ.pop("ADACC_TEST_SCALE", None),
     ),
     "another environment": (
-        scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1"))),
+        BY_VARIABLE,
         holds(),
         lambda b: PATCH.setattr(os, "environ", {**os.environ, "ADACC_TEST_SCALE": "2"}),
     ),
     "whether two weights are one": (
-        scaled(lambda b: 2.0 if b.a.weight is b.b.weight else 3.0),
+        chosen(lambda b: b.a.weight is b.b.weight),
         two_layers(lambda b, a: None),
-        lambda b: setattr(b.b, "weight", b.a.weight),
+        in_part("b", "weight", lambda b: b.a.weight),
     ),
-    "forward of a class": (
-        through(lambda b: b.act),
-        with_layer(Activation),
-        on_class(Activation, "forward", lambda self, hidden: hidden.sin()),
-    ),
-    "method of a class": (
-        through(lambda b: b.act),
-        with_layer(Activation),
-        on_class(Activation, "scaled", lambda self, hidden: hidden.sin()),
-    ),
-    "inherited method": (
-        through(lambda b: b.act),
-        with_layer(Inherited),
-        on_class(Activation, "scaled", lambda self, hidden: hidden.sin()),
-    ),
-    "method that hides an inherited one": (
-        through(lambda b: b.act),
-        with_layer(Inherited),
-        on_class(Inherited, "scaled", lambda self, hidden: hidden.sin()),
-    ),
-    "attribute that hides an inherited one": (
-        through(lambda b: b.act),
-        with_layer(Inherited),
-        on_class(Inherited, "scale", 3.0),
-    ),
+    "forward of a class": (ACT, with_layer(Activation), on_class(Activation, "forward", sine)),
+    "method of a class": (ACT, with_layer(Activation), on_class(Activation, "scaled", sine)),
+    "inherited method": (ACT, with_layer(Inherited), on_class(Activation, "scaled", sine)),
+    "method that hides an inherited one": (ACT, with_layer(Inherited), on_class(Inherited, "scaled", sine)),
+    "attribute that hides an inherited one": (ACT, with_layer(Inherited), on_class(Inherited, "scale", 3.0)),
     "method of a class alone": (
-        through(lambda b: b.act),
+        ACT,
         with_layer(Activation),
         on_class(Activation, "factor", classmethod(lambda cls: 3.0)),
     ),
@@ -254,56 +232,28 @@ CASES = {
         with_layer(Activation),
         on_class(Activation, "power", property(lambda self: 3.0)),
     ),
-    "forward of torch's layer": (
-        through(lambda b: b.act),
-        with_layer(nn.GELU),
-        on_class(nn.GELU, "forward", lambda self, hidden: hidden.sin()),
-    ),
-    "call of a class": (
-        through(lambda b: b.act),
-        with_layer(Activation),
-        on_class(Activation, "__call__", lambda self, hidden: hidden.sin()),
-    ),
-    "call of all modules": (
-        through(lambda b: b.act),
-        with_layer(nn.GELU),
-        on_class(nn.Module, "_call_impl", called_twice),
-    ),
-    "class of a layer": (
-        through(lambda b: b.act),
-        with_layer(nn.GELU),
-        in_act(lambda act: setattr(act, "__class__", nn.Tanh)),
-    ),
+    "forward of torch's layer": (ACT, with_layer(nn.GELU), on_class(nn.GELU, "forward", sine)),
+    "call of a class": (ACT, with_layer(Activation), on_class(Activation, "__call__", sine)),
+    "call of all modules": (ACT, with_layer(nn.GELU), on_class(nn.Module, "_call_impl", called_twice)),
+    "class of a layer": (ACT, with_layer(nn.GELU), in_part("act", "__class__", lambda b: nn.Tanh)),
     "new name in a __dict__": (
-        scaled(lambda b: 2.0 if "extra" in b.act.__dict__ else 3.0),
+        chosen(lambda b: "extra" in b.act.__dict__),
         with_layer(nn.GELU),
-        in_act(lambda act: setattr(act, "extra", 1)),
+        in_part("act", "extra", lambda b: 1),
     ),
     "name to get from a __dict__": (
         scaled(lambda b: vars(b.space).get("extra", 3.0)),
-        lambda b: setattr(b, "space", SimpleNamespace()),
-        lambda b: setattr(b.space, "extra", 2.0),
+        fresh("space", lambda: SimpleNamespace()),
+        in_part("space", "extra", lambda b: 2.0),
     ),
     "length of a __dict__": (
         scaled(lambda b: len(vars(b.mark)) + 1.0),
-        lambda b: setattr(b, "mark", Mark()),
-        lambda b: setattr(b.mark, "extra", 2.0),
+        fresh("mark", lambda: Mark()),
+        in_part("mark", "extra", lambda b: 2.0),
     ),
-    "hook on all modules": (
-        through(lambda b: b.up2),
-        lambda b: setattr(b, "up2", nn.Linear(8, 8)),
-        lambda b: HANDLES or HANDLES.append(nn.modules.module.register_module_forward_hook(doubled)),
-    ),
-    "hook before all modules": (
-        through(lambda b: b.up2),
-        lambda b: setattr(b, "up2", nn.Linear(8, 8)),
-        lambda b: HANDLES or HANDLES.append(nn.modules.module.register_module_forward_pre_hook(halved)),
-    ),
-    "what autocast casts to": (
-        in_autocast,
-        holds(),
-        lambda b: torch.set_autocast_dtype("cpu", torch.float16),
-    ),
+    "hook on all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_hook", doubled)),
+    "hook before all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_pre_hook", halved)),
+    "what autocast casts to": (in_autocast, holds(), lambda b: torch.set_autocast_dtype("cpu", torch.float16)),
     "kernels of attention": (
         lambda b, x: x + b.down(nn.functional.scaled_dot_product_attention(*[b.up(x)[:, None]] * 3)[:, 0].tanh()),
         holds(),

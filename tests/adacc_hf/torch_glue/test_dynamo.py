@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import functools
 import gc
 import logging
 import math
@@ -14,6 +13,7 @@ import types
 import warnings
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -83,7 +83,11 @@ SCALE = 1.0
 
 
 def set_global(number):
-    globals()["SCALE"] = number
+    return lambda block: globals().update(SCALE=number)
+
+
+def set_factor(number):
+    return lambda block: setattr(scaling, "scale", number)
 
 
 def attribute(value):
@@ -95,6 +99,20 @@ def multiply(read):
     return lambda block, hidden: block.layer(hidden) * read(block.value)
 
 
+def layer_alone(block, hidden):
+    return block.layer(hidden)
+
+
+def value_of_layer(block, hidden):
+    return block.value(block.layer(hidden))
+
+
+def keep(block): ...
+def rescale(block):
+    block.value.scale = 2.0
+
+
+BY_SCALE = multiply(lambda value: value.scale)
 CHANGES = {
     "attribute": (multiply(lambda value: value), attribute(1.0), attribute(2.0)),
     "type": (multiply(lambda value: value), attribute(1), attribute(1.0)),
@@ -108,17 +126,9 @@ CHANGES = {
     ),
     "tuple": (multiply(lambda value: value[1]), attribute((1, 2.0)), attribute((1, 3.0))),
     "range": (multiply(len), attribute(range(3)), attribute(range(4))),
-    "dataclass": (multiply(lambda value: value.scale), attribute(Settings()), attribute(Settings(2.0))),
-    "namespace": (
-        multiply(lambda value: value.scale),
-        attribute(types.SimpleNamespace(scale=1.0)),
-        lambda block: setattr(block.value, "scale", 2.0),
-    ),
-    "configuration": (
-        multiply(lambda value: value.scale),
-        attribute(PretrainedConfig(scale=1.0)),
-        lambda block: setattr(block.value, "scale", 2.0),
-    ),
+    "dataclass": (BY_SCALE, attribute(Settings()), attribute(Settings(2.0))),
+    "namespace": (BY_SCALE, attribute(types.SimpleNamespace(scale=1.0)), rescale),
+    "configuration": (BY_SCALE, attribute(PretrainedConfig(scale=1.0)), rescale),
     "enumeration": (multiply(lambda value: value.value), attribute(Mode.FIRST), attribute(Mode.SECOND)),
     "member": (
         multiply(lambda value: 2.0 if value is Mode.FIRST else 3.0),
@@ -138,70 +148,34 @@ CHANGES = {
         attribute(torch.device("cpu")),
         attribute(torch.device("meta")),
     ),
-    "function": (
-        lambda block, hidden: block.value(block.layer(hidden)),
-        attribute(lambda hidden: hidden.tanh()),
-        attribute(lambda hidden: hidden.sigmoid()),
-    ),
+    "function": (value_of_layer, attribute(lambda hidden: hidden.tanh()), attribute(lambda hidden: hidden.sigmoid())),
     "default": (
-        lambda block, hidden: block.value(block.layer(hidden)),
+        value_of_layer,
         attribute(lambda hidden, by=2.0: hidden * by),
         attribute(lambda hidden, by=3.0: hidden * by),
     ),
-    "closure": (
-        lambda block, hidden: block.value(block.layer(hidden)),
-        attribute(by_closure(1.0)),
-        attribute(by_closure(2.0)),
-    ),
-    "partial": (
-        lambda block, hidden: block.value(block.layer(hidden)),
-        attribute(functools.partial(torch.mul, other=2.0)),
-        attribute(functools.partial(torch.mul, other=3.0)),
-    ),
-    "function attribute": (
-        lambda block, hidden: scaling(block.layer(hidden)),
-        lambda _: setattr(scaling, "scale", 1.0),
-        lambda _: setattr(scaling, "scale", 2.0),
-    ),
-    "class attribute": (
-        multiply(lambda value: value.scale),
-        attribute(Plain()),
-        lambda block: setattr(block.value, "scale", 2.0),
-    ),
-    "global": (
-        lambda block, hidden: block.layer(hidden) * SCALE,
-        lambda _: set_global(1.0),
-        lambda _: set_global(2.0),
-    ),
+    "closure": (value_of_layer, attribute(by_closure(1.0)), attribute(by_closure(2.0))),
+    "partial": (value_of_layer, attribute(partial(torch.mul, other=2.0)), attribute(partial(torch.mul, other=3.0))),
+    "function attribute": (lambda block, hidden: scaling(block.layer(hidden)), set_factor(1.0), set_factor(2.0)),
+    "class attribute": (BY_SCALE, attribute(Plain()), rescale),
+    "global": (lambda block, hidden: block.layer(hidden) * SCALE, set_global(1.0), set_global(2.0)),
     "absent attribute": (
         lambda block, hidden: block.layer(hidden) * getattr(block, "value", 1.0),
-        lambda _: None,
+        keep,
         attribute(2.0),
     ),
     "mode": (lambda block, hidden: nn.functional.dropout(hidden, 0.5, block.training), nn.Module.train, nn.Module.eval),
-    "frozen parameter": (
-        lambda block, hidden: block.layer(hidden),
-        lambda _: None,
-        lambda block: block.layer.weight.requires_grad_(False),
-    ),
+    "frozen parameter": (layer_alone, keep, lambda block: block.layer.weight.requires_grad_(False)),
     "hook": (
-        lambda block, hidden: block.layer(hidden),
-        lambda _: None,
+        layer_alone,
+        keep,
         lambda block: block.layer.register_forward_hook(lambda module, args, output: output * 2),
     ),
-    "patched forward": (
-        lambda block, hidden: block.layer(hidden),
-        lambda _: None,
-        lambda block: setattr(block.layer, "forward", lambda hidden: hidden),
-    ),
-    "another module": (
-        lambda block, hidden: block.layer(hidden),
-        lambda _: None,
-        lambda block: setattr(block, "layer", nn.Bilinear(8, 8, 8)),
-    ),
+    "patched forward": (layer_alone, keep, lambda block: setattr(block.layer, "forward", lambda hidden: hidden)),
+    "another module": (layer_alone, keep, lambda block: setattr(block, "layer", nn.Bilinear(8, 8, 8))),
     "transposed parameter": (
-        lambda block, hidden: block.layer(hidden),
-        lambda _: None,
+        layer_alone,
+        keep,
         lambda block: setattr(block.layer.weight, "data", block.layer.weight.data.t()),
     ),
 }

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from recomputed_models import recompute_all
 from torch import nn
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.adapt.gradient_check import BlockSample
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.tensors import without_gradient_hooks
 
@@ -51,8 +51,7 @@ def test_a_profile_calls_no_backward_hooks_of_modules(tiny_gpt2, token_batch, re
 
 def test_nobody_hears_of_a_compared_gradient(hooked_model, token_batch):
     model, gradients = hooked_model
-    profile = profile_model(model, token_batch(), AdaccConfig())
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+    with recompute_all(model, token_batch(), AdaccConfig()) as handle:
         sample = BlockSample(handle.plans.strategies["transformer.h.1"])
         model(**token_batch()).loss.backward()
         gradients.clear()

@@ -454,12 +454,6 @@ def test_gradients_flags_and_generators_are_put_back(run, has_gradient):
     assert module.weight.grad is gradient
 
 
-def test_an_embedding_that_scales_its_rows_is_put_back():
-    module = nn.Embedding(4, 4, max_norm=0.1)
-    before, after = run_in_no_trace(module, lambda _: module(torch.tensor([1, 2])))
-    assert before == after
-
-
 def test_a_parameter_that_forward_changes_is_refused():
     module = nn.Linear(2, 2)
     with pytest.raises(UnrestorableError, match="parameters outside of forward"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,26 +57,51 @@ def test_a_line_stands_above_a_progress_bar(capsys: pytest.CaptureFixture[str], 
 
 def test_only_the_first_rank_shows_a_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(progress, "is_first_rank", lambda: False)
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
     announce("profiling")
+    monkeypatch.setattr(progress, "threading", SimpleNamespace(Event=threading.Event))  # a report needs a Thread
     with reported_if_slow("profiling"):
-        time.sleep(0.05)
+        pass
     assert not caplog.records
 
 
-def wait_for_report(caplog) -> None:
-    deadline = time.monotonic() + 60
-    while not caplog.messages and time.monotonic() < deadline:
-        time.sleep(0.01)
+class Clock:
+    """Clock that the test sets. It lets each phase be reported once while the phase lasts."""
+
+    def __init__(self, caplog) -> None:
+        self.now, self.waits, self._caplog = 100.0, [], caplog
+        clock = self
+
+        class Ended(threading.Event):
+            """Event whose first wait is over at once, because its time is up. The next one lasts until the end."""
+
+            def wait(self, timeout=None) -> bool:
+                clock.waits.append(timeout)
+                return len(clock.waits) > 1 and super().wait()
+
+        self.threading = SimpleNamespace(Thread=threading.Thread, Event=Ended)
+
+    def wait_for_report(self) -> None:
+        deadline = time.monotonic() + 240
+        while not self._caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.now += 90.0
 
 
-def test_a_slow_phase_is_reported_while_it_lasts_and_at_its_end(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.02)
+@pytest.fixture
+def clock(monkeypatch, caplog) -> Clock:
+    clock = Clock(caplog)
+    standing = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(progress, "time", standing)
+    monkeypatch.setattr(progress, "threading", clock.threading)
+    return clock
+
+
+def test_a_slow_phase_is_reported_while_it_lasts_and_at_its_end(clock, caplog) -> None:
     num_threads = threading.active_count()
     with reported_if_slow("solving"):
-        wait_for_report(caplog)
-        assert caplog.messages == ["Adacc: solving: 0 s so far"]
-    assert caplog.messages[-1] == "Adacc: solving: done after 0 s"
+        clock.wait_for_report()
+        assert caplog.messages == ["Adacc: solving: 3 s so far"]
+    assert caplog.messages[1:] == ["Adacc: solving: done after 90 s"]
     assert threading.active_count() == num_threads
 
 
@@ -86,45 +112,42 @@ def test_a_fast_phase_is_not_reported(caplog) -> None:
     assert not caplog.messages
 
 
-def test_the_first_report_of_a_step_comes_after_its_normal_time(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
-    report = SlowReport("a step", normal_seconds=60.0)
-    time.sleep(0.05)
+@pytest.mark.parametrize(("normal_seconds", "first"), [(0.0, 3.0), (60.0, 60.0)])
+def test_the_first_report_of_a_step_comes_after_its_normal_time(clock, normal_seconds, first) -> None:
+    report = SlowReport("a step", normal_seconds)
     report.end()
-    assert not caplog.messages
+    assert clock.waits == [first, 4 * first], "reports at growing intervals"
 
 
-def test_an_error_in_a_phase_ends_its_report(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+def test_an_error_in_a_phase_ends_its_report(clock, caplog) -> None:
     num_threads = threading.active_count()
 
     def fail() -> None:
-        wait_for_report(caplog)
+        clock.wait_for_report()
         raise KeyError
 
     with pytest.raises(KeyError), reported_if_slow("solving"):
         fail()
     assert threading.active_count() == num_threads
-    assert caplog.messages[-1] == "Adacc: solving: failed after 0 s"
+    assert caplog.messages[-1] == "Adacc: solving: failed after 90 s"
 
 
-def test_a_report_ends_once(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+def test_a_report_ends_once(clock, caplog) -> None:
     report = SlowReport("a step")
-    wait_for_report(caplog)
+    clock.wait_for_report()
     report.end()
     report.end(has_failed=True)
-    assert [message for message in caplog.messages if " after " in message] == ["Adacc: a step: done after 0 s"]
+    assert [message for message in caplog.messages if " after " in message] == ["Adacc: a step: done after 90 s"]
 
 
-def test_an_interruption_is_timed_and_reported(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+def test_an_interruption_is_timed_and_reported(clock, caplog) -> None:
     with interruption(SOLVING, "solving for another size"):
         pass
     started = time.perf_counter()
     caplog.clear()
+    clock.waits.clear()
     with interruption(PROFILING, "profiling a batch"):
-        wait_for_report(caplog)
+        clock.wait_for_report()
         time.sleep(0.05)
     with pytest.raises(KeyError), interruption(SOLVING, "solving"):
         raise KeyError
@@ -132,7 +155,7 @@ def test_an_interruption_is_timed_and_reported(monkeypatch, caplog) -> None:
     profiling, solving = interruptions_since(started)
     assert (profiling.kind, solving.kind) == (PROFILING, SOLVING)
     assert 0.05 <= profiling.seconds <= ended - started
-    assert "Adacc: profiling a batch: done after 0 s" in caplog.messages
+    assert "Adacc: profiling a batch: done after 90 s" in caplog.messages
 
 
 def test_another_thread_does_not_interrupt_training() -> None:

@@ -58,7 +58,7 @@ def test_the_patch_is_undone_after_an_error_and_applied_anew(watchers, patch):
 
 
 def test_a_thread_sees_its_own_watcher_and_the_last_one_undoes_the_patch(watchers, patch):
-    begun, ended = Barrier(2, timeout=20), Barrier(2, timeout=20)
+    begun, ended = Barrier(2, timeout=120), Barrier(2, timeout=120)
 
     def watch_in_thread():
         assert watchers.current() is None
@@ -76,5 +76,5 @@ def test_a_thread_sees_its_own_watcher_and_the_last_one_undoes_the_patch(watcher
         assert patch.is_applied, "the other thread still watches"
         assert watchers.current() is None
         ended.wait()
-        assert other.result(timeout=20) == "other"
+        assert other.result(timeout=120) == "other"
     assert (patch.num_applied, patch.num_undone) == (1, 1)

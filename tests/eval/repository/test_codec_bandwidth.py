@@ -135,22 +135,9 @@ def test_every_codec_and_rival_gets_a_row(
     monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 1024)
     threads = torch.get_num_threads()
     output = tmp_path / "bandwidth.json"
+    options = ["--only", "bandwidth", "--tokens", "8", "--samples", "1", "--dtype", "bfloat16", "float32"]
     try:
-        main(
-            [
-                "--only",
-                "bandwidth",
-                "--tokens",
-                "8",
-                "--samples",
-                "1",
-                "--dtype",
-                "bfloat16",
-                "float32",
-                "--output",
-                str(output),
-            ]
-        )
+        main([*options, "--output", str(output)])
     finally:
         torch.set_num_threads(threads)
     rows = json.loads(output.read_text())["train_info"]["points"].values()

@@ -70,11 +70,6 @@ def test_wrong_rows_are_refused(text: str, message: str, data_dir: Path) -> None
         load_tasks(["lambada_openai"], data_dir)
 
 
-def test_unknown_name_is_refused(data_dir: Path) -> None:
-    with pytest.raises(ValueError, match="--tasks=hellaswag is unknown; choose from lambada_openai, arc_easy"):
-        load_tasks(["hellaswag"], data_dir)
-
-
 @pytest.mark.parametrize("name", PAPER_TASKS)
 def test_hub_out_of_reach_names_the_way_out(name: str, offline: None) -> None:
     with pytest.raises(ValueError, match=f"{name} could not be loaded from the hub: .* Pass --data_dir"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -96,10 +95,8 @@ def test_a_process_that_dies_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_it_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    act = worker(monkeypatch, tmp_path, "time.sleep(600)")
-    start = time.monotonic()
+    act = worker(monkeypatch, tmp_path, "time.sleep(3600)")  # longer than the deadline of a test
     assert run_isolated(act, {}, 0.5) == {"status": "timeout", "reason": "no result after 0.5 s: raise --timeout"}
-    assert time.monotonic() - start < 60  # the process would sleep for 600
 
 
 def test_a_failed_start_gives_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,12 +125,9 @@ def test_compile_is_asked_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "compile", lambda model: ("compiled", model))
 
-    class FakeBench:
-        model = "model"
-
     # monkeypatch would delete the setting from torch's config when it restores the value.
     with functorch_config.patch(activation_memory_budget=1.0):
-        installed = peer_methods.PEERS["compile_0.25"].install(FakeBench(), None)
+        installed = peer_methods.PEERS["compile_0.25"].install(SimpleNamespace(model="model"), None)
         assert functorch_config.activation_memory_budget == 0.25
     assert installed.call == ("compiled", "model")
     assert installed.promise is Promise.OWN_RANDOMNESS
@@ -141,10 +138,7 @@ def test_our_backend_is_given_its_budget(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: (model, options))
 
-    class FakeBench:
-        model = "model"
-
-    installed = peer_methods.PEERS["adacc_compiled"].install(FakeBench(), 0.25)
+    installed = peer_methods.PEERS["adacc_compiled"].install(SimpleNamespace(model="model"), 0.25)
     assert installed.call == ("model", {"backend": adacc, "options": {"memory_budget": 0.25}})
     assert installed.promise is Promise.OWN_LOSSY
 
