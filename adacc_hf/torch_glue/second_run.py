@@ -161,7 +161,7 @@ def _checksum(tensor: torch.Tensor | None) -> Checksum | None:
     with without_modes(), torch.autocast(tensor.device.type, enabled=False):
         elements = tensor.contiguous().reshape(-1).view(torch.uint8)
         if tensor.device.type == "cpu":
-            return zlib.crc32(elements.numpy())
+            return zlib.crc32(elements.numpy().data)
         padded = torch.nn.functional.pad(elements, (0, -elements.numel() % 4)).view(torch.int32)
         weights = torch.arange(1, CHUNK + 1, device=tensor.device) * 2654435761 + 1
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
