@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from adacc_hf import AdaccCallback
 from adacc_hf.cli import main
@@ -34,14 +34,7 @@ def scores(source: ModelSource, data_dir: Path) -> dict[str, dict[str, Any]]:
         return {name: asdict(score(model, task)) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
 
 
-def test_leaves_the_scores_of_every_task(
-    command: list[str],
-    tiny_gpt2: PreTrainedModel,
-    text_tokenizer: PreTrainedTokenizerBase,
-    data_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_leaves_the_scores_of_every_task(command, tiny_gpt2, text_tokenizer, data_dir, tmp_path, capsys):
     assert main(command) == 0
     record_of_run = record(tmp_path)
     expected = scores(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), data_dir)
@@ -101,18 +94,14 @@ def test_a_run_that_was_cut_short_goes_on(command: list[str], tmp_path: Path, mo
     ],
     ids=["task", "model", "data"],
 )
-def test_a_wrong_setting_is_one_line(
-    options: list[str], message: str, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_setting_is_one_line(options, message, command, capsys):
     assert main([*command, *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("adacc eval: error: ")
     assert message in error
 
 
-def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(
-    tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, data_dir: Path, tmp_path: Path
-) -> None:
+def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(tiny_gpt2, text_tokenizer, data_dir, tmp_path):
     ids = torch.randint(0, 256, (16, 64))
     arguments = TrainingArguments(
         str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to="none"

@@ -196,9 +196,7 @@ POINT = (
 )
 
 
-def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(monkeypatch, tmp_path):
     runs = tmp_path / "w/all.json"
     runs.parent.mkdir()
     monkeypatch.setattr(run_all.Ledger, "finish", lambda *a, **k: pytest.fail("there is more to do"))
@@ -258,9 +256,7 @@ def test_results_are_published_in_one_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["max_batch.json", "max_batch.md"]
 
 
-def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(tmp_path, monkeypatch):
     def check(record: dict) -> None:
         if record["run_info"]["runner"] == "max_batch":
             raise RecordError("off its schema")

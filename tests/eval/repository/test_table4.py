@@ -57,9 +57,7 @@ def record(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "out" / "table4.json").read_text())
 
 
-def test_every_method_has_a_row_and_the_paper_stands_beside(
-    command: list[str], trained: list[str], tmp_path: Path
-) -> None:
+def test_every_method_has_a_row_and_the_paper_stands_beside(command, trained, tmp_path):
     assert main(command) == 0
     assert trained == list(METHODS)
     points = record(tmp_path)["train_info"]["points"]
@@ -84,9 +82,7 @@ def test_the_four_data_sets_have_a_mean(command: list[str], trained: list[str], 
     assert "LIMITED to the first 1 rows" in text
 
 
-def test_a_failed_training_is_told_and_tried_again(
-    command: list[str], trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_training_is_told_and_tried_again(command, trained, tmp_path, monkeypatch):
     working = RecipeRun.train
 
     def train(run: RecipeRun) -> dict[str, Any]:
@@ -107,9 +103,7 @@ def test_a_failed_training_is_told_and_tried_again(
     assert len(trained) == len(METHODS)
 
 
-def test_a_killed_run_skips_what_is_there(
-    command: list[str], trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_skips_what_is_there(command, trained, tmp_path, monkeypatch):
     working = RecipeRun.train
 
     def killed(run: RecipeRun) -> dict[str, Any]:
@@ -150,9 +144,7 @@ def test_other_options_train_into_other_folders(command: list[str], trained: lis
     ],
     ids=["method", "task", "hub"],
 )
-def test_a_wrong_setting_is_found_before_any_training(
-    options: list[str], message: str, command: list[str], trained: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_setting_is_found_before_any_training(options, message, command, trained, capsys):
     assert main([*command, *options]) == 2
     assert message in capsys.readouterr().err
     assert trained == []
