@@ -315,11 +315,11 @@ class KindProfile:
     def _replay_draws_in_function(self, value: int) -> bool:
         """Return True if an `autograd.Function` that draws random numbers runs to recompute `value`."""
         _, replayed = walk_back(self._reads(value), lambda v: None if self._is_activation(v) else self._reads(v))
-        producers = {self.values[v].producer for v in (value, *replayed)} - {None}
-        functions = (
-            operator for operator in self.operators if operator.index in producers and is_function(operator.name)
-        )
-        return any(self.values[read].is_generator_state for function in functions for read in function.inputs)
+        producers = {self.values[v].producer for v in (value, *replayed)}
+        return any(self._draws_in_function(operator) for operator in self.operators if operator.index in producers)
+
+    def _draws_in_function(self, operator: Operator) -> bool:
+        return is_function(operator.name) and any(self.values[read].is_generator_state for read in operator.inputs)
 
     @cached_property
     def allows_lossy_inputs(self) -> bool:
@@ -329,11 +329,8 @@ class KindProfile:
         numbers in an `autograd.Function` (`exact_recompute_rules.py`), or if the replay error of a saved value is too
         large.
         """
-        is_imprecise = any(
-            value.saved and (value.is_far_recomputed or self._replay_draws_in_function(value.index))
-            for value in self.values
-        )
-        return self.untrusted is None and not is_imprecise and not any(value.is_decision for value in self.values)
+        is_inexact = any(value.is_decision or (value.saved and value.is_far_recomputed) for value in self.values)
+        return self.untrusted is None and not is_inexact and not any(map(self._draws_in_function, self.operators))
 
     def codec_options(self, value: int) -> tuple[CodecOption, ...]:
         """Return the codecs that may compress `value`: the measured codecs, and codecs that store their payload in host

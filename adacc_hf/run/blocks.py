@@ -476,7 +476,7 @@ class WrappedForward:
     @property
     def forward(self) -> Callable[..., Any]:
         """The block's present `forward`: its class, or the class's method, may be replaced during a run."""
-        return self.own_forward or type(self._block).forward.__get__(self._block)
+        return type(self._block).forward.__get__(self._block) if self.own_forward is None else self.own_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.function.block

@@ -104,8 +104,9 @@ class Call:
             if value in self._cells:
                 self._store(value, tensor, local)
             else:
-                # Replay reads the memory of the forward, even if `parameter.data = ...` replaces it before backward.
-                self._environment[value] = local if plan.is_partitioned else local.detach()
+                # An alias keeps the memory of the forward, even if `parameter.data = ...` replaces it before backward.
+                is_alias_needed = type(local) is nn.Parameter and not plan.is_partitioned
+                self._environment[value] = local.detach() if is_alias_needed else local
                 self._versions[value] = tensor, version_of(tensor)
         if plan.first_state is not None:
             self._store_state(*plan.first_state)

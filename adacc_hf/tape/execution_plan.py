@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activations
+from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activations, walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.attached_tensors import PLACES
@@ -384,27 +384,29 @@ def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
             return True
         if choice != RECOMPUTE or not lossy_values:
             return False
-        return _is_drawn_in_function(tape, value) or _is_statistic_of(lossy_values, value, choices, tape)
+        return _replay_draws_in_function(value, choices, tape) or _is_statistic_of(lossy_values, value, choices, tape)
 
     return [value for value, choice in choices.items() if is_unfit(value, choice)]
 
 
-def _is_drawn_in_function(tape: Tape, value: int) -> bool:
+def _replay_draws_in_function(value: int, choices: Collection[int], tape: Tape) -> bool:
+    """Return True if an `autograd.Function` that draws random numbers runs to recompute `value`."""
+    _, replayed = walk_back(_reads(tape, value), lambda v: None if v in choices else _reads(tape, v))
+    producers = [tape.operators[p] for v in (value, *replayed) if (p := tape.values[v].producer) is not None]
+    return any(operator.is_function and operator.random for operator in producers)
+
+
+def _reads(tape: Tape, value: int) -> tuple[int, ...]:
     producer = tape.values[value].producer
-    return producer is not None and tape.operators[producer].is_function and tape.operators[producer].random
+    return () if producer is None else tape.operators[producer].inputs()
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
     """Return True if `value` is a statistic (one number per row) that replay would compute from a value in
     `lossy_values`."""
-
-    def inputs_of(value: int) -> tuple[int, ...]:
-        producer = tape.values[value].producer
-        return () if producer is None else tape.operators[producer].inputs()
-
     if not is_statistic(tape.values[value].ref.geometry[0]):
         return False
-    return not source_activations(value, inputs_of, choices.__contains__).isdisjoint(lossy_values)
+    return not source_activations(value, lambda v: _reads(tape, v), choices.__contains__).isdisjoint(lossy_values)
 
 
 def codec_of(choice: Choice) -> Codec:

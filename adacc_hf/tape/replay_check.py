@@ -13,7 +13,7 @@ import torch
 
 from adacc_hf.tape.replay import Environment, ReplayStep, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
-from adacc_hf.torch_glue.tensors import copy_with_storage
+from adacc_hf.torch_glue.tensors import bytes_in_order, copy_with_storage
 
 
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
@@ -180,17 +180,11 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.numel() == 0:
         return True
-    bits = [_bytes_in_order(tensor) for tensor in (first, second)]
+    bits = [bytes_in_order(tensor) for tensor in (first, second)]
     # Comparing tensors on a GPU stores a boolean for each element, so that elements of eight bytes take less memory.
     if not any(each.numel() % 8 or each.storage_offset() % 8 for each in bits):
         bits = [each.view(torch.int64) for each in bits]
     return torch.equal(*bits)
-
-
-def _bytes_in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in the order of its strides, without a copy if the tensor is dense (has no gaps)."""
-    in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return in_order.contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_reproducible(tape: Tape) -> bool:

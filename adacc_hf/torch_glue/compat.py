@@ -282,7 +282,7 @@ def checkpoint_call(
             errors.append(error)
             return None
 
-    compared = SecondRun(block) if block is not None and hold is None and must_compare(block) else None
+    compared = SecondRun(block, has_same_inputs=hold is None) if block is not None and must_compare(block) else None
     with record_state_changes(block, fn, args) as changed_states, set_checkpoint_early_stop(may_end_early(block)):
         result = checkpoint(run, *_tensor_on_each_device(fn, args), use_reentrant=False)
     in_forward = False

@@ -148,6 +148,12 @@ def kept_by_autograd(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
+def bytes_in_order(tensor: Tensor) -> Tensor:
+    """Return the bytes of `tensor` in the order of its strides, without a copy if the tensor is dense (has no gaps)."""
+    in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return in_order.contiguous().reshape(-1).view(torch.uint8)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return True for a FakeTensor, which has no data."""
     return hasattr(tensor, "fake_mode")

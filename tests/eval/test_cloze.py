@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from adacc_hf.cli import main
 from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE_FILE, cloze_task
 from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
 
 
-def test_accuracy_is_the_share_of_last_words_guessed(
-    offline: None, alphabet_model: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_accuracy_is_the_share_of_last_words_guessed(offline, alphabet_model, byte_tokenizer, tmp_path):
     """After "jazz" AlphabetModel predicts " abcde...", and after "sing" no space, so that one of three words is
     correct."""
     words = ["The abcd came with jazz abcd", "The abce came with jazz abce", "The abcd began to sing abcd"]
@@ -35,8 +30,6 @@ def test_passages_are_found_in_the_run_folder(offline: None, checkpoint: Path, t
     assert 0 <= record["results"]["cloze"]["acc"] <= 1
 
 
-def test_no_passages_name_the_way_to_some(
-    offline: None, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_passages_name_the_way_to_some(offline, checkpoint, tmp_path, capsys):
     assert main(["eval", "cloze", "--model", str(checkpoint), "--output", str(tmp_path / "cloze.json")]) == 2
     assert "cloze.jsonl does not exist; see `adacc eval cloze --help`" in capsys.readouterr().err

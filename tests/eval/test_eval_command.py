@@ -54,9 +54,7 @@ def test_unknown_runner_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'nonsense'" in capsys.readouterr().err
 
 
-def test_what_a_wheel_lacks_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_wheel_lacks_is_refused_with_the_reason(monkeypatch, capsys):
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name="adacc_hf.eval.repository")
 

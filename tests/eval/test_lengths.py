@@ -38,9 +38,7 @@ def run(output: Path, *argv: str) -> int:
     return lengths.main(options, TINY, Scale(**{**vars(TINY), "steps": LEFT_OUT + 2}))
 
 
-def test_a_run_is_a_record_with_tables_and_a_plot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_a_record_with_tables_and_a_plot(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     output = tmp_path / "lengths.json"
     assert run(output) == 0
@@ -84,9 +82,7 @@ def test_methods_train_alike_on_sizes_that_never_repeat(name: str, tmp_path: Pat
     assert sum(fallbacks.values()) == (TINY.layers if name == "moe_loop" else 0)
 
 
-def test_losses_that_differ_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_that_differ_end_the_run(tmp_path, capsys, monkeypatch):
     def fail(*_: Any) -> None:
         raise WrongResultError("they differ")
 

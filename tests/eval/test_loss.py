@@ -106,9 +106,7 @@ def test_compressed_training_stays_near(subject: dict, tmp_path: Path, method: s
     assert not (tmp_path / method).exists()
 
 
-def test_a_cut_training_goes_on_from_its_checkpoint(
-    subject: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_training_goes_on_from_its_checkpoint(subject, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SAVED_AFTER_STEPS", 2)
     uninterrupted = curve_of(subject, "none", tmp_path / "whole")
     real, calls = training.Trainer.evaluate, []

@@ -118,9 +118,7 @@ class Share:
 
 
 @pytest.mark.parametrize(("budget", "share"), [(120, 1.0), (70, 0.5), (200, 1.0)])
-def test_the_share_is_the_largest_that_keeps_to_a_peak(
-    monkeypatch: pytest.MonkeyPatch, budget: int, share: float
-) -> None:
+def test_the_share_is_the_largest_that_keeps_to_a_peak(monkeypatch, budget, share):
     model = Share()
     monkeypatch.setattr(peer_methods, "measure_steady_step", lambda *_: (0, 20 + model.policy.stored_bytes))
     largest_share = peer_methods._share_within(None, None, model, budget)

@@ -1,6 +1,7 @@
 """The second run of a checkpointed call gives the numbers of the first, or training stops."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -71,6 +72,34 @@ def test_a_run_ends_at_its_last_saved_tensor_only_if_that_gives_the_same_bits():
         assert not second_run.must_compare(block)
     assert second_run.may_end_early(plain)
     assert not second_run.may_end_early(noisy)
+
+
+@pytest.mark.parametrize(("last", "may_end_early"), [(nn.Identity(), True), (nn.RReLU(), False)])
+def test_a_second_run_on_lossy_inputs_may_differ_and_ends_where_it_gives_its_own_bits(last, may_end_early):
+    block, x = Block(last).train(), torch.randn(2, 5, 8, requires_grad=True)
+    result = checkpoint_call(
+        block, x, block=block, hold=lambda: lambda: (block, ((x.detach() * 1.01).requires_grad_(),))
+    )
+    result.sum().backward()
+    assert second_run.may_end_early(block) == may_end_early
+
+
+def test_a_measurement_in_another_thread_changes_nothing():
+    block = Block()
+    with ThreadPoolExecutor(1) as thread, second_run.measuring():
+        assert not second_run.must_compare(block)
+        assert thread.submit(second_run.must_compare, block).result()
+
+
+@pytest.mark.parametrize("size", [2, 1001, second_run.CHUNK, 2 * second_run.CHUNK + 3])
+def test_a_checksum_on_a_gpu_depends_on_each_bit_and_on_the_order(size):
+    elements = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    elements[0], elements[-1] = 3, 5
+    flipped, swapped = elements.clone(), elements.flip(0)
+    flipped[size // 2] ^= 1
+    checksums = [int(second_run.weighted_sum(each)) for each in (elements, elements.clone(), flipped, swapped)]
+    assert checksums[0] == checksums[1]
+    assert len(set(checksums)) == 3
 
 
 def hook(block, args, output):

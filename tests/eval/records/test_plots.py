@@ -39,9 +39,7 @@ def test_nothing_measured_is_an_empty_plot(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "empty.svg").read_text()
 
 
-def test_without_matplotlib_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     plots.curves(tmp_path / "none.svg", {"fast": [(1, 2)]}, "x", "y")
     assert "pip install 'adacc-hf[plot]'" in capsys.readouterr().err

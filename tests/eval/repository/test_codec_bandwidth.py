@@ -79,9 +79,7 @@ def test_a_broken_codec_is_not_timed() -> None:
         time_contender(broken, torch.ones(8, 8), samples=1)
 
 
-def test_a_rival_that_cannot_run_here_is_left_out_in_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rival_that_cannot_run_here_is_left_out_in_words(monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise AttributeError("no such kernel")
 
@@ -129,9 +127,7 @@ def test_no_line_is_dirty_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> 
     assert [name for name in order if not name.startswith("zeros")] == [f"sum {2**20}", "run"] * 3
 
 
-def test_every_codec_and_rival_gets_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_codec_and_rival_gets_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 1024)
     threads = torch.get_num_threads()
     output = tmp_path / "bandwidth.json"

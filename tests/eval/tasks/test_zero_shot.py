@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.zero_shot import ModelSource, TaskScore, accuracy_stderr, language_model, score
@@ -54,13 +54,7 @@ def scores(source: ModelSource, data_dir: Path, limit: int | None = None) -> dic
 
 
 @pytest.mark.parametrize("name", PAPER_TASKS)
-def test_accuracy_is_the_one_worked_out_by_hand(
-    name: str,
-    alphabet_model: PreTrainedModel,
-    byte_tokenizer: PreTrainedTokenizerBase,
-    data_dir: Path,
-    rows: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_accuracy_is_the_one_worked_out_by_hand(name, alphabet_model, byte_tokenizer, data_dir, rows):
     with language_model(ModelSource(model=alphabet_model, tokenizer=byte_tokenizer, batch_size=3)) as model:
         result = score(model, load_tasks([name], data_dir)[name])
     (own_rows,) = (lines for key, lines in rows.items() if key.startswith(name))
@@ -81,12 +75,7 @@ def test_accuracy_is_the_one_worked_out_by_hand(
 
 
 @torch.no_grad()
-def test_a_gpt2_scores_what_its_loglikelihoods_say(
-    tiny_gpt2: PreTrainedModel,
-    text_tokenizer: PreTrainedTokenizerBase,
-    data_dir: Path,
-    rows: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_a_gpt2_scores_what_its_loglikelihoods_say(tiny_gpt2, text_tokenizer, data_dir, rows):
     result = scores(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer, batch_size=4), data_dir)
     tiny_gpt2.eval()
 
@@ -116,9 +105,7 @@ def test_a_gpt2_scores_what_its_loglikelihoods_say(
     assert result["lambada_openai"].perplexity == pytest.approx(math.exp(-mean), rel=1e-4)
 
 
-def test_the_model_and_the_tokenizer_stay_as_they_were(
-    tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, data_dir: Path
-) -> None:
+def test_the_model_and_the_tokenizer_stay_as_they_were(tiny_gpt2, text_tokenizer, data_dir):
     tiny_gpt2.transformer.h[0].eval()  # a user may freeze a part
     modes = [module.training for module in tiny_gpt2.modules()]
     torch.manual_seed(5)
@@ -129,9 +116,7 @@ def test_the_model_and_the_tokenizer_stay_as_they_were(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_limit_shows_in_the_counts(
-    alphabet_model: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerBase, data_dir: Path
-) -> None:
+def test_a_limit_shows_in_the_counts(alphabet_model, byte_tokenizer, data_dir):
     result = scores(ModelSource(model=alphabet_model, tokenizer=byte_tokenizer), data_dir, limit=1)
     assert {name: task_score.num_samples for name, task_score in result.items()} == dict.fromkeys(PAPER_TASKS, 1)
     assert [result[name].num_samples_original for name in PAPER_TASKS] == [4, 3, 2, 4]
@@ -139,9 +124,7 @@ def test_a_limit_shows_in_the_counts(
     assert all(task_score.acc_stderr is None for task_score in result.values())
 
 
-def test_a_model_that_diverged_has_no_perplexity(
-    alphabet_model: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerBase, data_dir: Path
-) -> None:
+def test_a_model_that_diverged_has_no_perplexity(alphabet_model, byte_tokenizer, data_dir):
     with torch.no_grad():
         alphabet_model.logits.fill_(math.nan)
     result = scores(ModelSource(model=alphabet_model, tokenizer=byte_tokenizer), data_dir)

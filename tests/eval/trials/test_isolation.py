@@ -76,9 +76,7 @@ def test_it_runs_in_another_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("setting", [None, "backend:cudaMallocAsync"])
-def test_a_gpu_gives_memory_out_as_the_user_says_or_without_fragments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str | None
-) -> None:
+def test_a_gpu_gives_memory_out_as_the_user_says_or_without_fragments(monkeypatch, tmp_path, setting):
     name = "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.delenv(name, raising=False)
     if setting is not None:

@@ -79,9 +79,7 @@ def test_a_limit_is_judged_by_live_bytes_and_the_allocator_has_room_beyond_it(mo
     assert fractions == [pytest.approx(0.3 * (1 + trial.ALLOCATOR_ROOM)), 1.0]
 
 
-def test_retries_of_the_allocator_are_counted_while_steps_are_timed(
-    subject: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retries_of_the_allocator_are_counted_while_steps_are_timed(subject, monkeypatch):
     """Retries in the correctness gate and the profile are not counted."""
     counts = iter([7, 9])
     monkeypatch.setattr(trial, "num_alloc_retries", lambda device: next(counts))
