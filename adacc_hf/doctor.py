@@ -111,8 +111,7 @@ def _check_tracing() -> Finding:
     except NotTraceableError as error:
         return Finding(
             "guards",
-            "Dynamo cannot trace, so no block has guards: each call is compared with its tape operator by operator, "
-            "which takes about 40 us per operator",
+            "Dynamo cannot trace, so each block runs plainly or under torch's checkpoint",
             str(error),
         )
     return Finding("guards", f"traced by Dynamo; its import and first trace took {time.perf_counter() - begin:.1f} s")

@@ -66,24 +66,22 @@ class ExtrapolatedPolicies:
         settings = self._context.settings
         if not self._cache.is_above_budget(sizes, settings):
             profile = self.profile_at(sizes)
-            compared = profile.with_comparison()
-            others = self._others(compared)
-            policy = self._borrow(compared, others) if may_borrow else None
+            others = self._others(profile)
+            policy = self._borrow(profile, others) if may_borrow else None
             try:
-                return sizes, profile, policy or self._within(compared, self._with_room(profile), others, far=0.0)
+                return sizes, profile, policy or self._within(profile, self._with_room(profile), others, far=0.0)
             except InfeasibleBudgetError:
                 self._cache.note_above_budget(sizes, settings)
         sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
         profile = self.profile_at(sizes)
-        return sizes, profile, self.solve_or_least(sizes, profile.with_comparison())
+        return sizes, profile, self.solve_or_least(sizes, profile)
 
     def _borrow(self, profile: Profile, others: list[Policy]) -> Policy | None:
         """Choose without a solver run: return the fastest of `others` (the policies of other size classes) and of full
         recomputation that fits the budget.
 
         Return None if none of them fits. Also return None if no solver run can improve the fastest one, because it is
-        plain training or needs nearly the whole budget (USED_UP). `profile` includes the memory of the first step at a
-        size, which runs operators twice to compare their bits.
+        plain training or needs nearly the whole budget (USED_UP).
         """
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
         policies = list(others)
@@ -99,8 +97,7 @@ class ExtrapolatedPolicies:
         """Return True if a solver run for `profile` may find a faster policy than `policy`.
 
         It may if `policy` needs less than the fraction `USED_UP` of the budget, or was chosen because it needs the
-        least memory. The first steps at a size need more memory, because they run operators twice to verify replay bit
-        for bit. This additional memory is not counted. For plain training, return False, because no policy is faster.
+        least memory. For plain training, return False, because no policy is faster.
         """
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
         current, least = current_policy(profile, policy), self._least_at(profile)
@@ -121,14 +118,13 @@ class ExtrapolatedPolicies:
         """
         budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         limit = int(budget.nbytes / (1 + UNCERTAINTY))
-        return provisional_policy(self._allowed(profile.with_comparison()), limit, with_margin(self._config))
+        return provisional_policy(self._allowed(profile), limit, with_margin(self._config))
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
 
         If a measured step took more bytes than its profile predicted (for metrics of the outputs, for example), the
-        excess, scaled to the batch, is included. The first steps at a size run operators twice, to verify replay bit
-        for bit. Their additional memory is not included (`Profile.with_comparison`).
+        excess, scaled to the batch, is included.
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
         missing, counted = self._context.missing_bytes, self._context.counted_elements
@@ -269,7 +265,7 @@ class ExtrapolatedPolicies:
             size_class = self._cache.class_of(cut)
             if size_class is None:
                 return None
-            profile = self.profile_at(size_class).with_comparison()
+            profile = self.profile_at(size_class)
             if over_bound(profile, least, self._config):
                 continue
             replanner = Replanner(profile, least, self._config, self._context.memory_budget)

@@ -127,7 +127,7 @@ class PeakCheck:
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         predicted = size_policy.predicted_peak_bytes()
         size_policy.measured_peak_bytes, size_policy.must_measure, size_policy.is_provisional = peak, False, False
-        step_profile = size_policy.step_profile(self._profile_at(replanner.profile, largest))
+        step_profile = self._profile_at(replanner.profile, largest)
         current = current_policy(step_profile, before)  # tracking may have priced other outlier channels
         context = self._context
         context.missing_bytes = missing_bytes(step_profile, current, moments)

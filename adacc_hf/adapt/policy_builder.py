@@ -63,8 +63,7 @@ class PolicyBuilder:
         """Return (profile, policy) for the first batch, before the first step. The result is the same on all ranks.
 
         If the budget is a limit on peak memory, the policy is plain training if plain training fits. Otherwise it is a
-        policy that needs little memory (`provisional_policy`), and is replaced after the first measured step. This
-        policy leaves room for the first step, which runs operators twice to compare their bits.
+        policy that needs little memory (`provisional_policy`), and is replaced after the first measured step.
 
         Return None if, on some rank, the model skips blocks on this batch or returns no loss. Also return None if the
         forward runs collectives that do not gather sharded parameters, or if the ranks cannot profile equal parts of
@@ -100,12 +99,11 @@ class PolicyBuilder:
             fastest = self._solve(profile, self._config.memory_budget)
             if fastest.is_plain:
                 return fastest
-        compared = profile.with_comparison(self._profiler.coming_bytes)
-        allowed = compared.without_codecs_below(self._config.min_compress_bytes)
+        allowed = profile.without_codecs_below(self._config.min_compress_bytes)
         policy = provisional_policy(allowed, int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
         if policy.predicted_peak_bytes <= budget.nbytes:
             return policy
-        return self._solve(compared, self._config.memory_budget)
+        return self._solve(profile, self._config.memory_budget)
 
     def after_steps(
         self, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None

@@ -206,7 +206,7 @@ class PolicyChoice:
         policy that needs little memory. With several ranks, store only the plans of the added policy and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
-        policy = current_policy(profile.with_comparison(), measured.replanner.policy)
+        policy = current_policy(profile, measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
         with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):

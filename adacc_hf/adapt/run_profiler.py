@@ -62,8 +62,6 @@ class RunProfiler:
         self.inner_steps = InnerSteps()
         self.all_sizes = False
         """True if batches differ in size. A profile then also has a size model, which predicts other sizes."""
-        self.coming_bytes = 0
-        """Bytes of the optimizer's state that the first batch's profile includes, and that do not exist yet."""
         self._config, self._loop = config, loop
         self._has_said_busy = False
 
@@ -120,7 +118,6 @@ class RunProfiler:
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> Profile:
         step = self._training_step(model, optimizer, compute_loss)
-        self.coming_bytes = step.coming_bytes([p for p in model.parameters() if p.requires_grad])
         try:
             profile = estimate_profile(model, batch, self._config, step)
         except Exception as error:

@@ -20,12 +20,10 @@ from adacc_hf.adapt.checkpoint_files import SavedSizePolicy
 from adacc_hf.adapt.events import OutliersTracked
 from adacc_hf.adapt.policy_selection import current_policy
 from adacc_hf.adapt.replanner import Replanner, Tracking
-from adacc_hf.adapt.run_context import RECORDED_STEPS
 from adacc_hf.adapt.step_timer import StepTimes
 from adacc_hf.torch_glue.batch_shapes import BatchShapes
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import Profile
     from adacc_hf.run.policy_handle import BlockPlans
 
 
@@ -62,21 +60,9 @@ class SizePolicy:
     gradient_error: float | None = None
     measured_peak_bytes: int | None = None
 
-    @property
-    def compares_bits(self) -> bool:
-        """True in the first step at a size that was not profiled, until `PeakCheck` has compared the step's peak.
-
-        Blocks then run operators twice, to compare the bits of their results.
-        """
-        return self.is_extrapolated and self.num_steps <= RECORDED_STEPS + 1
-
-    def step_profile(self, profile: Profile) -> Profile:
-        """Return `profile` with the memory of the comparison of bits if the current step makes this comparison."""
-        return profile.with_comparison() if self.compares_bits else profile
-
     def predicted_peak_bytes(self) -> int:
         """Return the predicted peak of the current step under the policy."""
-        return current_policy(self.step_profile(self.replanner.profile), self.replanner.policy).predicted_peak_bytes
+        return current_policy(self.replanner.profile, self.replanner.policy).predicted_peak_bytes
 
     def saved(self) -> SavedSizePolicy:
         """Return the state for a checkpoint, from which a resumed run restores this size policy."""

@@ -226,9 +226,6 @@ class KindProfile:
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     host_link: HostLink | None = None
     """Cost of payloads in host memory. None if payloads must stay on the device."""
-    untraced: str | None = None
-    """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
-    operator by operator. None if guards can check that a call runs the recorded operators."""
     tiled: int | None = None
     """Index into `Profile.kinds` of the variant of this kind in which modules run in tiles (some rows at a time), or
     None. Blocks have the variant only if a policy chooses it (`Profile.with_tiles`)."""

@@ -196,29 +196,6 @@ class Profile:
             other_heads=tuple(heads),
         )
 
-    def with_comparison(self, absent_bytes: int = 0) -> Profile:
-        """Return a copy whose predicted forward includes the memory to run any one operator a second time.
-
-        Some first calls at a size run each operator twice, to compare the bits of its results (`run/validation.py`).
-        `absent_bytes` are predicted bytes that do not exist yet in these calls, such as the state of an optimizer that
-        has not stepped. The comparison may take these bytes.
-        """
-
-        # On a GPU, torch.equal stores a boolean for each eight compared bytes (`replay_check.same_bits`).
-        compared_share = 1.0 if self.device.startswith("cpu") else 1.125
-
-        def with_room(kind: KindProfile) -> KindProfile:
-            twice = (op for op in kind.operators if any(kind.values[value].recomputable for value in op.outputs))
-            # The events contain the operators' temporary memory, which the first run has freed.
-            second_results = max((sum(kind.values[v].nbytes for v in op.outputs) for op in twice), default=0)
-            # The comparison keeps the state from which replay would draw, and the state to return to.
-            states = 2 * max((value.nbytes for value in kind.values if value.is_generator_state), default=0)
-            room = max(0, int(second_results * compared_share) + states - absent_bytes)
-            events = (replace(event, extra_bytes=event.extra_bytes + room) for event in kind.forward)
-            return replace(kind, forward=tuple(events))
-
-        return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
-
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
         """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles (groups of rows).
         If `num_tiles[i]` is 0, the modules of the i-th block run without tiles.

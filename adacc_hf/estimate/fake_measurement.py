@@ -40,7 +40,7 @@ from adacc_hf.price.codec_selection import (
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement, detach_inputs
 from adacc_hf.tape.execution_plan import encode_view
-from adacc_hf.tape.operator_effects import RngUse
+from adacc_hf.tape.operator_effects import DESCRIBED, DeclaredRngUse, operator_argument
 from adacc_hf.tape.replay import stand_in, takes_device, view
 from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
@@ -50,7 +50,6 @@ from adacc_hf.torch_glue.private import (
     TorchDispatchMode,
     attention_operator,
     op_name,
-    schema_of,
     tree_leaves,
     unset_fake_temporarily,
 )
@@ -66,12 +65,6 @@ _SAMPLE_SHAPE = (256, 256)
 """Shape of the sample of normally distributed numbers on which codec errors are measured."""
 
 
-SUPPORTED_NAMESPACES = ("aten", "adacc_hf")
-"""Namespaces of operators that are replayed: torch's operators, and CompAct's random projection.
-
-The tags of these operators show reliably if an operator draws random numbers."""
-
-
 class FakeMeasurement(Measurement):
     """Measurement of a model on fake tensors, with times estimated from the peak rates of `device`."""
 
@@ -81,7 +74,7 @@ class FakeMeasurement(Measurement):
     def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE) -> None:
         self.device = device
         self.outlier_share = outlier_share
-        self.rng_use = FakeRngUse
+        self.rng_use = DeclaredRngUse
         self._backward = FakeBackward()
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
@@ -90,7 +83,7 @@ class FakeMeasurement(Measurement):
         }
         exact: set[int] = set()
         for operator in tape.operators:
-            can_replay = operator.target.namespace in SUPPORTED_NAMESPACES and operator.may_run_again
+            can_replay = operator.target.namespace in DESCRIBED and operator.may_run_again
             if can_replay and available.issuperset(operator.inputs()):
                 exact.update(operator.results())
                 available.update(operator.results())
@@ -212,21 +205,6 @@ class FakeMemoryMeasurement(FakeMeasurement):
         return 0.0
 
 
-class FakeRngUse(RngUse):
-    """Detector of random draws by an operator call, from the operator's tags and the call's dropout probability.
-
-    On real tensors, a changed generator state shows that a call drew random numbers. On fake tensors, the state never
-    changes.
-    """
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in SUPPORTED_NAMESPACES
-        self._is_random = may_draw and _operator_argument(func, args, kwargs, _PROBABILITIES) != 0
-
-    def happened(self) -> bool:
-        return self._is_random
-
-
 class SumOfTimes(TorchDispatchMode):
     """Dispatch mode that adds up the estimated times of all operators called while the mode is active."""
 
@@ -261,17 +239,6 @@ def _is_known_external(place: str, overwritten: bool) -> bool:
     `place` is where replay finds the tensor, or "unknown". If the tensor was `overwritten`, replay cannot read it.
     """
     return place != "unknown" and not overwritten
-
-
-_PROBABILITIES = ("dropout_p", "p")
-"""Names that operators use for the argument with the dropout probability."""
-
-
-def _operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name in names:
-            return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-    return None
 
 
 def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
@@ -339,7 +306,7 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     operations = formula(*formula_args, **kwargs, out_val=results)
     if "scaled_dot_product" in op_name(target):
         # Fused causal kernels skip the scores above the diagonal, except a strip whose share falls with the length.
-        operations *= 0.5 if _operator_argument(target, args, kwargs, ("is_causal",)) else 1.0
+        operations *= 0.5 if operator_argument(target, args, kwargs, ("is_causal",)) else 1.0
         rate *= device.attention_share
     elif any(map(_is_unaligned, [*factors, *_operand_tensors(results)])):
         rate *= device.unaligned_share

@@ -170,6 +170,8 @@ class TapeRecordingStrategy:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         key = KnownShapes(self.tape_cache.untraceable).key(block, fn, args, kwargs)
+        if key is None:
+            return fn(*args)
         recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
         result = recording.run(fn)
         self.tape_cache.remember(self.tape_cache.verified_tape(recording.recorder), key, recording.name)
@@ -248,10 +250,12 @@ class ModelRecorder:
         tiling = self._tilings.get(name)
         # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
         key = known_shapes.key(block, fn, args, kwargs, tiling)
-        fn = in_tiles(block, tiling, fn)
+        called = in_tiles(block, tiling, fn)
         arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         recording = Recording(name, block, args, kwargs, self._measurement.rng_use)
-        result = recording.run(fn)
+        result = recording.run(called)
+        if key is None and known_shapes.leave_out(recording.recorder.function_results):
+            key = known_shapes.key(block, fn, args, kwargs, tiling)
         for tensor in arguments.values():
             if tensor.is_leaf and tensor.requires_grad:  # `enable_input_require_grads` makes some, and autograd holds
                 self._note_outside_storage(tensor)
@@ -259,14 +263,18 @@ class ModelRecorder:
         states = self._measurement.random_states({tensor.device for tensor in tensors})
         recorder = recording.recorder
         tape = self.tape_cache.verified_tape(recorder)
+        if key is None and tape.untrusted is None:
+            tape.untrusted = f"Dynamo, which reads the code of blocks, stops: {known_shapes.untraced}"
         outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder, outliers, partial(fn, *args))
+            self._prices[tape.digest] = self._price(tape, recorder, outliers, partial(called, *args))
         errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
         if tiling is not None and tape.digest not in self.tile_memory:
-            self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, fn)
-        self.tape_cache.remember(tape, key, name)
-        known_shapes.add(key, KnownShape(tape, num_calls=2))
+            self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
+        if key is not None:
+            known_shapes.compare_graph(tape, fn, args)
+            self.tape_cache.remember(tape, key, name)
+            known_shapes.add(key, KnownShape(tape, num_calls=2))
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
         casts = {} if tape.untrusted else _saved_casts(recorder, tape)

@@ -197,7 +197,7 @@ def _build_kind(
         kind = KindProfileBuilder(group, shared_tensors, prices[tape.digest], config).build()
     replay_records = recompute_outcome(kind).shared
     unsaved = tuple(sorted(i for i in replay_records if not shared_tensors.records[i].saved))
-    return replace(kind, held=unsaved, untraced=group[0].known_shapes.untraced)
+    return replace(kind, held=unsaved)
 
 
 def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:

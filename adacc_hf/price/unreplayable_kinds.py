@@ -10,6 +10,7 @@ import torch
 from adacc_hf.artifacts.kind_profile import WHOLE, BackwardEvent, ForwardEvent, KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
+from adacc_hf.tape.replay_check import is_reproducible
 from adacc_hf.torch_glue.tensors import storage_of
 
 SAVED = 0
@@ -31,7 +32,9 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
         )
         for index, tensor in enumerate(block.argument_tensors.values(), start=SAVED + 1)
     ]
-    is_alone = not block.tape.has_collectives
+    actions = (BlockAction.CHECKPOINT,) if block.tape.has_collectives else (BlockAction.PLAIN, BlockAction.CHECKPOINT)
+    if block.tape.verified and not is_reproducible(block.tape):  # only Dynamo stops at it
+        actions = (BlockAction.PLAIN,)
     return KindProfile(
         digest=block.tape.kind,
         block_class=block.tape.block_class,
@@ -43,7 +46,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
         forward_ms=forward_ms,
         given=shared_argument_records(block, shared_tensors),
         untrusted=block.tape.untrusted,
-        block_actions=(BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_alone else (BlockAction.CHECKPOINT,),
+        block_actions=actions,
         generator_bytes=generator_bytes(block),
     )
 

@@ -254,18 +254,10 @@ def _describe_tiles(kind: KindProfile) -> list[str]:
 
 
 def describe_calls(kind: KindProfile) -> list[str]:
-    """Return a list with a note if blocks of `kind` are not replayed, or if each of their calls is validated.
-
-    Return [] if neither is the case.
-    """
-    if kind.untrusted is not None:
-        return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
-    if kind.untraced is not None:
-        return [
-            f"each call is validated against its tape (about 40 us per operator), because Dynamo cannot trace: "
-            f"{kind.untraced}"
-        ]
-    return []
+    """Return a list with a note if blocks of `kind` are not replayed, else []."""
+    if kind.untrusted is None:
+        return []
+    return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
 
 
 def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:

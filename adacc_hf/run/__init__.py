@@ -1,1 +1,1 @@
-"""Application of policies to a model: execution and validation of calls of blocks, by the rules in policy_handle.py."""
+"""Application of policies to a model: execution of calls of blocks, by the rules in policy_handle.py."""

@@ -1,11 +1,11 @@
-"""Execution of one block under its plan: each call is recorded, validated against its tape, or only executed.
+"""Execution of one block under its plan: each call is recorded, checked against its tape, or only executed.
 
 Rules R1 to R14, which this code refers to, are in the NOTE of policy_handle.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,9 +18,7 @@ from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
-    DIVERGED,
     FILLED_TABLE,
-    NEW_DATA,
     OTHER_RANKS,
     OUT_OF_PLACE,
     UNRECORDED,
@@ -29,18 +27,13 @@ from adacc_hf.run.entries import (
     Entry,
     PlanEntries,
 )
-from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
 from adacc_hf.tape.inputs import argument_tensors
-from adacc_hf.tape.tape import BITS, Tape
+from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import run_in_tiles
 from adacc_hf.torch_glue.compat import checkpoint_call
-
-MAX_DIVERGENCES = 3
-"""Number of times that a block may be recorded again for one call key (traced path and sizes) because a call diverged
-from its tape. After that, calls with this key run under torch's checkpoint."""
 
 
 class Observer(Protocol):
@@ -117,7 +110,26 @@ class BlockExecutor:
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
-        return self._run_as(key, block, self._in_tiles(block, fn), args, kwargs)
+        if key is None:
+            return self._run_untraced(block, fn, args)
+        return self._run_as(key, block, fn, args, kwargs)
+
+    def _run_untraced(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
+        reason = self.known_shapes.untraced or ""
+        self.tape_cache.warn_not_replayed(self.name, self.plan.kind, reason)
+        fallback = self.entries.fallback_of(reason)
+        if fallback is not None:
+            self.tape_cache.fallbacks.add(fallback, self.name)
+        return self._run_unplanned(self.tape_cache.tapes_of_kind(self.plan.kind), block, fn, args)
+
+    def _run_unplanned(self, tapes: Sequence[Tape], block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
+        """Run a call whose operators cannot be replayed, plainly or under torch's checkpoint. `tapes` are records of
+        the block's kind."""
+        self._must_be_checkpointed = any(map(_is_checkpointed_on_all_ranks, tapes))
+        if self._must_be_checkpointed:
+            return checkpoint_call(fn, *args, block=block)
+        return self._run_untaped(self._is_plain or any(tape.has_collectives for tape in tapes), block, fn, args)
 
     def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call `fn` of `block`, changed so that some modules of the block run in tiles if the plan says
@@ -131,16 +143,15 @@ class BlockExecutor:
         If no tape (record of operators) exists for the key, record the call.
         """
         entry = self.entries.find(key)
-        if entry is None and self.known_shapes.has_new_data(key):
-            self.tape_cache.fallbacks.add(NEW_DATA, self.name)
-            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args)
+        if entry is not None and self._has_other_numbers(entry, fn, args):
+            entry = None
         if entry is None:
-            return self._first_call(key, block, fn, args, kwargs)
+            return self._first_call(key, block, self._in_tiles(block, fn), args, kwargs)
         self._has_filled_table = False
         self._count_fallback(entry)
         plan = entry.execution_plan
         if plan is None:
-            return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args)
+            return self._run_unplanned([entry.known_shape.tape], block, self._in_tiles(block, fn), args)
         externals = plan.fetch(block, args, kwargs)
         if externals is None:
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
@@ -148,28 +159,38 @@ class BlockExecutor:
             self.known_shapes.move_to_end(key)
         entry.known_shape.num_calls += 1
         self._learn_order(entry)
-        if not self._is_due(entry, plan):
-            return self._call(entry, plan, externals, block, fn, args)
-        call = self._validated_call(entry, externals)
-        result = call.run(block, fn, args, kwargs)
-        self._check_replaced(plan, externals, block)
-        self._learn(key, entry, call)
-        return result
+        is_checked = self._is_due(entry)
+        if is_checked and entry.symbolic_tape is not None:
+            self.tape_cache.extend(entry.symbolic_tape, key)
+        return self._call(entry, plan, externals, block, self._in_tiles(block, fn), args, is_checked)
+
+    def _has_other_numbers(self, entry: Entry, fn: Any, args: tuple[Any, ...]) -> bool:
+        """Return True if the entry's tape, evaluated at a new size, is wrong. Its symbolic tape is then discarded."""
+        symbolic_tape = entry.symbolic_tape
+        if symbolic_tape is None or entry.execution_plan is None or not entry.plan.tape.is_unchecked:
+            return False
+        if not self.known_shapes.has_other_numbers(entry.plan.tape, fn, args):
+            return False
+        self.tape_cache.distrust(symbolic_tape, self.name, "their numbers follow no polynomial")
+        self.entries.sized.clear()
+        return True
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the block once more under the plan, to measure the call.
 
-        This call is not counted, because the number of calls decides which of the training's calls are validated.
+        This call is not counted, because the number of calls decides which of the training's calls are checked.
         Raises UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record
         it.
         """
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
+        if key is None:
+            return self._run_untraced(block, fn, args)
         entry = self.entries.latest(key)
         if entry is None and not self.tape_cache.may_record():
             current_key = self.known_shapes.with_current_layout(key, block)
-            if self.entries.expected_entry(current_key, args, kwargs) is None:
+            if self.entries.find(current_key) is None:
                 raise UnrecordedCallError(
                     f"the budget has no room to record another traced path of {self.name}: increase memory_budget, or "
                     f"set guard_blocks=0"
@@ -181,30 +202,17 @@ class BlockExecutor:
         if externals is None:
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
-        fn = self._in_tiles(block, fn)
-        if entry.known_shape.num_calls > 1 and self.known_shapes.untraced is None:
-            return self._call(entry, plan, externals, block, fn, args)
-        return self._validated_call(entry, externals).run(block, fn, args, kwargs)
+        return self._call(entry, plan, externals, block, self._in_tiles(block, fn), args)
 
-    def _is_due(self, entry: Entry, plan: ExecutionPlan) -> bool:
-        """Return True if this call must be validated: compared with its tape, operator by operator, while it runs.
-
-        Raise PolicyMismatchError if every call of the block must be validated, but a CUDA graph is being captured.
-        """
-        if plan.is_plain:
+    @staticmethod
+    def _is_due(entry: Entry) -> bool:
+        """Return True if this call is checked: backward compares what it recomputes with what the forward saved."""
+        if entry.plan.is_plain or not (entry.plan.tape.is_unchecked or is_checked_call(entry.known_shape.num_calls)):
             return False
-        is_trusted = plan.tape.due_check is None and self.known_shapes.untraced is None
-        if is_trusted and not is_checked_call(entry.known_shape.num_calls):
-            return False
-        if is_being_captured() and self.known_shapes.untraced is not None:
-            raise PolicyMismatchError(
-                f"block {self.name} must be compared with its tape at each call, which a captured CUDA graph cannot "
-                f"do, because Dynamo stops at: {self.known_shapes.untraced}; capture it under a policy that retains "
-                f"everything"
-            )
-        if is_being_captured():  # a captured CUDA graph cannot compare: validate the next call instead
+        if is_being_captured():  # a captured CUDA graph cannot compare: check the next call instead
             entry.known_shape.num_calls -= 1
             return False
+        entry.plan.tape.is_unchecked = False
         return True
 
     def _run_with_other_tensors(
@@ -219,7 +227,7 @@ class BlockExecutor:
         if current_key != key and not self.known_shapes.has_unstable_layout:
             return self._run_as(current_key, block, fn, args, kwargs)
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
-        return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args)
+        return self._run_untaped(entry.known_shape.tape.has_collectives, block, self._in_tiles(block, fn), args)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
@@ -243,8 +251,12 @@ class BlockExecutor:
         block: nn.Module,
         fn: Any,
         args: tuple[Any, ...],
+        is_checked: bool = False,
     ) -> Any:
-        """Run a call of the block under `plan`, the execution plan of `entry`."""
+        """Run a call of the block under `plan`, the execution plan of `entry`.
+
+        If `is_checked`, backward compares what it recomputes with what this call saved.
+        """
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
         if plan.draws and is_being_captured():
@@ -252,41 +264,13 @@ class BlockExecutor:
                 f"block {self.name} draws its dropout masks again in backward, which is not possible in a CUDA graph: "
                 f"capture it under a policy of AdaccConfig(actions=('retain', 'compress')), or without dropout"
             )
-        call = Call(plan, self.name, self._codecs(entry), externals)
+        lossy = [value for value, codec in entry.codecs.items() if not codec.lossless] if is_checked else None
+        call = Call(plan, self.name, self._codecs(entry), externals, lossy)
         if len(plan.tape.order or ()) < plan.num_slots:
             entry.unpacked_slots = call.unpacked_slots = []
         result = call.run(fn, args)
         self._check_replaced(plan, externals, block)
         return result
-
-    def _validated_call(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
-        checks_bits = entry.plan.tape.due_check == BITS
-        return ValidatedCall(self.name, entry.plan, self._codecs(entry), externals, checks_bits)
-
-    def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
-        """Update the entry of a call key, its symbolic tape and the table of tapes with the outcome of a validated
-        call."""
-        tape, symbolic_tape = entry.plan.tape, entry.symbolic_tape
-        if call.divergence is None:
-            entry.unpacked_slots = call.unpacked_slots
-            tape.due_check = None
-            if symbolic_tape is not None:
-                self.tape_cache.extend(symbolic_tape, key)
-            return
-        reason = DIVERGED
-        if symbolic_tape is not None and call.mismatched_values:
-            self.tape_cache.refuse(symbolic_tape, call.mismatched_values, self.name)
-        elif symbolic_tape is not None:
-            self.tape_cache.distrust(symbolic_tape, self.name, call.divergence)
-        elif self.known_shapes.num_divergences(key) < MAX_DIVERGENCES:
-            self.known_shapes.outdate(key)
-            self.tape_cache.forget(self.plan.kind, key)
-        else:
-            self.tape_cache.warn_varying(self.name, tape, self.known_shapes.untraced or call.divergence)
-            entry.execution_plan, entry.known_shape.varies, entry.fallback = None, True, VARYING
-            reason = VARYING
-        self.tape_cache.fallbacks.add(reason, self.name)
-        self.entries.sized.clear()
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
         """Raise TapeMismatchError if a call has replaced an attached tensor of the block, and replay looks up this
@@ -319,38 +303,15 @@ class BlockExecutor:
     def _first_call(
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the block's first call with this `key` (traced path and sizes).
-
-        If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
-        the call, unless autograd saves nothing.
-        """
+        """Record the block's first call with this `key` (traced path and sizes), unless autograd saves nothing."""
         had_filled_table, self._has_filled_table = self._has_filled_table, False
         key = self.known_shapes.with_current_layout(key, block)
-        expected_entry = self.entries.expected_entry(key, args, kwargs)
-        if expected_entry is None and self._saves_nothing(block, args, kwargs):
+        if self._saves_nothing(block, args, kwargs):
             return fn(*args)
-        if expected_entry is None and self._is_too_large_to_record(key):
+        if self._is_too_large_to_record(key):
             self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.tape_cache.fallbacks.add(UNRECORDED, self.name)
             return checkpoint_call(fn, *args, block=block)
-        self.known_shapes.was_compared = True
-        if (
-            expected_entry is not None and expected_entry.execution_plan is None
-        ):  # torch's checkpoint is correct for any operators
-            self._must_be_checkpointed = _is_checkpointed_on_all_ranks(expected_entry.known_shape.tape)
-            self.entries.keep(key, expected_entry)
-            self._count_fallback(expected_entry)
-            is_plain = self._is_plain and not self._must_be_checkpointed
-            return fn(*args) if is_plain else checkpoint_call(fn, *args, block=block)
-        if expected_entry is not None:
-            externals = expected_entry.plan.fetch(block, args, kwargs)
-            if externals is not None:
-                self._count_fallback(expected_entry)
-                call = self._validated_call(expected_entry, externals)
-                result = call.run(block, fn, args, kwargs)
-                self._check_replaced(expected_entry.plan, externals, block)
-                self._end_expected_call(key, expected_entry, call)
-                return result
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
@@ -361,6 +322,7 @@ class BlockExecutor:
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self.tape_cache.compare_with_symbolic_tape(tape, key, self.name)
+        self.known_shapes.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
         entry = self.entries.add(key, KnownShape(tape))
         self._count_fallback(entry)
@@ -399,20 +361,6 @@ class BlockExecutor:
             return False
         return not self.tape_cache.may_record()
 
-    def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
-        """Keep or drop `expected_entry`, the entry that the first call with the key `key` was expected to follow.
-
-        The entry is kept for later calls if `call` ran the operators of the entry's tape.
-        """
-        if call.divergence is None:
-            expected_entry.unpacked_slots = call.unpacked_slots
-            self.tape_cache.remember(expected_entry.known_shape.tape, key, self.name)
-            self.entries.keep(key, expected_entry)
-        else:  # record the next call, and the next calls of other blocks
-            self.entries.differs_from_record = True
-            self.tape_cache.fallbacks.add(DIVERGED, self.name)
-            self.tape_cache.forget(self.plan.kind, key)
-
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Return True if every plan must run a block with this tape under torch's checkpoint.
@@ -429,13 +377,10 @@ def is_being_captured() -> bool:
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Return True if call number `num_calls` of a call key is validated again.
+    """Return True if call number `num_calls` of a call key is checked again (rule R7).
 
-    Validation compares each operator with the tape, because a call may run on a tape only if it runs the tape's
-    operators (rule R8).
-
-    The validated calls are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because
+    The checked calls are the first two, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because
     tracking steps, which take additional time too, are at powers of two.
     """
     thirds, rest = divmod(num_calls, 3)
-    return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)
+    return num_calls in (1, 2) or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

@@ -292,7 +292,7 @@ def _is_compiled_around() -> bool:
 
 def _describe_hooks(block: str, hooks: Any) -> str:
     owner = getattr(hooks[0], "__self__", None)
-    if type(owner).__module__.startswith("adacc_hf."):
+    if (hooks[0].__module__ if owner is None else type(owner).__module__).startswith("adacc_hf."):
         return (
             f"block {block} runs inside a block to which another policy of adacc_hf is applied: call remove() of that "
             f"policy's handle before applying a policy to the model or a part of it, or use handle.replace(policy)"

@@ -16,14 +16,14 @@ NOTE [State of a call]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, SavedTensorMismatchError
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, SavedTensorMismatchError, TapeMismatchError
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.operator_effects import RngUse
@@ -32,8 +32,10 @@ from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.private import current_autograd_node, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
+from adacc_hf.torch_glue.second_run import checksum, report_other_bits
 from adacc_hf.torch_glue.tensors import (
     PLAIN,
+    Checksum,
     clone_with_storage,
     copy_with_storage,
     current_node,
@@ -75,9 +77,11 @@ class Call:
 
     __slots__ = (
         "_cells",
+        "_checksums",
         "_codecs",
         "_environment",
         "_in_order",
+        "_lossy",
         "_rank",
         "_schedule",
         "_slot",
@@ -88,8 +92,18 @@ class Call:
     )
 
     def __init__(
-        self, plan: ExecutionPlan, block: str, codecs: Mapping[int, Coder], externals: list[tuple[int, torch.Tensor]]
+        self,
+        plan: ExecutionPlan,
+        block: str,
+        codecs: Mapping[int, Coder],
+        externals: list[tuple[int, torch.Tensor]],
+        lossy: Collection[int] | None = None,
     ) -> None:
+        """Initialize. If `lossy` is given, the values that are stored with loss, the call is checked: backward compares
+        checksums of the saved tensors that it recomputes from other values."""
+        self._lossy = lossy
+        self._checksums: dict[int, Checksum] = {}
+        """Checksums of saved tensors that backward must recompute bit for bit, by slot."""
         self.plan = plan
         self.block = block
         self.unpacked_slots: list[int] | None = None
@@ -153,6 +167,8 @@ class Call:
             self._store(expected.value, tensor, local)
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
+        if self._lossy is not None and expected.needs is not None and not any(v in self._lossy for v in expected.needs):
+            self._checksums[slot] = checksum(local)
         if expected.needs is None:
             content = without_gathered_memory(tensor) if expected.is_partitioned else kept_by_autograd(tensor)
             return slot, content, version_of(tensor), None
@@ -186,19 +202,6 @@ class Call:
             cell.tensor = cell.saved = generator_state(device)
             cell.version = version_of(cell.saved)
 
-    def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Handle the call's divergence from its tape: store all values from which replay will recompute the tensors
-        saved so far.
-
-        `bases` maps value indices to tensors. The tensors are copied, because no tape describes later changes in place.
-        Tensors that autograd saves later are not packed.
-        """
-        for value, base in bases.items():
-            if not self.has(value):
-                copy = copy_with_storage(base)
-                self._store(value, copy, copy)
-        self._cells = {}
-
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
         """Saved-tensor hook for backward: return the saved tensor for a packed object, decoded or recomputed if
         necessary.
@@ -221,7 +224,22 @@ class Call:
                 recomputed = self._run(program, slot, content)
         else:
             recomputed = self._run(program, slot, content)
+        if slot in self._checksums:
+            self._compare(slot, recomputed)
         return recomputed if spec is None else to_dtensor(recomputed, spec)
+
+    def _compare(self, slot: int, recomputed: torch.Tensor) -> None:
+        """Raise TapeMismatchError if replay gives other bits than the forward of this call, which is checked."""
+        if bool(checksum(recomputed) == self._checksums.pop(slot)):
+            return
+        name = self.plan.tape.values[self.plan.slots[slot].value].name
+        error = TapeMismatchError(
+            f"block {self.block}: replay recomputes saved tensor {slot} ({name}) with other bits than the forward, so "
+            f"gradients would be wrong. The block reads something that changed unnoticed since it was recorded, or an "
+            f"operator gives other bits each time: train with AdaccConfig(actions=('retain', 'compress')); or, "
+            f"{BLOCK_CLASSES_HINT}"
+        )
+        report_other_bits(error, self.plan.device_type == "cuda")
 
     def _next_program(self, slot: int) -> ReplayProgram:
         """Return the replay program that unpacks the saved tensor `slot`. Backward may unpack saved tensors in another

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
@@ -14,7 +13,6 @@ from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
-from adacc_hf.tape.data_reads import data_at
 from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit_values
 from adacc_hf.tape.symbolic_tape import MOST_SIZES, SymbolicTape
 from adacc_hf.tape.tape import Tape
@@ -23,8 +21,7 @@ from adacc_hf.tape.tape_cache import TapeCache
 log = logging.getLogger(__name__)
 
 OTHER_OPERATORS = "other operators than when profiled, with the least memory"
-VARYING = "operators, or their numbers, vary from call to call"
-NEW_DATA = "new data in a tensor that a block reads into Python, run under torch's checkpoint"
+VARYING = "a table that is filled again and again, so that operators vary from call to call"
 UNRECORDED = (
     "operators that no profile has recorded, run under torch's checkpoint: recording them would exceed memory_budget"
 )
@@ -32,10 +29,9 @@ OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example 
 UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
 FILLED_TABLE = "a block's call that filled a table for later calls kept all the tensors that autograd saves"
-DIVERGED = "a block's call that differed from its record kept all the tensors that autograd saves"
 """Reason for a call that did not follow its plan. Calls are counted by reason in `TapeCache.fallbacks`."""
 
-TRANSIENT = frozenset({FILLED_TABLE, DIVERGED})
+TRANSIENT = frozenset({FILLED_TABLE})
 """Reasons that make only a single call leave its plan. The block's next call is recorded, and then follows its plan or
 has another reason."""
 
@@ -104,9 +100,6 @@ class PlanEntries:
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
         """Entries by symbolic tape (tape for all sizes). The entries for single sizes are derived from these
         entries."""
-        self.differs_from_record = False
-        """True if the operators of the block's first call differ from the tape recorded for another block of its
-        kind."""
 
     @property
     def are_empty(self) -> bool:
@@ -125,10 +118,9 @@ class PlanEntries:
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry for a call with this `key`. If the block has a tape for the key but no entry yet, create the
-        entry.
+        """Return the entry for a call with this `key`, or None if the call must be recorded.
 
-        Return None if the call must be recorded, or validated against a tape from a profile or another block.
+        If the block, a profile or another block of the kind has a tape for the key, create the entry.
         """
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
@@ -138,34 +130,32 @@ class PlanEntries:
 
     def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
         """Create and cache the entry of a recorded call."""
-        return self.keep(key, self._entry(known_shape))
-
-    def keep(self, key: CallKey, entry: Entry) -> Entry:
-        """Cache `entry` for the block's calls with this `key`, and return `entry`.
-
-        Call this after a recorded or validated call has run the operators of the entry's tape.
-        """
-        self.recorded[self.known_shapes.add(key, entry.known_shape)] = entry
+        entry = self.recorded[key] = self._entry(known_shape)
+        self.known_shapes.add(key, known_shape)
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
-        """Return an entry with the tape that was recorded for this `key` under another plan of the block, or None."""
+        """Return an entry with the tape that was recorded for this `key`, or None.
+
+        The tape was recorded under another plan of the block, in a profile, or in another block of the kind.
+        """
         known_shape = self.known_shapes.get(key)
         if known_shape is not None:
             self.recorded[key] = self._entry(known_shape)
             self._earlier = ()
-        return self.recorded.get(key)
+            return self.recorded[key]
+        tape = self.tape_cache.expected_tape(self.plan.kind, key, self.name)
+        if tape is None:
+            return None
+        entry = self.add(key, KnownShape(tape, num_calls=0))
+        self.tape_cache.remember(tape, key, self.name)
+        return entry
 
     def _sized_entry(self, key: CallKey) -> Entry | None:
         """Return the entry for a size at which no call was recorded, or None if no symbolic tape covers the size."""
         entry = self.sized.get(key)
         if entry is not None and entry.is_current:
             return entry
-        if (
-            not self.known_shapes.was_compared
-            and self.tape_cache.expected_tape(self.plan.kind, key, self.name) is not None
-        ):
-            return None  # a profile has recorded this size: validate the first call against that record
         untrusted_tape = self.tape_cache.untrusted_at(key, self.name)
         if untrusted_tape is not None:
             return self._entry(KnownShape(untrusted_tape))
@@ -200,20 +190,6 @@ class PlanEntries:
             base.known_shape, plan, codecs, symbolic_tape=symbolic_tape, base=symbolic_tape.base, fallback=base.fallback
         )
 
-    def expected_entry(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """Return an entry with the tape that a profile or another block has recorded for this key, or None.
-
-        The first call with the key, `args` and `kwargs` is validated against this tape.
-        """
-        if self.differs_from_record or any(known_key.shape == key.shape for known_key in self.known_shapes):
-            return None
-        tape = self.tape_cache.expected_tape(self.plan.kind, key, self.name)
-        if tape is None:
-            return None
-        reads = {path: data_at(path, args, kwargs) for path in tape.reads}
-        data_by_path = {path: data for path, data in reads.items() if data is not None}
-        return self._entry(KnownShape(tape.with_reads(data_by_path))) if len(data_by_path) == len(reads) else None
-
     def forget(self, key: CallKey) -> None:
         """Drop the entry for `key`, because the tape for this key was dropped from the block's table of tapes."""
         self.recorded.pop(key, None)
@@ -227,8 +203,7 @@ class PlanEntries:
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_untrusted(self.name, tape)
-        if tape.untrusted is not None or known_shape.varies:
-            return Entry(known_shape, None, {}, fallback=self._fallback_of(tape))
+            return Entry(known_shape, None, {}, fallback=self.fallback_of(tape.untrusted))
         choices, is_planned = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
@@ -237,15 +212,13 @@ class PlanEntries:
         codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
         return Entry(known_shape, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
-    def _fallback_of(self, tape: Tape) -> str | None:
-        """Return the reason why calls with this `tape`, which cannot be replayed, run under torch's checkpoint.
+    def fallback_of(self, reason: str) -> str | None:
+        """Return the text that calls which cannot be replayed, because of `reason`, run under torch's checkpoint.
 
         Return None if the plan itself requires the checkpoint or a plain run, because the calls then follow the plan.
         """
-        if tape.untrusted is None:
-            return VARYING
         is_planned = self.plan.is_plain or self.plan.is_checkpointed
-        return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
+        return None if is_planned else f"torch's checkpoint, since {reason}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).

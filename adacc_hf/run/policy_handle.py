@@ -23,27 +23,22 @@ R6  An in-place operator makes a new version of a storage. Replay never changes 
     needs. The backward of an autograd function written in Python gets a copy of each tensor that replay reads again,
     and so cannot change the tensor either.
 R7  Replay is verified: a value is replayed only if its replay had the original bits at each size at which the block was
-    recorded. The recorded sizes are three or more, including odd sizes and multiples of 8. At another size the block
-    runs the same operators, with inputs of the same layout, on the same device. Only the kernel that a library selects
-    for the size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block
-    that runs at this size. Each operator is compared as soon as it has run, which takes the memory of one operator's
-    results. Values with different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects
-    by a benchmark (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in
-    backward's thread. If kernels of an autograd Function write memory without a recorded operator, the Function is one
-    operator, and its whole forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again
-    only if replay of all its operators gave the original bits (`replay_check.is_reproducible`), or if none of its
-    values can be replayed.
-R8  A call runs on a tape only if there is evidence that the call runs the tape's operators. The usual evidence is
-    Dynamo's guards (`tape/guards.py`), which hold if the Python code of the call takes the traced path, whatever the
-    path depends on. The call's key adds properties that guards leave out: the numbers that are inputs of the traced
-    graph, offsets and shared storages of the arguments. The block's own tensors must have the layout of the tape.
-    Otherwise the call is another shape, which is recorded separately. A block that Dynamo cannot trace completely is
-    validated at each call: every operator is compared with the tape before the operator runs (`run/validation.py`). The
-    second call of each tape, a few later calls, and the first call at some new sizes are validated too. After a call
-    diverges from its tape, all tensors that the call saves are kept, so the call stays exact. Each call compares the
-    tensors that autograd saves with the tape. If the block reads an argument into Python, a few integers count as
-    sizes, and other data has its own tapes. torch's checkpoint is used if operators depend on any other data, and for a
-    call that differs from all recorded calls if the budget has no room to record the call.
+    recorded. The recorded sizes are three or more, including odd sizes and multiples of 8. In addition, calls are
+    checked: backward compares the checksum of each tensor that it recomputes with the forward's, and the run stops if
+    they differ. The first call of a block at a size is checked, a few later ones, and the first calls at new sizes.
+    Convolutions whose kernel cuDNN selects by a benchmark (`torch.backends.cudnn.benchmark`) are not replayed, because
+    cuDNN may select another kernel in backward's thread. If kernels of an autograd Function write memory without a
+    recorded operator, the Function is one operator, and its whole forward runs again (tape/function_recording.py).
+    Torch's checkpoint may run a block again only if replay of all its operators gave the original bits
+    (`replay_check.is_reproducible`), or if none of its values can be replayed.
+R8  A call runs on a tape only if there is evidence that the call runs the tape's operators: Dynamo's guards
+    (`tape/guards.py`), which hold if the Python code of the call takes the traced path, whatever the path depends on.
+    The call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and
+    shared storages of the arguments. The block's own tensors must have the layout of the tape. Otherwise the call is
+    another shape, which is recorded separately. At a new size, the traced graph runs on fake tensors, and its operators
+    must be those of the tape (`tape/graph_operators.py`). A block that Dynamo cannot trace completely, or that reads
+    data into Python, runs plainly or under torch's checkpoint. Each call compares the tensors that autograd saves with
+    the tape.
 R9  A call without gradients, in generate(), after an exception, with retain_graph or create_graph, or one of several
     forwards before one backward, is correct or refused, and leaves no state behind. Each of a block's calls in a step
     has its own plan, and is also correct under the plan of any other call.

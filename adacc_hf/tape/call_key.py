@@ -7,16 +7,16 @@ part of this evidence.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
+from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import (
     Args,
@@ -26,6 +26,7 @@ from adacc_hf.tape.inputs import (
 )
 from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS
 
 MAX_LAYOUTS = 64
 """Maximum number of remembered layouts (shapes, strides and storages) of a block's own tensors. The least recently used
@@ -43,18 +44,11 @@ steps. A tape and a plan for the tape take about 130 KiB of Python objects.
 
 
 class CallKey(NamedTuple):
-    """Key of a block's call. Two calls with equal keys, of blocks of one kind, run the same operators.
-
-    If Dynamo cannot trace the block, calls with equal keys may run different operators, so each call is validated
-    (run/validation.py).
-    """
+    """Key of a block's call. Two calls with equal keys, of blocks of one kind, run the same operators."""
 
     shape: Hashable
     """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, name of
     the module that runs in tiles). A traced path is Dynamo's trace of one path through the block's code."""
-    data: tuple[Data | None, ...]
-    """Elements of the arguments that the block reads into Python, in order. None for an argument whose elements are not
-    part of keys."""
     layout: int
     """Hash of the layout of the block's own tensors (`block_layout`). In addition, each execution plan compares the
     layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
@@ -70,8 +64,6 @@ class KnownShape:
 
     tape: Tape
     num_calls: int = 1
-    varies: bool = False
-    """True if calls with the entry's key have repeatedly run other operators than those on the tape."""
 
 
 class Follower(Protocol):
@@ -95,24 +87,14 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._paths: BlockPaths | None = None
         """Dynamo's traces of the block's code (tape/guards.py). None before the block's first call."""
         self.untraced: str | None = None
-        """The reason why the latest call must be validated. None if Dynamo's guards prove that the call runs the
-        operators on its tape."""
+        """The reason why Dynamo cannot trace the latest call, or None."""
         self.layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts (shapes, strides and storages) of the block's own tensors, the latest last."""
         self._layout = 0
         """Hash of the latest layout of the block's own tensors."""
         self._num_layouts = self._num_calls = 0
-        self._num_divergences: OrderedDict[CallKey, int] = OrderedDict()
-        """For each call key, the number of calls that ran other operators than those on the key's tape."""
-        self._reads: tuple[tuple[Any, ...], ...] = ()
-        """Paths, within a call's arguments, of the tensors whose elements the block reads into Python."""
-        self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls whose shapes were recorded with other data. Each of these keys has occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that drop the entry of a key when this table drops the key."""
-        self.was_compared = False
-        """True if, in the current run, a call of the block was recorded, or compared with its tape operator by
-        operator."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
         """Entries that count calls by symbolic tape, which is one tape for all sizes."""
 
@@ -123,8 +105,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         args: Args,
         kwargs: Kwargs,
         tiling: Tiling | None = None,
-    ) -> CallKey:
-        """Return the key of a call `fn(*args, **kwargs)` of `block` that is about to run.
+    ) -> CallKey | None:
+        """Return the key of a call `fn(*args, **kwargs)` of `block` that is about to run. Return None, and set
+        `untraced`, if Dynamo cannot trace the call.
 
         If `tiling` is given, modules of the block run in tiles (groups of rows), and the key contains the modules'
         names. The number of tiles does not matter, because the operators on the tape do not depend on it.
@@ -135,11 +118,33 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
             self._paths = BlockPaths(block, self._untraceable)
             self._note_layout(block)
         self._num_calls += 1
-        path, numbers = self._paths.key(fn, args)
+        if not GUARDS_PARAMETERS:
+            self._note_layout(block)
+        traced = self._paths.key(fn, args)
         self.untraced = self._paths.untraced
-        data = tuple([data_at(path, args, kwargs) for path in self._reads])
+        if traced is None:
+            return None
+        path, numbers = traced
         tiled = None if tiling is None else (tiling.modules, tiling.backward_only)
-        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), data, self._layout)
+        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), self._layout)
+
+    def leave_out(self, functions: Mapping[type[Function], Any]) -> bool:
+        """Return True if the latest call, which Dynamo could not trace, may have a key if the trace leaves out
+        `functions` (`Recorder.function_results`)."""
+        return self._paths is not None and self._paths.leave_out(functions)
+
+    def graph_inputs(self, fn: Callable[..., Any], args: Args) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if the call was not traced."""
+        return None if self._paths is None else self._paths.graph_inputs(fn, args)
+
+    def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: Args) -> None:
+        """Compare the traced graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""
+        if self._paths is not None:
+            self._paths.compare_graph(tape, fn, args)
+
+    def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: Args) -> bool:
+        """Return True if the traced graph of the latest call, `fn(*args)`, shows that `tape` is wrong for its sizes."""
+        return self._paths is not None and self._paths.has_other_numbers(tape, fn, args)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
         """Return a copy of `key` with the present layout (shapes, strides and storages) of the block's own tensors.
@@ -164,60 +169,19 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """
         return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
-    def outdate(self, key: CallKey) -> None:
-        """Forget the tape of `key`, because a call ran other operators than those on the tape.
-
-        The next call with this key is recorded again.
-        """
-        put_latest(self._num_divergences, key, self.num_divergences(key) + 1, MAX_SHAPES)
-        self._forget([key])
-
-    def num_divergences(self, key: CallKey) -> int:
-        """Return the number of calls with this key that ran other operators than those on the key's tape."""
-        return self._num_divergences.get(key, 0)
-
-    def has_new_data(self, key: CallKey) -> bool:
-        """Return True if calls of this shape were recorded, and this call's data occurs for the first time.
-
-        The data is the elements of tensors that the block reads into Python. The first call with new data is not
-        recorded, for two reasons: the budget reserves the memory for recording only for new shapes, and recording pays
-        off only if the data occurs again. The method stores `key`, so the second call with the same data returns False
-        and can be recorded.
-        """
-        known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
-        if not known_data or key.data in known_data or key in self._new_data:
-            return False
-        put_latest(self._new_data, key, None, MAX_SHAPES)
-        return True
-
-    def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
-        """Add a recorded call of the block to this table. Return the call's key.
-
-        If the block read arguments into Python that no earlier call read, the returned key also contains the elements
-        of these arguments.
-        """
-        reads = known_shape.tape.reads
-        new_paths = [path for path in reads if path not in self._reads]
-        if new_paths:
-            self._reads = (*self._reads, *new_paths)
-            # The keys of earlier records lack this data, on which their operators may depend too.
-            self._forget(list(self))
-            key = key._replace(data=(*key.data, *(reads[path] for path in new_paths)))
+    def add(self, key: CallKey, known_shape: KnownShape) -> None:
+        """Add a recorded call of the block to this table."""
         self[key] = known_shape
         self.move_to_end(key)
-        self._forget(list(self)[:-MAX_SHAPES])
-        return key
+        for old in list(self)[:-MAX_SHAPES]:
+            del self[old]
+            for follower in self.followers:
+                follower.forget(old)
 
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
         """Return the entry that counts calls of the block at all sizes that `symbolic_tape` covers.
 
-        The entry's `num_calls` starts at 2, so the validation of a key's 2nd call (`is_checked_call`) is skipped. The
-        first calls of a symbolic tape are validated by size instead (`Tape.due_check`).
+        The entry's `num_calls` starts at 2, so the check of a key's 2nd call (`is_checked_call`) is skipped. The first
+        calls of a symbolic tape are checked by size instead (`Tape.is_unchecked`).
         """
         return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
-
-    def _forget(self, keys: list[CallKey]) -> None:
-        for key in keys:
-            del self[key]
-            for follower in self.followers:
-                follower.forget(key)

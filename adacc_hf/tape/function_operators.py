@@ -60,15 +60,8 @@ class FunctionCall(NamedTuple):
     """`requires_grad` of each tensor among the arguments, in order."""
     autocast: tuple[tuple[str, torch.dtype], ...]
     """(device type, dtype) of each device type under autocast."""
-    data: tuple[int, ...]
-    """Indices, among the tensor arguments, of the tensors that the forward reads into Python, and on whose elements its
-    operators may depend."""
     results: Any
     """The forward's result, with None in place of each tensor in it."""
-
-    def is_like(self, other: FunctionCall) -> bool:
-        """Return True if both calls have the same class, `requires_grad` flags and autocast state."""
-        return self[:3] == other[:3]
 
 
 class FunctionTarget:
@@ -279,10 +272,10 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
     """Describe a call of the `autograd.Function` `function` that is about to run: class, `requires_grad` flags and
     autocast.
 
-    The fields `data` and `results` are empty, because they are known only after the call.
+    The field `results` is None, because the results are known only after the call.
     """
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    return FunctionCall(_function_identity(function), tuple(flags), autocast_of(), (), None)
+    return FunctionCall(_function_identity(function), tuple(flags), autocast_of(), None)
 
 
 def _function_identity(function: type[Function]) -> str:

@@ -41,10 +41,10 @@ from adacc_hf.tape.function_operators import (
     on_copies,
     results_of,
 )
-from adacc_hf.tape.replay import closure
 from adacc_hf.tape.replay_check import exactly_replayed_values, same_bits
 from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, geometry_of, has_storage, leaves, map_tensors
 from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
+from adacc_hf.torch_glue.opaque_functions import describe_results
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state, preserve_random_states
 from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, local_of, wraps_others
@@ -122,6 +122,8 @@ class FunctionRecorder:
         super().__init__()
         self.refusal_reasons: dict[str, str] = {}
         """Reason why an `autograd.Function` could not become one operator of the tape, by the Function's name."""
+        self.function_results: dict[type[Function], Any] = {}
+        """What each `autograd.Function` returned (`opaque_functions.describe_results`)."""
         self.function_slots: set[int] = set()
         """Indices, among all saved tensors, of the tensors that `autograd.Function`s saved."""
         self._is_paused = False
@@ -175,8 +177,10 @@ class FunctionRecorder:
         """
         if is_one_operator(forward_call.function) and not self._is_paused and not self._is_in_function:
             return self._record_whole(forward_call)
-        num_slots = len(self.slots)
+        num_slots, is_inner = len(self.slots), self._is_in_function or self._is_paused
         result = self._record_function(forward_call)
+        if not is_inner:
+            self.function_results[forward_call.function] = describe_results(forward_call.args, result)
         if not keeps_saved_tensors(forward_call.function):
             self.function_slots.update(range(num_slots, len(self.slots)))
             self._num_next_saved = len(forward_call.saved)
@@ -288,13 +292,13 @@ class FunctionRecorder:
         """
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
-        data_places = self._data_arguments(run_record, results)
+        self._check_reads(run_record, results)
         self._check_writes(run_record)
         foreign = self._foreign_reads(run_record)
         self._check_run_again(target, run_record, recomputed_values, foreign)
         self._roll_back(run_record.before)
         recorded = map_tensors(run_record.args, torch.Tensor, self.refer)
-        call = run_record.call._replace(data=tuple(data_places), results=results)
+        call = run_record.call._replace(results=results)
         self._note_function(target, recorded, call, run_record.returned, run_record.written, run_record.is_random)
 
     def _note_function(
@@ -321,38 +325,19 @@ class FunctionRecorder:
         operator.generator = self._state_before(operator, name) if is_random else None
         self.operators.append(operator)
         self._generator_state = None if is_random else self._generator_state
-        input_values = [leaf.value for leaf in leaves(args) if isinstance(leaf, TensorRef)]
-        self.reads += [Read(input_values[place], f"autograd.Function {target.__name__}") for place in call.data]
 
     # Checks. Each raises NotReplayableError with a reason.
 
-    def _data_arguments(self, run_record: _FunctionRun, results: Any) -> list[int]:
-        """Return the position, among the tensor arguments, of each tensor whose data an `autograd.Function` reads into
-        Python.
+    def _check_reads(self, run_record: _FunctionRun, results: Any) -> None:
+        """Raise NotReplayableError if an `autograd.Function` reads data into Python.
 
-        Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
-
-        Raise NotReplayableError if the Function reads data that does not come from its arguments. Also raise the error
-        if the Function returns numbers after a conversion to a numpy array, because the numbers may come from the
-        array.
+        A conversion to a numpy array is allowed, unless the Function returns numbers, which may come from the array.
         """
         reads = self.reads[run_record.before.num_reads :]
-        has_numbers = any(leaf is not None for leaf in leaves((results,)))
-        if has_numbers and any(map(_is_numpy_view, reads)):
+        if not all(map(_is_numpy_view, reads)):
+            raise NotReplayableError("reads data into Python")
+        if reads and any(leaf is not None for leaf in leaves((results,))):
             raise NotReplayableError("returns numbers that it may have read from numpy arrays")
-        places = {storage_key(t.untyped_storage()): place for place, t in enumerate(_argument_tensors(run_record.args))}
-        argument_places: dict[int, None] = {}
-        for read in reads:
-            if _is_numpy_view(read):
-                continue
-            operators, ends = closure(
-                self._unsealed(), read.value, lambda value: self._is_outer(run_record.before, value)
-            )
-            is_determined = all(self.operators[index].may_run_again for index in operators)
-            if not is_determined or not all(self._storages[value] in places for value in ends):
-                raise NotReplayableError("reads data into Python that does not come from its arguments")
-            argument_places |= dict.fromkeys(places[self._storages[value]] for value in ends)
-        return list(argument_places)
 
     def _check_writes(self, run_record: _FunctionRun) -> None:
         """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.

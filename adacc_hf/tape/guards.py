@@ -21,14 +21,13 @@ NOTE [What Dynamo's guards leave out]
 5. Storage offsets, and which tensors share a storage. The key contains the offsets and the sharing of the arguments.
    `ExecutionPlan.fetch` compares the offsets and the sharing of the block's own tensors.
 6. Blocks that cannot be traced completely: data read into Python, code without source, a value that changes at every
-   call. `untraced_key` distinguishes the calls of these blocks, and each call is validated against its tape, operator
-   by operator (run/validation.py).
+   call. They run plainly or under torch's checkpoint.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -37,18 +36,17 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
+from adacc_hf.tape.graph_operators import graph_operators, operators_of
+from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
     attention_priority,
-    buffers_of,
-    forward_hooks,
-    forward_pre_hooks,
-    parameters_of,
     storage_key,
 )
 from adacc_hf.torch_glue.tensors import storage_of
@@ -59,9 +57,10 @@ through the block's code. The least recently used path is dropped."""
 SHORT_LIFE = 16
 """Maximum number of calls between two traces for the earlier trace to count as short-lived. Tracing takes as long as
 about a hundred checks of guards."""
-MOST_SHORT_LIVES = 8
-"""Number of consecutive short-lived traces after which a block is not traced any more. The guards of such a block
-compare a value that changes at every call, such as a counter."""
+FEW_SHORT_LIVES, MOST_SHORT_LIVES = 2, 8
+"""Number of consecutive short-lived traces after which integers of a block become inputs of the graph, because one may
+be a counter; and after which the block is not traced any more, because its guards compare another value that changes at
+every call."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
 """Keyword arguments that Transformers passes through blocks to the loss. Their values differ at every step, and no
 operator of a block depends on them."""
@@ -78,6 +77,9 @@ class TracedPath:
         its name."""
         self.number = next(_UNUSED)
         """Number of the path, unique in this process."""
+        self.is_witness: dict[str, bool] = {}
+        """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly the operators
+        that were recorded, so that the graph tells the operators at other sizes too."""
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -101,6 +103,10 @@ class _ClassPaths:
 
     def __init__(self) -> None:
         self.paths: OrderedDict[int, TracedPath] = OrderedDict()
+        self.has_counters = False
+        """True if integers of the block are inputs of graphs, because one may change at every call."""
+        self.opaque: dict[type[Function], Any] = {}
+        """What `autograd.Function`s that Dynamo cannot trace returned (`opaque_functions.describe_results`)."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
@@ -109,8 +115,7 @@ which path a call takes."""
 
 
 class Untraceable(OrderedDict[Hashable, str]):
-    """Table of the calls that Dynamo cannot trace: from (block class, (`untraced_key`, `plain_arguments`)) to the
-    reason.
+    """Table of the calls that Dynamo cannot trace: from (block class, mode, `plain_arguments`) to the reason.
 
     The latest call is last.
     """
@@ -137,8 +142,7 @@ class BlockPaths:
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why Dynamo could not trace the latest call. None if the call takes a path that was traced, or if
-        the block's tensors are fake (in an estimate)."""
+        """The reason why Dynamo could not trace the latest call. None if the call takes a path that was traced."""
 
     @property
     def _block(self) -> nn.Module:
@@ -146,23 +150,57 @@ class BlockPaths:
         assert block is not None  # the caller runs the block
         return block
 
-    def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
+    def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]] | None:
         """Return (number of the path through the block's code that the call `fn(*args)` takes, input numbers of the
         traced graph).
 
-        Dynamo traces each path once. If the call cannot be traced completely, return (`untraced_key`,
-        `plain_arguments`) instead.
+        Dynamo traces each path once. Return None, and set `untraced`, if it cannot trace the call. A block of fake
+        tensors (in an estimate) is not traced.
         """
         scope = scope_of(fn, args)
+        if not self._has_memory:
+            return "fake", plain_arguments(scope)
         self._num_calls += 1
-        path = self._find_path(scope)
+        path = self._find_path(scope) or self._trace_path(scope)
         if path is None:
-            untraced_call = untraced_key(self._block), plain_arguments(scope)
-            path = self._trace_path(scope, untraced_call) if self._has_memory else None
-            if path is None:
-                return untraced_call
+            return None
         self._latest, self.untraced = path, None
         return path.number, path.numbers(scope)
+
+    def leave_out(self, functions: Mapping[type[Function], Any]) -> bool:
+        """Note what `autograd.Function`s returned in a call that Dynamo could not trace. Return True if this is new, so
+        that a trace which leaves them out may succeed."""
+        if self._stop_reason is not None or functions.keys() <= self._of_class.opaque.keys():
+            return False
+        self._of_class.opaque |= functions
+        self._untraceable.clear()
+        return True
+
+    def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Compare the graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""
+        path = self._latest
+        if path is not None and path.is_witness.get(tape.structure) is None and tape.untrusted is None:
+            path.is_witness[tape.structure] = self._graph_has(tape, fn, args)
+
+    def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Return True if the graph of the latest call, `fn(*args)`, shows that `tape` is wrong for the call's sizes."""
+        path = self._latest
+        is_witness = path is not None and path.is_witness.get(tape.structure, False)
+        return is_witness and not self._graph_has(tape, fn, args)
+
+    def graph_inputs(
+        self, fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if the call was not traced."""
+        guards = None if self._latest is None else self._latest.guards
+        return None if guards is None else (guards.graph, guards.inputs(scope_of(fn, args)))
+
+    def _graph_has(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        try:
+            traced = self.graph_inputs(fn, args)
+            return traced is not None and graph_operators(*traced) == operators_of(tape)
+        except Exception:  # a tensor class or operator has no fakes
+            return False
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
         """Return a path, traced for an earlier call, whose guards accept the call in `scope`. Return None if no path
@@ -173,31 +211,35 @@ class BlockPaths:
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
         paths = self._of_class.paths
-        for path in reversed(paths.values()) if self._has_memory else ():
+        for path in reversed(paths.values()):
             if path.fits(scope):
                 paths.move_to_end(path.number)
                 return path
         return None
 
-    def _trace_path(self, scope: Scope, untraced_call: Hashable) -> TracedPath | None:
+    def _trace_path(self, scope: Scope) -> TracedPath | None:
         """Trace a call that takes no path traced so far. If the trace fails, return None and set `untraced` to the
         reason."""
-        self.untraced = self._stop_reason or self._untraceable.get((type(self._block), untraced_call))
+        call = type(self._block), self._block.training, plain_arguments(scope)
+        self.untraced = self._stop_reason or self._untraceable.get(call)
         if self.untraced is not None:
             return None
         previous = self._latest
-        self._num_short_lives = (
-            self._num_short_lives + 1 if previous is not None and self._num_calls <= SHORT_LIFE else 0
-        )
+        is_short = previous is not None and self._num_calls <= SHORT_LIFE
+        self._num_short_lives = self._num_short_lives + 1 if is_short else 0
+        self._of_class.has_counters |= self._num_short_lives >= FEW_SHORT_LIVES
         self._num_calls = 0
         if previous is not None and self._num_short_lives >= MOST_SHORT_LIVES:
             self.untraced = self._stop_reason = f"{previous.guards.first_failure(scope)} changes again and again"
             return None
         try:
-            path = TracedPath(trace(scope, observing_hooks(self._block)), scope)
+            guards = trace(
+                scope, observing_hooks(self._block), self._of_class.opaque, has_counters=self._of_class.has_counters
+            )
+            path = TracedPath(guards, scope)
         except NotTraceableError as error:
             self.untraced = str(error)
-            put_latest(self._untraceable, (type(self._block), untraced_call), self.untraced, MAX_PATHS)
+            put_latest(self._untraceable, call, self.untraced, MAX_PATHS)
             return None
         put_latest(self._of_class.paths, path.number, path, MAX_PATHS)
         return path
@@ -251,53 +293,11 @@ def _exact_number(number: Any) -> Hashable:
     return type(number).__name__, repr(number)
 
 
-# Blocks that cannot be traced completely.
-
-
-def untraced_key(block: nn.Module) -> Hashable:
-    """Return a key of `block` for a call that Dynamo cannot trace.
-
-    This key is a part of the call's key (`CallKey`), in place of the number of a traced path (`TracedPath.number`).
-
-    The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
-    parameters require gradients. Computing the key takes a few microseconds per module, little compared with validating
-    the call.
-    """
-    autocast = tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
-    )
-    # A hash is fast to look up. The validation would detect a collision.
-    return hash((autocast, *[(path, *_module_description(module)) for path, module in block.named_modules()]))
-
-
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
     """Return a call's arguments with tensors and other objects replaced by None. Numbers, strings and containers
     stay."""
     named = [_plain_arguments(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
     return *[_plain_arguments(value) for value in scope["args"]], *named
-
-
-def _module_description(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, mode, parameters, buffers and hooks, to be part of an `untraced_key`.
-
-    Class and hooks are represented by name, because parametrize creates a new class for each module.
-    """
-    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    trainable = [(name, p is not None and p.requires_grad) for name, p in parameters_of(module).items()]
-    return (
-        _code_name(type(module)),
-        module.training,
-        *trainable,
-        None,
-        *buffers_of(module),
-        None,
-        *map(_code_name, hooks),
-    )
-
-
-def _code_name(code: Any) -> str:
-    named_object = code if hasattr(code, "__qualname__") else type(code)
-    return f"{named_object.__module__}.{named_object.__qualname__}"
 
 
 def _plain_arguments(value: Any) -> Any:

@@ -65,7 +65,7 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 
 
 def block_layout(block: nn.Module) -> Hashable:
-    """Return the geometry, dtype and storage number of each of the block's own tensors.
+    """Return the geometry, dtype, storage number and `requires_grad` of each of the block's own tensors.
 
     Tensors that share a storage have the same number. The views recorded on a tape depend on all these properties.
 
@@ -77,7 +77,12 @@ def block_layout(block: nn.Module) -> Hashable:
     tensors = [local_of(tensor) for register in registers for tensor in register.values() if tensor is not None]
     tensors += [tensor for _, tensor in attached_tensors(block)]
     return tuple(
-        (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), *geometry_of(t), t.dtype)
+        (
+            storages.setdefault(storage_key(t.untyped_storage()), len(storages)),
+            *geometry_of(t),
+            t.dtype,
+            t.requires_grad,
+        )
         for t in tensors
         if has_storage(t)
     )

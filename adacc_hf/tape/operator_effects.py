@@ -72,6 +72,35 @@ class RngUse:
         return TensorBase.numpy(torch.get_rng_state()).tobytes()  # bypasses the watched Tensor.numpy
 
 
+class DeclaredRngUse(RngUse):
+    """Detector of random draws by an operator call, from the operator's tag and the call's dropout probability.
+
+    On real tensors, a changed generator state shows that a call drew random numbers. On fake tensors, the state never
+    changes.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in DESCRIBED
+        self._is_random = may_draw and operator_argument(func, args, kwargs, _PROBABILITIES) != 0
+
+    def happened(self) -> bool:
+        return self._is_random
+
+
+DESCRIBED = ("aten", "adacc_hf")
+"""Namespaces of operators whose tags tell if they draw random numbers: torch's, and CompAct's random projection."""
+_PROBABILITIES = ("dropout_p", "p")
+"""Names that operators use for the argument with the dropout probability."""
+
+
+def operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the argument of an operator call that has one of `names`, or None."""
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.name in names:
+            return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+    return None
+
+
 class RankUse:
     """Detector of communication with other ranks by one operator.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from adacc_hf.tape.attached_tensors import PLACES, attached_tensors
-from adacc_hf.tape.data_reads import Read, data_behind_reads, deciding_tensors, watched_reads
+from adacc_hf.tape.data_reads import Read, deciding_tensors, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.operator_effects import RankUse, RngUse, written_tensors
@@ -49,7 +49,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
 )
 from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
-from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
+from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """Operators that are not recorded, because they create no storage. `prim.device` returns a fake tensor's device."""
@@ -121,11 +121,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
         """Sources and geometries of further existing tensors that share a storage with a tensor in `_externals`, by
         storage key."""
-        self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
-        """(path, tensor) of each tensor among the recorded call's arguments, by storage key."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
-            self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
         self._is_fake = any(map(is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
@@ -209,16 +206,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"
         tape = self._unsealed()
-        if tape.untrusted is None:
-            tape.reads, violation = data_behind_reads(tape, self.reads, self._arguments_of)
-            tape.untrusted = None if violation is None else str(violation)
+        if tape.untrusted is None and self.reads:
+            tape.untrusted = str(self.reads[0])
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
         dropouts = [(name, m.p) for name, m in self.block.named_modules() if isinstance(m, DROPOUTS)]
         tape.seal([parameters, attention_of(self.block), dropouts, self._autocast])
         return tape
-
-    def _arguments_of(self, value: int) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
-        return self._arguments.get(self._storages[value], [])
 
     def _unsealed(self) -> Tape:
         return Tape(

@@ -5,14 +5,12 @@ the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): t
 different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
 whether a mask's last dimension is a multiple of 16, so a separate symbolic tape is used for multiples of 16 there.
 
-The polynomials are fitted to recorded tapes. The first call at a new size may have to be validated against its tape,
-operator by operator (run/validation.py). It is validated at the first AGREED new sizes, at a few later sizes, and at
-any size outside the range of the earlier sizes. Blocks with a common symbolic tape share this work: one of them runs
-the validation. Every call also compares the tensors that autograd saves with the tape, because a call may run on a tape
-only if it runs the tape's operators (rule R8).
-
-If records of one path have different operators, each size is recorded. At the 1st, 2nd, 4th, 8th ... new size, the bits
-of replay are compared with the original bits (rule R7), because a library may select another kernel for the size.
+The polynomials are fitted to recorded tapes. The first call at a new size is checked: backward compares the bits of
+each tensor that it recomputes with the forward's (rule R7), because a number may follow no polynomial, and a library
+may select another kernel for the size. Checked are the first AGREED new sizes, the 32nd, 64th ... new size, and any
+size outside the range of the earlier sizes. Blocks with a common symbolic tape share this work: one of them is checked.
+Every call also compares the layout of the tensors that autograd saves with the tape (rule R8). If records of one path
+have different operators, each size is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 
 from adacc_hf.artifacts.polynomials import Basis, Column, Polynomial, independent_sizes
 from adacc_hf.tape.replay_check import obtainable_values
-from adacc_hf.tape.tape import BITS, Tape
+from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 
 ENOUGH_RECORDS = 3
@@ -35,7 +33,7 @@ MOST_RECORDS = 8
 """Maximum number of recorded tapes that polynomials are fitted to. If a number still has no fit, it follows no
 polynomial, such as a length rounded up to a multiple of a window."""
 AGREED = 16
-"""Number of new sizes at which calls of a symbolic tape are validated. A number on the tape is a polynomial of the
+"""Number of new sizes at which calls of a symbolic tape are checked. A number on the tape is a polynomial of the
 sizes: a sum of at most three products of sizes. If the polynomial is right at AGREED sizes, it is assumed to be right
 at all sizes between the smallest and the largest. A step function, such as rounding lengths up, would differ at one of
 AGREED sizes."""
@@ -52,7 +50,7 @@ class CallSizes:
     """The key without sizes. Calls with an equal `size_class` may share a symbolic tape, which is one tape for all
     sizes."""
     dimensions: tuple[int, ...]
-    """Sizes of tensors, integers among the arguments, and integers that the block reads into Python."""
+    """Sizes of tensors, and integers among the arguments."""
     layout: tuple[int, ...]
     """Strides and offsets of the tensors, which are polynomials of the sizes."""
 
@@ -64,7 +62,7 @@ class CallSizes:
         their calls share no symbolic tape. The first dimension of a tensor with several dimensions does not count for
         this.
         """
-        (tensors, plain, *settings), data, block_layout = key
+        (tensors, plain, *settings), block_layout = key
         dimensions: list[int] = []
         layout: list[int] = []
         described = []
@@ -76,9 +74,8 @@ class CallSizes:
             first = [_alignment_class(shape[0], 1)] if len(shape) > 1 else []
             sizes = (*first, *[_alignment_class(n, alignment) for n in shape[len(first) :]])
             described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
-        rest = _without_numbers(plain, dimensions, 1)
-        data = _without_numbers(data, dimensions, alignment)
-        return cls((tuple(described), rest, tuple(settings), data, block_layout), tuple(dimensions), tuple(layout))
+        rest = _without_numbers(plain, dimensions)
+        return cls((tuple(described), rest, tuple(settings), block_layout), tuple(dimensions), tuple(layout))
 
 
 def _alignment_class(size: int, alignment: int) -> int | str:
@@ -91,14 +88,13 @@ def _alignment_class(size: int, alignment: int) -> int | str:
     return "odd" if size % alignment else "aligned"  # strings, because True and False equal 1 and 0
 
 
-def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
-    """Replace the numbers in `tree`, a part of a call's key, by their alignment (aligned or not). Append the replaced
-    numbers to `numbers`."""
+def _without_numbers(tree: Any, numbers: list[int]) -> Any:
+    """Replace the numbers above 1 in `tree`, a part of a call's key, by one text. Append them to `numbers`."""
     if isinstance(tree, tuple):
-        return tuple([_without_numbers(item, numbers, alignment) for item in tree])
+        return tuple([_without_numbers(item, numbers) for item in tree])
     if type(tree) is int and tree > 1:
         numbers.append(tree)
-        return _alignment_class(tree, alignment)
+        return "number"
     return tree
 
 
@@ -190,16 +186,10 @@ class SymbolicTape:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
-        """Count a new size, and set which validation is due at the first call of this size.
-
-        At the 1st, 2nd, 4th, 8th ... new size, the bits of replay are compared with the call's bits (rule R7), because
-        a library may select another kernel for the size.
-        """
+        """Count a new size, and set whether the first call of this size is checked."""
         self.num_new += 1
-        if self.num_new & (self.num_new - 1) == 0:
-            tape.due_check = BITS
-        elif self.num_new > AGREED and self._spans(sizes):
-            tape.due_check = None
+        is_power_of_two = self.num_new & (self.num_new - 1) == 0
+        tape.is_unchecked = is_power_of_two or self.num_new <= AGREED or not self._spans(sizes)
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Return True if `tape`, the record of a call of these `sizes`, equals the tape that is evaluated for the same

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from math import prod
 from typing import Any
@@ -22,10 +22,6 @@ from adacc_hf.torch_glue.private import OpOverload, op_name
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset of a tensor, counted in elements."""
-
-OPERATORS, BITS = "operators", "bits"
-"""Kinds of validation of a call. OPERATORS compares each operator with the tape. BITS also compares replayed bits with
-the call's bits, because values with other bits must not be recomputed (rule R7)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -219,9 +215,6 @@ class Tape:
     tensors, and therefore gets copies of tensors that replay reads (rule R6)."""
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
-    reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
-    """Data of the arguments that the block read into Python, for example by `.item()`, by the argument's path. The tape
-    is valid only for calls with equal data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
     """(value, source, geometry) of each further existing tensor on the storage of a value, for example flattened or
     tied weights. The source says where a call finds the tensor."""
@@ -239,11 +232,11 @@ class Tape:
     """Dict from each value that duplicates an earlier saved value to the saved value (`equal_values`)."""
     order: tuple[int, ...] | None = None
     """Order in which backward unpacks the saved tensors, as indices into `slots`. None if no backward was observed."""
-    due_check: str | None = None
-    """The validation due at the next call: OPERATORS, BITS or None.
+    is_unchecked: bool = False
+    """True if the next call is checked: replay's bits are compared with the call's (rule R7).
 
-    A recorded tape needs no validation. A tape that was evaluated from a symbolic tape (one tape for all sizes) needs a
-    validation until a call has passed it, unless enough calls at other sizes have passed theirs.
+    A recorded tape needs no check. A tape that was evaluated from a symbolic tape (one tape for all sizes) does, unless
+    calls at enough other sizes were checked.
     """
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
@@ -255,8 +248,7 @@ class Tape:
         """
         sizes = _tape_digest([value.nbytes for value in self.values])
         input_values = [value for value in self.values if self.is_block_input(value.index)]
-        reads = sorted((repr(path), data) for path, data in self.reads.items())
-        inputs = _tape_digest([(str(value.source), value.ref) for value in input_values] + reads)
+        inputs = _tape_digest([(str(value.source), value.ref) for value in input_values])
         return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{inputs[:8]}"
 
     @property
@@ -322,15 +314,10 @@ class Tape:
         self.identity = _tape_digest([self.block_class, *identity])
         self.structure = _tape_digest([self.identity, self._wiring()])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
-        slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
+        slots = [repr(slot) for slot in self.slots]
         outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
         sharing = [(value, str(source), geometry) for value, source, geometry in self.sharing]
-        self.digest = _tape_digest([self.structure, constants, slots, outside, sharing, *reads])
-
-    def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
-        """Return a copy of the tape for a call in which the block reads the data `reads` into Python, for example by
-        `.item()`. The operators are the same."""
-        return self if self.reads == reads else replace(self, reads=reads)
+        self.digest = _tape_digest([self.structure, constants, slots, outside, sharing])
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
         """Match the values of this tape with the values of `other`.

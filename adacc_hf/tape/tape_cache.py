@@ -114,13 +114,13 @@ class TapeCache:
         replay.
 
         `Tape.recomputable` contains the values that replay recomputes bit for bit. Only the first tape of each digest
-        is verified. For a later tape with the same digest, a copy of the first tape is returned. A tape that must not
-        be used (`Tape.untrusted`) is not verified.
+        is verified, and returned for later tapes with the same digest. A tape that must not be used (`Tape.untrusted`)
+        is not verified.
         """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
         if cached_tape is not None:
-            return cached_tape.with_reads(tape.reads)
+            return cached_tape
         if tape.untrusted is None:
             with torch.no_grad(), autocast_off(tape):
                 tape.verified = self._verify(tape, recorder.bases)
@@ -170,9 +170,8 @@ class TapeCache:
             self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
-        if all(isinstance(data, tuple) for data in tape.reads.values()):  # other data is not a function of the sizes
-            sizes = self._sizes_of(key._replace(data=key.data or tuple(tape.reads.values())))
-            self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
+        sizes = self._sizes_of(key)
+        self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
 
     def symbolic_tape_at(self, key: CallKey, block: str) -> tuple[SymbolicTape, CallSizes] | None:
         """Return (symbolic tape, sizes) for a call of `block` with this key. A symbolic tape is one tape for all sizes.
@@ -290,15 +289,6 @@ class TapeCache:
                 self.symbolic_tapes[key] = symbolic_tape
         return symbolic_tape
 
-    def forget(self, kind: str, key: CallKey) -> None:
-        """Forget the tapes that were recorded for blocks of `kind` in calls with this key.
-
-        Call this method if a call with this key has run operators that differ from the expected tape.
-        """
-        for call in list(self._of_calls):
-            if call[:2] == (_tape_structure(kind), key):
-                self._of_calls.pop(call, None)
-
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
         """Return the tape (record of operators) that a call of `block` with this key is expected to follow.
 
@@ -368,23 +358,14 @@ class TapeCache:
 
         Warn once for each kind of block.
         """
-        self._warn_once(
-            tape,
-            "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s",
-            name,
-            tape.untrusted,
-        )
+        self.warn_not_replayed(name, tape.structure, tape.untrusted)
 
-    def warn_varying(self, name: str, tape: Tape, reason: str) -> None:
-        """Warn that the operators of the block `name` vary from call to call. Warn once for each kind of block."""
-        self._warn_once(
-            tape,
-            "Adacc: block %s and others of its kind %s: their operators, or the operators' numbers, vary from call to "
-            "call (%s)",
-            name,
-            _treatment_of_varying(tape),
-            reason,
-        )
+    def warn_not_replayed(self, name: str, topic: str, reason: str | None) -> None:
+        """Warn, once for each `topic`, that the block `name` is not replayed because of `reason`."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            message = "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s"
+            log.warning(message, name, reason)
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Warn that the block `name` runs operators for which its plan was not made, and how to avoid this.
@@ -436,11 +417,6 @@ class TapeCache:
             cause[1],
         )
 
-    def _warn_once(self, tape: Tape, message: str, *details: object) -> None:
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning(message, *details)
-
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:
         """Schedule replay of `tape` for the order in which a backward unpacked the saved tensors.
 
@@ -485,14 +461,6 @@ def profiled_tapes(model: nn.Module) -> TapeCache:
     room.
     """
     return _OF_PROFILES.setdefault(model, TapeCache())
-
-
-def _treatment_of_varying(tape: Tape) -> str:
-    """Describe, for a message, how a block whose operators vary from call to call is run.
-
-    A block with collectives must not run again, because other ranks with another plan would not take part (rule R13).
-    """
-    return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
 
 
 class TapeNumbers:
@@ -25,7 +25,6 @@ class TapeNumbers:
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
         parts: list[Any] = [tape.structure]
-        parts += [(path, self._without_numbers(data)) for path, data in _sorted_reads(tape.reads)]
         for value in tape.values:
             self.numbers.append(value.nbytes)
             parts.append((self._geometry(value.ref), value.device, value.overwritten))
@@ -54,11 +53,6 @@ class TapeNumbers:
         if isinstance(tree, dict):
             return [(name, self._without_numbers(item)) for name, item in tree.items()]
         return tree
-
-
-def _sorted_reads(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of `reads`, the data that the recorded call has read into Python, in a fixed order."""
-    return sorted(reads.items(), key=repr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,6 @@ class TapeTemplate:
         self._refs: dict[tuple[Any, ...], int] = {}
         """Index of each distinct tensor reference. The keys are (value, dtype, places of the sizes, of the strides and
         of the offset)."""
-        self._reads = [(path, self._tree(data)) for path, data in _sorted_reads(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
         self._slots = [self._ref(slot).place for slot in tape.slots]
@@ -136,13 +129,12 @@ class TapeTemplate:
             operators=operators,
             slots=[refs[ref] for ref in self._slots],
             function_slots=base.function_slots,
-            reads={path: _filled_template(data, at, refs) for path, data in self._reads},
             identity=base.identity,
             structure=base.structure,
             digest=digest,
             recomputable=base.recomputable,
             equal=base.equal,
-            due_check=OPERATORS,
+            is_unchecked=True,
             _consumers=base._consumers,
         )
 

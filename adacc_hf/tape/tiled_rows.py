@@ -287,7 +287,7 @@ class TiledModule(TiledBackward):
     replay never runs again."""
 
     is_one_operator = True
-    """Read by the recorder and the validator of tapes: the operators inside are not on the tape."""
+    """Read by the recorder of tapes: the operators inside are not on the tape."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters_and_call: Any) -> Tensor:

@@ -13,7 +13,7 @@ import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from keyword import iskeyword
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.autograd.function import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf.torch_glue.dynamo_gaps import (
@@ -32,6 +33,7 @@ from adacc_hf.torch_glue.dynamo_gaps import (
     record_dict_order,
 )
 from adacc_hf.torch_glue.memory import garbage_collection_disabled
+from adacc_hf.torch_glue.opaque_functions import opaque_functions
 
 Scope = dict[str, Any]
 """Local variables of the function that Dynamo traces: `call`, `args` and `kwargs` of a block's call."""
@@ -54,11 +56,17 @@ class TracedGuards:
     ) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
-        self.numbers = _compile_getter(inputs.numbers, variables)
+        self.numbers = _compile_getter(dict.fromkeys(inputs.numbers), variables)
         """Function from a call's local variables (`Scope`) to the numbers that are inputs of the traced graph."""
         self.tensors = _compile_getter(inputs.tensors, variables)
         """Function from a call's local variables (`Scope`) to those input tensors of the traced graph that are neither
         arguments nor parameters or buffers reached by name."""
+        self.inputs = _compile_getter(inputs.all, variables)
+        """Function from a call's local variables (`Scope`) to all inputs of `graph`."""
+        for node in inputs.graph.graph.nodes:
+            node.meta.clear()  # the trace's fake tensors
+        self.graph: Callable[..., Any] = inputs.graph.forward
+        """The traced graph: a function of its inputs."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
@@ -148,20 +156,23 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
     return ()
 
 
-def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGuards:
+def trace(
+    scope: Scope,
+    ignored: Iterable[Callable[..., Any]] = (),
+    opaque: Mapping[type[Function], Any] | None = None,
+    has_counters: bool = False,
+) -> TracedGuards:
     """Trace a call with Dynamo, without running its operators, and return the guards of the traced path.
+
+    Functions in `opaque` are not traced (`opaque_functions`). If `has_counters`, integers of modules are inputs of the
+    graph, as sizes are. Otherwise they are guards, and a counter of calls would make each call another path.
 
     `scope` contains the function, `args` and `kwargs` of the call. Calls of loggers, of `warnings.warn` and of the
     `ignored` functions are left out of the trace; the ignored functions must return None. Sizes of tensors are symbols,
     and sizes that happen to be equal get different symbols. Queries such as `torch.compiler.is_compiling` return False,
     because the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole
-    call, or if torch is older than 2.13.
+    call.
     """
-    if torch.__version__ < OLDEST_TORCH:
-        raise NotTraceableError(
-            f"Dynamo of torch {torch.__version__} does not guard all values that a block reads: install torch "
-            f"{OLDEST_TORCH} or newer"
-        )
     dynamo = _dynamo_namespace()
     inputs = _UnguardedInputs()
 
@@ -172,7 +183,11 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     # Each trace has its own code object, because Dynamo keeps a limited number of traces for each one.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
-        with _TRACING, dynamo.tracing(ignored, inputs) as dead_objects:
+        with (
+            _TRACING,
+            opaque_functions(opaque or {}, dynamo.allowed_ids),
+            dynamo.tracing(ignored, inputs, has_counters) as dead_objects,
+        ):
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
             compiled = torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)
             compiled(**_without_views(scope))
@@ -231,9 +246,8 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
-OLDEST_TORCH = "2.13"
-"""Oldest release of torch whose guards are used. In torch 2.11, changes of a parameter's layout, of `requires_grad`,
-and of a function's defaults pass the guards."""
+GUARDS_PARAMETERS = torch.__version__ >= "2.13"
+"""True if Dynamo guards the layout of parameters and `requires_grad`. Changes of both pass the guards of torch 2.11."""
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
@@ -297,13 +311,13 @@ class _DeadObjects(list[Any]):
             self._watched.setdefault(id(obj), lambda: obj)
 
 
-def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
+def _compile_getter(names: Iterable[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
     """Compile the expressions `names` to one function that returns their values.
 
     The expressions are Dynamo's description of where a value comes from (its source). The function's argument is a
     `Scope`, the variable `L` of the expressions. `variables` contains the expressions' other variables.
     """
-    items = "".join(f"{name}, " for name in dict.fromkeys(names))
+    items = "".join(f"{name}, " for name in names)
     return eval(f"lambda L: ({items})", variables)
 
 
@@ -322,6 +336,9 @@ class _UnguardedInputs:
         of a zero, a list in a tuple, the order of a dict."""
         self.tensors: list[str] = []
         """Expressions of tensors that are neither arguments nor parameters or buffers."""
+        self.all: list[str] = []
+        """Expressions of all inputs of the graph, in order."""
+        self.graph: Any = None
         self.reads_environment = False
         self.class_reads: dict[tuple[type, str], None] = {}
         """(class, name) of each attribute that the traced code looked up on a class."""
@@ -344,10 +361,13 @@ class _UnguardedInputs:
         """Append to `numbers` and `tensors` the expressions of those inputs of a traced graph that no guard checks."""
         from torch._dynamo import source as sources
 
+        self.graph = graph
         for node in graph.graph.nodes:
             argument: Any = node.meta.get("grapharg") if node.op == "placeholder" else None
             source = getattr(argument, "source", None)
-            if source is None or isinstance(source, sources.TensorPropertySource):
+            if source is not None:
+                self.all.append(name_of(source))
+            if source is None or isinstance(source, sources.TensorPropertySource) or not _decides_tensors(node):
                 continue
             if isinstance(source, sources.RandomValueSource):
                 raise NotTraceableError("a number is drawn from Python's random generator")
@@ -357,6 +377,12 @@ class _UnguardedInputs:
                 self.numbers.append(name_of(source))
             elif not (_NAMED.match(name_of(source)) or _ARGUMENT.match(name_of(source))):
                 self.tensors.append(name_of(source))
+
+
+def _decides_tensors(node: Any) -> bool:
+    """Return True if a tensor of the graph follows from `node`. Nothing does from a counter of calls."""
+    is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+    return is_tensor or any(_decides_tensors(user) for user in node.users if user.op != "output")
 
 
 def _raw_environment() -> dict[Any, Any]:
@@ -395,7 +421,7 @@ def _dynamo_namespace() -> Any:
     """Import Dynamo, and return a namespace with the functions through which `trace` uses Dynamo: `tracing`,
     `is_traced`, `cache_entries`."""
     import torch._dynamo
-    from torch._dynamo import config
+    from torch._dynamo import config, trace_rules
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.variables.torch import tracing_state_functions
@@ -405,6 +431,7 @@ def _dynamo_namespace() -> Any:
     settings = {
         # Otherwise a float would be an input of the graph instead of a guard, and so would results of comparisons.
         "specialize_float": True,
+        "allow_rnn": True,
         # Hooks run with the block. Attributes of FSDP2's modules need guards as in other modules.
         "skip_nnmodule_hook_guards": False,
         "skip_fsdp_guards": False,
@@ -421,7 +448,9 @@ def _dynamo_namespace() -> Any:
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
 
     @contextmanager
-    def tracing(ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs) -> Iterator[list[Any]]:
+    def tracing(
+        ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs, has_counters: bool
+    ) -> Iterator[list[Any]]:
         """Change Dynamo's settings for a trace inside the `with` block, and yield a list of objects that have died.
 
         Some guards compare the address of an object. When one of these objects dies, a weak reference to the object is
@@ -438,6 +467,7 @@ def _dynamo_namespace() -> Any:
         before = dict(states)
         with ExitStack() as stack:
             stack.enter_context(config.patch(settings | {_IGNORED: {*_message_functions(), *ignored}}))
+            stack.enter_context(config.patch(allow_unspec_int_on_nn_module=has_counters))
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet_dynamo())
@@ -459,7 +489,12 @@ def _dynamo_namespace() -> Any:
     def is_traced() -> bool:
         return TracingContext.try_get() is not None
 
-    return types.SimpleNamespace(tracing=tracing, is_traced=is_traced, cache_entries=_debug_get_cache_entry_list)
+    return types.SimpleNamespace(
+        tracing=tracing,
+        is_traced=is_traced,
+        cache_entries=_debug_get_cache_entry_list,
+        allowed_ids=trace_rules._allowed_callable_ids,
+    )
 
 
 @contextmanager

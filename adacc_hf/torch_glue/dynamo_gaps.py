@@ -84,21 +84,21 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
 
-    def recording(original: Callable[..., Any], class_of: Callable[[Any], type], place: int) -> Callable[..., Any]:
+    def recording(original: Callable[..., Any], class_of: Callable[[Any], type]) -> Callable[..., Any]:
         def look_up(*args: Any) -> Any:
-            class_reads[class_of(args[0].value), args[place]] = None
+            class_reads[class_of(args[0].value), args[-1]] = None  # the name
             return original(*args)
 
         return look_up
 
     patches: list[tuple[Any, str, Any]] = [(symbolic_convert, "is_stdlib", lambda _: False)]
-    for name, place in (("lookup_class_mro_attr", 1), ("get_source_by_walking_mro", 2)):
+    for name in ("lookup_class_mro_attr", "get_source_by_walking_mro"):
         for owner, class_of in (
             (user_defined.UserDefinedObjectVariable, type),
             (user_defined.UserDefinedClassVariable, lambda value: value),
         ):
             if name in vars(owner):
-                patches.append((owner, name, recording(vars(owner)[name], class_of, place)))
+                patches.append((owner, name, recording(vars(owner)[name], class_of)))
     if hasattr(dicts, "DunderDictVariable"):
         create = dicts.DunderDictVariable.create
 

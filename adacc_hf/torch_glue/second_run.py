@@ -10,8 +10,7 @@ complete, and each saved tensor must have the bits of the first run.
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,15 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError
+from adacc_hf.kernels._layout import is_dense
 from adacc_hf.torch_glue.private import outer_hooks, viewed_tensor, without_modes
-from adacc_hf.torch_glue.tensors import bytes_in_order, is_fake, is_plain, local_of
+from adacc_hf.torch_glue.tensors import Checksum, bytes_in_order, checksum_of_bytes, is_fake, is_plain, local_of
 
 log = logging.getLogger(__name__)
 
-CHUNK = 2**18
-"""Number of bytes that are widened to 64 bits together to compute a checksum on a GPU."""
-
-Checksum = int | torch.Tensor
+MOST_COPIED = 2**20
+"""Number of bytes of a tensor with gaps that are copied together."""
 
 _may_end_early: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """For each block that was compared: True if the second run may end at the last saved tensor."""
@@ -97,37 +95,30 @@ class SecondRun:
         with saved_tensors_hooks(pack_noted, unpack_compared):
             result = fn()
         if self._expected is None:
-            self._expected = list(map(_checksum, self._tensors))
+            self._expected = _checksums(self._tensors)
             self._tensors.clear()
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._tensors.append(tensor.detach() if _is_compared(tensor) else None)
         if self._expected is not None and len(self._tensors) == len(self._expected):
-            self._at_last = list(map(_checksum, self._tensors))
+            self._at_last = _checksums(self._tensors)
 
     def _compare(self) -> None:
         """Raise CheckpointMismatchError if the second run saved other tensors than the first."""
         tensors, self._tensors = self._tensors, []
         if not tensors or self._expected is None:
             return
-        second = list(map(_checksum, tensors))
+        second = _checksums(tensors)
         pairs = zip(self._expected, second, strict=True)  # torch has compared the numbers of tensors
         wrong = [number for number, (first, again) in enumerate(pairs) if not _is_equal(first, again)]
         if wrong and self._has_same_inputs:
-            self._report(f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
+            message = self._describe(f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
+            report_other_bits(CheckpointMismatchError(message), any(p.is_cuda for p in self._block.parameters()))
         is_same = all(map(_is_equal, self._at_last, second))
         if not is_same:
             log.info("Adacc: blocks of class %s run to their end under torch's checkpoint", type(self._block).__name__)
         _may_end_early[self._block] = is_same
-
-    def _report(self, difference: str) -> None:
-        """Raise CheckpointMismatchError. On a GPU whose operators may give other bits each time, only log a warning."""
-        message = self._describe(difference)
-        is_on_gpu = any(parameter.is_cuda for parameter in self._block.parameters())
-        if not is_on_gpu or torch.are_deterministic_algorithms_enabled():
-            raise CheckpointMismatchError(message)
-        log.warning("Adacc: %s", message)
 
     def _describe(self, difference: str) -> str:
         return (
@@ -137,6 +128,13 @@ class SecondRun:
             f"after backward, call torch.use_deterministic_algorithms(True), or leave the class out: "
             f"{BLOCK_CLASSES_HINT}"
         )
+
+
+def report_other_bits(error: Exception, is_on_gpu: bool) -> None:
+    """Raise `error`. On a GPU whose operators may give other bits each time, only log a warning."""
+    if not is_on_gpu or torch.are_deterministic_algorithms_enabled():
+        raise error
+    log.warning("Adacc: %s", error)
 
 
 def _is_equal(first: Checksum | None, second: Checksum | None) -> bool:
@@ -154,21 +152,18 @@ def _is_compared(tensor: torch.Tensor) -> bool:
     return has_bytes and tensor.numel() > 0
 
 
+def _checksums(tensors: Iterable[torch.Tensor | None]) -> list[Checksum | None]:
+    return [None if tensor is None else checksum(tensor) for tensor in tensors]
+
+
 @torch.no_grad()
-def _checksum(tensor: torch.Tensor | None) -> Checksum | None:
-    """Return a checksum of the tensor's bytes that depends on their order."""
-    if tensor is None:
-        return None
+def checksum(tensor: torch.Tensor) -> Checksum:
+    """Return a checksum of the tensor's bytes that depends on their order. A tensor with gaps is copied in parts."""
     tensor = local_of(tensor)
     with without_modes(), torch.autocast(tensor.device.type, enabled=False):
-        elements = bytes_in_order(tensor)
-        return zlib.crc32(elements.numpy().data) if tensor.device.type == "cpu" else weighted_sum(elements)
-
-
-def weighted_sum(elements: torch.Tensor) -> torch.Tensor:
-    """Return a sum of bytes on their device, weighted by odd numbers that depend on the position. It wraps around."""
-    weights = torch.arange(CHUNK, device=elements.device) * 2654435762 + 1
-    total = torch.zeros((), dtype=torch.int64, device=elements.device)
-    for chunk in elements.split(CHUNK):
-        total = total * 31 + (chunk.long() * weights[: chunk.numel()]).sum()
-    return total
+        is_whole = tensor.dim() < 2 or not tensor.numel() or is_dense(tuple(tensor.shape), tensor.stride())
+        parts = [tensor] if is_whole else tensor.split(max(1, MOST_COPIED // tensor[:1].nbytes))
+        total: Checksum = 0
+        for part in parts:
+            total = total * 31 + checksum_of_bytes(bytes_in_order(part))
+        return total

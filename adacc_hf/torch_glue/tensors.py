@@ -7,6 +7,7 @@ Autograd saves the DTensor, so the tensor returned to autograd must be a DTensor
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from adacc_hf.torch_glue.private import (
     GRADIENT_HOOKS,
     LOCAL_TENSOR,
     SPEC,
+    TensorBase,
     coo_indices,
     coo_values,
     current_autograd_node,
@@ -104,27 +106,35 @@ def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
     return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
 
 
-_CHUNK = 1 << 17
-"""Number of 64-bit words that are hashed at once."""
-_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
-"""Odd 64-bit multipliers with half of their bits set, as signed integers."""
+Checksum = int | Tensor
+_WIDTH = 1024
+"""Number of columns of the table of which `weighted_sum` computes a checksum."""
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a 64-bit hash of the bytes in the whole storage of `tensor`, to detect changes.
-
-    The order of the bytes matters. In contrast to a copy of the storage, the hash needs almost no memory.
-    """
+    """Return a checksum of the bytes in the whole storage of `tensor`, to detect changes."""
     content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    num_word_bytes = content.numel() // 8 * 8
-    words = content[:num_word_bytes].view(torch.int64)
-    places = torch.arange(min(_CHUNK, words.numel()), device=tensor.device) * _MULTIPLIERS[0]
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in words.split(_CHUNK):
-        hashes = (chunk ^ places[: chunk.numel()]).mul_(_MULTIPLIERS[1])
-        hashes ^= hashes >> 31
-        total = total * _MULTIPLIERS[2] + hashes.mul_(_MULTIPLIERS[2]).sum()
-    return hash((total.item(), bytes(content[num_word_bytes:].tolist())))
+    return int(checksum_of_bytes(content))
+
+
+def checksum_of_bytes(elements: Tensor) -> Checksum:
+    """Return a checksum of a dense tensor of bytes, which depends on their order. It needs almost no memory."""
+    return zlib.crc32(TensorBase.numpy(elements).data) if elements.device.type == "cpu" else weighted_sum(elements)
+
+
+def weighted_sum(elements: Tensor) -> Tensor:
+    """Return a checksum of bytes, computed on their device in two passes. It depends on the order, and wraps around.
+
+    The bytes are 64-bit words in a table, whose row sums and column sums are weighted by their position.
+    """
+    elements = elements if elements.data_ptr() % 8 == 0 else elements.clone()
+    num_bytes = elements.numel() // (8 * _WIDTH) * (8 * _WIDTH)
+    table = elements[:num_bytes].view(torch.int64).view(-1, _WIDTH)
+    return _weighted(table.sum(0)) + 31 * _weighted(table.sum(1)) + 37 * _weighted(elements[num_bytes:].long())
+
+
+def _weighted(numbers: Tensor) -> Tensor:
+    return (numbers * (torch.arange(len(numbers), device=numbers.device) * 2654435762 + 1)).sum()
 
 
 def clone_with_storage(tensor: Tensor) -> Tensor:

@@ -186,21 +186,20 @@ def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: Adac
 
 
 def describe_calls(profile: Profile) -> str:
-    """Return the way in which block calls are validated, for all kinds of blocks, the most frequent way first.
+    """Return how the calls of blocks run, for all kinds of blocks, the most frequent way first.
 
-    "traced": Dynamo traced the whole block, and its guards validate each call. "witnessed": each call is compared with
-    the tape. "not replayed": the blocks run plainly or under torch's checkpoint.
+    "traced": under a plan for each activation. "checkpointed": plainly or under torch's checkpoint.
     """
     words: Counter[str] = Counter()
     for block in profile.blocks:
         kind = profile.kind_of(block)
-        words["not replayed" if kind.untrusted else "witnessed" if kind.untraced else "traced"] += 1
+        words["checkpointed" if kind.untrusted else "traced"] += 1
     return ", ".join(word for word, _ in words.most_common())
 
 
 def _unreplayed(profile: Profile) -> Iterator[str]:
-    """Yield the reasons why blocks are not replayed, or are witnessed. Each reason is yielded once."""
-    reasons = ((kind.block_class, kind.untrusted or kind.untraced) for kind in profile.kinds)
+    """Yield the reasons why blocks are not replayed. Each reason is yielded once."""
+    reasons = ((kind.block_class, kind.untrusted) for kind in profile.kinds)
     yield from dict.fromkeys(f"{name}: {reason}" for name, reason in reasons if reason)
 
 

@@ -20,7 +20,6 @@ from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.tape.data_reads import data_of
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
@@ -239,19 +238,6 @@ def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatc
     results_by_name = {op.short_name: set(op.results()) for op in tape.operators}
     assert results_by_name["convolution"].isdisjoint(tape.recomputable) == is_timed
     assert results_by_name["exp"] <= tape.recomputable or is_timed
-
-
-@pytest.mark.gpu
-def test_data_that_many_blocks_read_is_waited_for_once():
-    sizes = torch.tensor([3, 4, 5], device="cuda")
-    assert data_of(sizes) == (3, 4, 5)
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        assert [data_of(sizes) for _ in range(3)] == [(3, 4, 5)] * 3
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    sizes[0] = 7
-    assert data_of(sizes) == (7, 4, 5)
 
 
 @pytest.mark.gpu

@@ -6,14 +6,16 @@ import torch
 from torch import nn
 
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShapes
+from adacc_hf.tape.call_key import CallKey, KnownShapes
+from adacc_hf.tape.inputs import argument_layout
 from adacc_hf.tape.symbolic_tape import CallSizes, RecordedCall
 from adacc_hf.tape.tape_cache import TapeCache
 
 
 def key_of(block, *args, **kwargs):
-    """Return the key of a call of `block`."""
-    return KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
+    """Return the key of a call of `block`. Calls that cannot be traced get a key by their arguments."""
+    key = KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
+    return key or CallKey((argument_layout(args, kwargs), (), 0, (), None), 0)
 
 
 def record_block(block, *args, name="block", library=None, **kwargs):

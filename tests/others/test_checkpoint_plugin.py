@@ -58,7 +58,7 @@ def test_checkpointing_that_transformers_enables_is_ours(record: Record, family:
 
 
 def test_a_forward_behind_a_mock_is_found(record: Record) -> None:
-    """Transformers' tests wrap the forward in a mock, to count its calls."""
+    """Transformers' tests wrap the forward in a mock, to count its calls. Dynamo cannot trace it."""
     model, batch = SMALL.model(), next(SMALL.batches())
     switch_checkpointing(model, on=True)
     layer, forward_mock = model.transformer.h[0], mock.Mock()
@@ -70,7 +70,7 @@ def test_a_forward_behind_a_mock_is_found(record: Record) -> None:
 
     layer._gradient_checkpointing_func = behind_a_mock
     model(**batch).loss.backward()
-    assert forward_mock.call_count == 1
+    assert forward_mock.call_count == 2
     assert (record.num_calls, record.num_left) == (2, 0)
 
 

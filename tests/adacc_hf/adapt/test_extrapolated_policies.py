@@ -62,7 +62,7 @@ def test_batches_of_a_class_above_the_budget_share_policies(make_trainer, make_m
 
     def least_bytes(length):
         sizes = (("input_ids", (4, length)), ("labels", (4, length)))
-        return least_policy(resize_profile(probe.profile, sizes).with_comparison()).predicted_peak_bytes
+        return least_policy(resize_profile(probe.profile, sizes)).predicted_peak_bytes
 
     budget = (3 * least_bytes(27) + least_bytes(30)) // 4
     solve, solved = extrapolated_policies.solve_policy, []

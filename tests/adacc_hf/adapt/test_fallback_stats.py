@@ -55,16 +55,18 @@ class ForwardCalls(TrainerCallback):
     runs twice.
 
     The hooks stand on that module, because hooks of a block surround its checkpoint. The counts go into a queue,
-    because the checkpoint restores containers and objects that its second forward changes.
+    because the checkpoint restores containers and objects that its second forward changes. Dynamo does not look into
+    the counting.
     """
 
     def __init__(self, model):
-        self.steps, self._calls = [], SimpleQueue()
+        self.steps, calls = [], SimpleQueue()
+        self._calls, self._note = calls, torch.compiler.assume_constant_result(lambda: calls.put(None))
         for block in model.transformer.h:
             block.ln_1.register_forward_pre_hook(self._count)
 
     def _count(self, *_):
-        self._calls.put(None)
+        self._note()
 
     def on_step_begin(self, *args, **kwargs):
         while not self._calls.empty():

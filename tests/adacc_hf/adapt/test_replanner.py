@@ -391,7 +391,7 @@ def test_a_comparison_records_a_block_only_if_the_budget_has_room(model, batch, 
     session.handle.tape_cache.may_record = lambda: may_record
     for strategy in session.handle.plans.strategies.values():
         monkeypatch.setattr(strategy.entries, "latest", lambda key: None)
-        monkeypatch.setattr(strategy.entries, "expected_entry", lambda *_: None)
+        monkeypatch.setattr(strategy.entries, "find", lambda _: None)
     tracking = session.replanner.finish_tracking()
     assert bool(tracking.gradients) == may_record
     assert ("the budget has no room to record another traced path" in caplog.text) == (not may_record)

@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+from recomputed_models import recompute_all
 from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.artifacts.errors import TapeMismatchError
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Call
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
@@ -309,7 +311,7 @@ def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_
     with apply_policy(model, policy):
         model(**toy_batch(batch=4)).loss.backward()
         changing.append(model.layers[1])
-        model(**toy_batch(batch=6))  # validated against the record of the other block
+        model(**toy_batch(batch=6))  # checked against the record of the other block
         loss = model(**toy_batch(batch=6)).loss  # recorded
         with pytest.raises(RuntimeError, match=r"changed in place after the forward|modified by an inplace operation"):
             loss.backward()
@@ -331,3 +333,20 @@ def test_a_call_stores_the_bytes_of_its_payloads(toy_model, toy_batch):
             model(**batch).loss.backward()
             measured_bytes[action] = measure_step(model, batch).stored_bytes
     assert measured_bytes["retain"] - measured_bytes["compress"] == value.nbytes - option.nbytes
+
+
+def test_what_no_guard_sees_ends_the_run_in_a_checked_call(toy_model, toy_batch):
+    """A number that Dynamo cannot see changes between calls. The second call of a shape is checked."""
+    scale = [1.0]
+    number = torch.compiler.assume_constant_result(lambda: scale[0])
+
+    def forward(block, hidden):
+        return hidden + block.down((block.up(hidden) * number()).tanh().exp())
+
+    model, batch = toy_model(forward), toy_batch()
+    with recompute_all(model, batch, CONFIG):
+        model(**batch).loss.backward()
+        scale[0] = 2.0
+        loss = model(**batch).loss
+        with pytest.raises(TapeMismatchError, match=r"recomputes saved tensor \d+ \(block:exp\) with other bits"):
+            loss.backward()

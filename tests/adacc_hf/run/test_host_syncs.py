@@ -39,7 +39,7 @@ def waits(model, batch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("action", ["recompute", "compress", "random"])
-def test_a_new_size_waits_where_it_is_compared_and_nowhere_else(tiny_gpt2, token_batch, action):
+def test_a_new_size_waits_for_nothing(tiny_gpt2, token_batch, action):
     model = tiny_gpt2("sdpa", layers=3, n_positions=64)
     profile = profile_model(model, token_batch(8, 64), CONFIG)
     actions = ("retain", "recompute", "compress")
@@ -48,7 +48,4 @@ def test_a_new_size_waits_where_it_is_compared_and_nowhere_else(tiny_gpt2, token
         plain = {size: waits(model, token_batch(*size)) for size in NEW_SIZES}
         with apply_policy(model, policy, CONFIG):
             extra_waits = [waits(model, token_batch(*size)) - plain[size] for size in NEW_SIZES]
-    compared_sizes = [number for number, more in enumerate(extra_waits, start=1) if more]
-    # The 1st, 2nd, 4th, 8th, 16th: at growing intervals.
-    assert compared_sizes == [number for number in range(1, len(NEW_SIZES) + 1) if number & (number - 1) == 0]
-    assert all(more.keys() == {"aten.equal.default"} for more in extra_waits if more)
+    assert not any(extra_waits)  # on a CPU, checksums need no operator

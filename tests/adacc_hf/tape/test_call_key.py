@@ -1,15 +1,13 @@
-"""Known shapes: the keys of a block's calls, by shape and by the data that they read."""
+"""Known shapes: the keys of a block's calls."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from adacc_hf.tape import call_key
-from adacc_hf.tape.call_key import MAX_LAYOUTS, MAX_SHAPES, KnownShape, KnownShapes
-from adacc_hf.tape.data_reads import data_of
+from adacc_hf.tape.call_key import MAX_LAYOUTS, KnownShapes
 
 
 class Adding(nn.Module):
@@ -28,34 +26,6 @@ BLOCK = Adding()
 
 def key_of(known_shapes, *args, block=BLOCK, **kwargs):
     return known_shapes.key(block, partial(block, **kwargs), args, kwargs)
-
-
-def shape(**reads):
-    return KnownShape(SimpleNamespace(reads={(name,): data_of(tensor) for name, tensor in reads.items()}))
-
-
-def test_data_that_nothing_reads_tells_no_calls_apart():
-    known_shapes = KnownShapes()
-    assert key_of(known_shapes, torch.tensor([1, 2])) == key_of(known_shapes, torch.tensor([2, 1]))
-    assert key_of(known_shapes, torch.tensor([1, 2])) != key_of(known_shapes, torch.tensor([1, 2, 3]))
-
-
-def test_data_that_a_tape_reads_does():
-    known_shapes, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
-    key = known_shapes.add(key_of(known_shapes, a=one, b=other), shape(a=one))
-    assert key == key_of(known_shapes, a=one.clone(), b=one + 5)
-    assert key != key_of(known_shapes, a=other, b=one)
-    assert list(known_shapes) == [key]
-
-
-def test_what_is_known_is_forgotten_when_more_is_read():
-    """A shape is dropped when the block reads more data, because its key lacks data that may matter."""
-    known_shapes, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([3])
-    known_shapes.add(key_of(known_shapes, a=one, b=one), shape(a=one))
-    key = known_shapes.add(key_of(known_shapes, a=one, b=other), shape(a=one, b=other))
-    assert list(known_shapes) == [key]
-    assert key == key_of(known_shapes, a=one, b=other)
-    assert key_of(known_shapes, a=one) != key
 
 
 def test_how_arguments_lie_tells_calls_apart():
@@ -80,10 +50,10 @@ class Untraced(Adding):
         return super().forward(*args, **kwargs) * sum(args[0].tolist())
 
 
-def test_it_says_why_no_guard_vouches_for_a_call():
+def test_it_says_why_a_call_has_no_key():
     known_shapes = KnownShapes()
     assert known_shapes.untraced is None
-    key_of(known_shapes, torch.ones(2), block=Untraced())
+    assert key_of(known_shapes, torch.ones(2), block=Untraced()) is None
     assert "tolist" in known_shapes.untraced
 
 
@@ -183,43 +153,3 @@ def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_told_from_others(b
     for _ in range(30 * call_key.CALLS_PER_LAYOUT):
         key_of(known_shapes, torch.ones(2), block=block)
     assert not known_shapes.has_unstable_layout  # the addresses are old enough
-
-
-# Tapes that calls diverged from
-
-
-def test_a_tape_that_was_left_is_recorded_anew_and_counted():
-    known_shapes = KnownShapes()
-    follower = SimpleNamespace(forgotten=[])
-
-    class Follower:
-        def forget(self, key):
-            follower.forgotten.append(key)
-
-    followers = Follower()
-    known_shapes.followers.add(followers)
-    one, other = key_of(known_shapes, torch.ones(2)), key_of(known_shapes, torch.ones(3))
-    for key in (one, other):
-        known_shapes.add(key, shape())
-    for number in (1, 2):
-        known_shapes.outdate(one)
-        assert list(known_shapes) == [other]
-        assert (known_shapes.num_divergences(one), known_shapes.num_divergences(other)) == (number, 0)
-        known_shapes.add(one, shape())
-    assert follower.forgotten == [one, one]
-
-
-def test_new_data_at_a_known_shape_is_unseen_once():
-    known_shapes, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
-    first = known_shapes.add(key_of(known_shapes, a=one), shape(a=one))
-    unseen, new_shape = key_of(known_shapes, a=other), key_of(known_shapes, a=torch.tensor([1]))
-    assert [known_shapes.has_new_data(key) for key in (first, new_shape, unseen, unseen)] == [False, False, True, False]
-
-
-def test_unseen_data_is_not_remembered_for_ever():
-    known_shapes, one = KnownShapes(), torch.tensor([0])
-    known_shapes.add(key_of(known_shapes, a=one), shape(a=one))
-    keys = [key_of(known_shapes, a=torch.tensor([number])) for number in range(1, MAX_SHAPES + 2)]
-    assert all(known_shapes.has_new_data(key) for key in keys)
-    assert known_shapes.has_new_data(keys[0])
-    assert not known_shapes.has_new_data(keys[-1])

@@ -87,12 +87,6 @@ class Opaque:
     __slots__ = ("factor",)
 
 
-class GivenObject(Scale):
-    @staticmethod
-    def forward(ctx, x, thing):
-        return Scale.forward(ctx, x, thing.factor)
-
-
 class NeverAlike(Scale):
     """A Function that draws from its own generator."""
 
@@ -165,7 +159,6 @@ REFUSED = {
     "a global table": (through(Looking.apply), "Looking", "can reach tensors"),
     "a table in a closure": (through(in_a_closure(Scale).apply), "Closure", "can reach tensors"),
     "a tensor that stays": (through(Keeping.apply), "Keeping", "returns the same storage when it runs again"),
-    "an object": (through(GivenObject.apply, opaque(3.0)), "GivenObject", "has an argument of type"),
     "other bits": (through(NeverAlike.apply), "NeverAlike", "gives different bits"),
 }
 

@@ -16,7 +16,6 @@ from adacc_hf.tape.guards import (
     SHORT_LIFE,
     BlockPaths,
     Untraceable,
-    untraced_key,
 )
 
 
@@ -44,7 +43,7 @@ def traces(monkeypatch):
     """List of the scopes that were traced, one for each trace."""
     scopes = []
     trace = guards.trace
-    monkeypatch.setattr(guards, "trace", lambda scope, *more: scopes.append(scope) or trace(scope, *more))
+    monkeypatch.setattr(guards, "trace", lambda scope, *a, **k: scopes.append(scope) or trace(scope, *a, **k))
     return scopes
 
 
@@ -200,7 +199,6 @@ def test_whole_numbers_among_arguments_are_part_of_the_key(block_class, traces):
     assert (path, numbers, other) == (other[0], (3,), (path, (4,)))
     assert all(type(number) is int for number in numbers)  # symbolic tapes treat them as sizes
     assert len(traces) == 1
-    assert calls.key(text(), True)[0] != path
 
 
 def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
@@ -234,12 +232,12 @@ def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
     code, reason = UNTRACED[why]
     block, untraceable = block_class(code)(), Untraceable()
     calls = Calls(block, untraceable)
-    assert calls.key() == calls.key(text(3, 7))
+    assert calls.key() is calls.key(text(3, 7)) is None
     assert reason in calls.paths.untraced
     assert list(untraceable.values()) == [calls.paths.untraced]
     assert len(traces) == 1  # no second attempt, nor one for other blocks of its class in the model
     other = Calls(type(block)(), untraceable)
-    assert other.key() == calls.key()
+    assert other.key() is None
     assert other.paths.untraced == calls.paths.untraced
     assert len(traces) == 1
 
@@ -265,28 +263,6 @@ def test_another_model_of_the_class_is_traced_again(block_class, traces):
     assert len(traces) == 2
 
 
-def test_what_can_be_told_without_running_tells_untraced_calls_apart(block_class, traces):
-    code = lambda block, hidden, *args, **kwargs: hidden_tanh(block.dropout(block.layer(hidden)))  # noqa: E731
-    calls = Calls(block_class(code)())
-    keys = [calls.key()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        keys.append(calls.key())
-    for args in ((1,), (2,), (True,), (1.5,), ("a",), ((1, 2),), ({"a": 1},)):
-        keys.append(calls.key(text(), *args))
-    calls.block.dropout.eval()
-    keys.append(calls.key())
-    calls.block.layer.bias.requires_grad_(False)
-    keys.append(calls.key())
-    calls.block.dropout = nn.Identity()
-    keys.append(calls.key())
-    hook = calls.block.layer.register_forward_hook(lambda *_: None)
-    keys.append(calls.key())
-    hook.remove()
-    assert len(set(map(repr, keys))) == len(keys)
-    assert calls.key() == keys[-2]
-    assert len(traces) <= len(keys)
-
-
 def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
     """A traceable path clears the reason, whether its path is new or found by its guards."""
 
@@ -306,7 +282,7 @@ def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
 
 def test_a_block_that_is_another_one_at_every_call_is_traced_no_more(block_class, traces):
     calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in range(2 * MOST_SHORT_LIVES):
+    for calls.block.scale in map(float, range(2 * MOST_SHORT_LIVES)):
         calls.key()
     assert len(traces) == MOST_SHORT_LIVES
     assert "scale" in calls.paths.untraced
@@ -315,9 +291,9 @@ def test_a_block_that_is_another_one_at_every_call_is_traced_no_more(block_class
 
 def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_path_is_known_alone(block_class, traces):
     calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in range(2 * MOST_SHORT_LIVES):
+    for calls.block.scale in map(float, range(2 * MOST_SHORT_LIVES)):
         calls.key()
-    for calls.block.scale in (0, 77, 1, 78, 78, 0, 1):
+    for calls.block.scale in (0.0, 77.0, 1.0, 78.0, 78.0, 0.0, 1.0):
         calls.key()
         assert (calls.paths.untraced is None) == (calls.block.scale < MOST_SHORT_LIVES)
     assert len(traces) == MOST_SHORT_LIVES
@@ -326,7 +302,7 @@ def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_path_is_known_alo
 def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, traces):
     """A block that changes rarely is traced at each change, such as a rate that changes every few hundred steps."""
     calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in range(MOST_SHORT_LIVES + 4):
+    for calls.block.scale in map(float, range(MOST_SHORT_LIVES + 4)):
         for _ in range(SHORT_LIFE + 1):
             calls.key()
         assert calls.paths.untraced is None
@@ -336,7 +312,7 @@ def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, trac
 def test_blocks_of_a_class_are_given_up_by_themselves(block_class):
     make = block_class(scaled)
     changing, calm = Calls(make(scale=0)), Calls(make(scale=1000))
-    for changing.block.scale in range(2 * MOST_SHORT_LIVES):
+    for changing.block.scale in map(float, range(2 * MOST_SHORT_LIVES)):
         changing.key()
         calm.key()
     assert changing.paths.untraced is not None
@@ -351,48 +327,3 @@ def test_tensors_without_memory_are_not_traced(block_class, traces):
         assert calls.key() == calls.key()
     assert traces == []
     assert calls.paths.untraced is None
-
-
-# The key of calls that cannot be traced
-
-
-def sequence_of(*layers):
-    return nn.Sequential(nn.Linear(2, 2), *layers)
-
-
-CHANGES = {
-    "module": lambda block: block.append(nn.Dropout()),
-    "module in its place": lambda block: block.__setitem__(1, nn.GELU()),
-    "parameter": lambda block: block[0].register_parameter("more", nn.Parameter(torch.ones(1))),
-    "parameter gone": lambda block: delattr(block[0], "bias"),
-    "buffer": lambda block: block[0].register_buffer("more", torch.ones(1)),
-    "hook": lambda block: block[0].register_forward_hook(lambda *_: None),
-    "hook before": lambda block: block[1].register_forward_pre_hook(lambda *_: None),
-    "mode": lambda block: block[1].eval(),
-    "frozen parameter": lambda block: block[0].bias.requires_grad_(False),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_what_a_block_is_made_of_tell_untraced_calls_apart(change):
-    """A change of a block's attributes, modules or parameters changes the key of an untraced call, alike in equal
-    blocks."""
-    block = sequence_of(nn.Tanh())
-    before = untraced_key(block)
-    assert untraced_key(sequence_of(nn.Tanh())) == before
-    CHANGES[change](block)
-    after = untraced_key(block)
-    assert after != before
-    other = sequence_of(nn.Tanh())
-    CHANGES[change](other)
-    assert untraced_key(other) == after
-
-
-def test_what_was_changed_back_is_as_before():
-    block = sequence_of(nn.Tanh())
-    before = untraced_key(block)
-    handle = block[0].register_forward_hook(lambda *_: None)
-    block[1] = nn.GELU().eval()
-    handle.remove()
-    block[1] = nn.Tanh()
-    assert untraced_key(block) == before

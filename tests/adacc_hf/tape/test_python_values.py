@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.run.entries import DIVERGED, VARYING
+from adacc_hf.run.entries import VARYING
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.guards import MOST_SHORT_LIVES
 
@@ -178,9 +178,8 @@ def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, pro
     changes = [None, None, None, (place, 3.0), (place, 1.0), None, (place, 3.0), None, (place, 0.5), (place, 3.0)]
     plain = train(toy, batch, changes)
     start(toy)
-    with apply_policy(toy, uniform_policy(profile, "recompute")) as handle:
+    with apply_policy(toy, uniform_policy(profile, "recompute")):
         assert_same_steps(train(toy, batch, changes), plain)
-        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 0
 
 
 def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, toy_batch, run_steps, assert_same_steps):
@@ -209,7 +208,7 @@ def test_changed_numbers_are_never_replayed_with_the_old_ones(
     toy, toy_batch, profile, assert_same_steps, changes, actions, seed
 ):
     batch = toy_batch()
-    changes = [None, None, None, *changes]  # the second call of a shape is validated in any case
+    changes = [None, None, None, *changes]  # the second call of a shape is checked in any case
     plain = train(toy, batch, changes)
     start(toy)
     policy = random_policy(profile, seed=seed, actions=actions)
@@ -230,7 +229,7 @@ def test_a_value_is_recorded_once_for_all_policies(toy, toy_batch, profile, reco
         first = recorded_blocks.count("layers.1")
         handle.replace(policy)
         train(toy, batch, there_and_back)
-    # Two calls of each value, as of each shape, are recorded or validated: the first and the second.
+    # Two calls of each value, as of each shape, are recorded or checked: the first and the second.
     assert first == 2 * 2
     assert recorded_blocks.count("layers.1") == first
 
@@ -243,18 +242,14 @@ def counting(block, hidden):
 def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
     toy_model, toy_batch, run_steps, assert_same_steps, recorded_blocks
 ):
-    """A call counter that affects no operator causes no recording.
-
-    Incrementing the counter reads it, so the block is not traced again, and each call is compared with the one tape.
-    """
+    """A call counter that affects no operator causes no recording."""
     toy, batch = toy_model(counting, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
     plain = run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12)
     with recompute_all(toy, batch, CONFIG) as handle:
         assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
-        assert "num_calls" in strategy.known_shapes.untraced
-        assert handle.tape_cache.fallbacks.counts[DIVERGED] == 0
-        assert strategy.entries.recorded[next(reversed(strategy.known_shapes))].known_shape.num_calls > 2
+        assert strategy.known_shapes.untraced is None
+        assert not handle.tape_cache.fallbacks.counts
 
 
 def count_as_factor(block, hidden):

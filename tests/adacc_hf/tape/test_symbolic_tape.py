@@ -22,7 +22,6 @@ from adacc_hf.tape.symbolic_tape import (
     SizeClassRecords,
     SymbolicTape,
 )
-from adacc_hf.tape.tape import BITS, OPERATORS
 from adacc_hf.tape.tape_cache import TapeCache
 
 # Size classes, which differ without any polynomial
@@ -211,7 +210,7 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
     family = family_of(library, 10)
 
     def is_checked(tokens, samples=3):
-        return family.tape_at(sizes_of(text(samples, tokens)), None).due_check is None
+        return not family.tape_at(sizes_of(text(samples, tokens)), None).is_unchecked
 
     assert not any(map(is_checked, (9, 10, 30)))
     family.num_new = AGREED + 1
@@ -424,19 +423,9 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     assert not served(library, 10)
 
 
-def test_new_sizes_are_compared_ever_more_rarely(family):
-    are_compared = []
-    for number, tokens in enumerate(range(30, 130), start=1):
-        tape = family.tape_at(sizes_of(text(3, tokens)), None)
-        if tape.due_check == BITS:
-            are_compared.append(number)
-    assert are_compared == [1, 2, 4, 8, 16, 32, 64]
-
-
-def test_recorded_sizes_are_not_new(family):
-    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        assert family.tape_at(sizes_of(text(samples, tokens)), None).due_check == OPERATORS
-    assert family.tape_at(sizes_of(text(3, 9)), None).due_check == BITS
+def test_new_sizes_beyond_the_range_are_checked(family):
+    tapes = [family.tape_at(sizes_of(text(3, tokens)), None) for tokens in range(30, 130)]
+    assert all(tape.is_unchecked for tape in tapes)
 
 
 def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():

@@ -25,7 +25,6 @@ from transformers.utils import is_torchdynamo_compiling
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.execution_plan import ExecutionPlan, least_memory_choices
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.torch_glue import dynamo
 from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
 
 
@@ -216,13 +215,6 @@ def test_modes_are_guarded(mode):
         assert not guards.hold(scope_of(block))
         assert trace_block(block).hold(scope_of(block))
     assert guards.hold(scope_of(block))
-
-
-def test_an_older_torch_is_not_trusted(monkeypatch):
-    """Guards of a release that is too old are not used, because they miss changes."""
-    monkeypatch.setattr(dynamo, "OLDEST_TORCH", "99.0")
-    with pytest.raises(NotTraceableError, match=r"install torch 99\.0 or newer"):
-        trace_block(Block(lambda block, hidden: block.layer(hidden)))
 
 
 def test_what_is_not_read_is_not_guarded():

@@ -520,7 +520,7 @@ def test_state_changes_once_per_call(toy_model, toy_batch, run_steps, assert_sam
     plain = run_steps(plain_model, batch)
     profile = profile_model(model, batch, CONFIG)
     assert all(block.load is None and not block.losses for block in model.layers)
-    assert all((kind.untrusted is not None) is (forward is changes_all_and_reads) for kind in profile.kinds)
+    assert all(kind.untrusted is not None for kind in profile.kinds)  # Dynamo stops at the generator
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)
     for ours, theirs in zip(model.layers, plain_model.layers, strict=True):

@@ -161,7 +161,7 @@ def test_one_profiles_while_another_measures(tiny_gpt2, token_batch):
 
 
 def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
-    model = tiny_gpt2()
+    model = tiny_gpt2(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)  # threads share torch's generator
     profile = profile_model(model, token_batch(), CONFIG)
     inside, may_continue = threading.Event(), threading.Event()
     model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: (inside.set(), may_continue.wait(60))[0])

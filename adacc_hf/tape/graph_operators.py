@@ -1,0 +1,56 @@
+"""Operators of a traced path at any size, from the path's graph on fake tensors. No operator of the block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from adacc_hf.tape.operator_effects import DeclaredRngUse
+from adacc_hf.tape.recorder import Recorder
+from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.dynamo_gaps import grouped_products_of_any_dtype
+
+Operators = tuple[list[tuple[Any, ...]], list[str]]
+"""(name, arguments, results) of each operator of a call, with all sizes, and the layouts of the saved tensors."""
+
+
+class _Inputs(nn.Module):
+    """Module with those inputs of a graph that are parameters."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        for number, tensor in enumerate(inputs):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"input_{number}", tensor)
+
+
+def graph_operators(graph: Callable[..., Any], inputs: Sequence[Any]) -> Operators:
+    """Run `graph` on fakes of `inputs`, and return its operators as a recorder would record them."""
+    mode = FakeTensorMode()
+    fakes = [_fake(mode, each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    recorder = Recorder(_Inputs(fakes), tuple(fakes), {}, DeclaredRngUse)
+
+    # No backward follows. A hook that returned the tensor would make autograd's graph a cycle.
+    with mode, grouped_products_of_any_dtype(), saved_tensors_hooks(recorder.save, torch.Tensor.detach), recorder:
+        graph(*fakes)
+    return operators_of(recorder.tape())
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake of an input, without its gradient and its graph."""
+    fake = mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(tensor.requires_grad)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def operators_of(tape: Tape) -> Operators:
+    """Return the operators of `tape`."""
+    operators = [
+        (op.name, repr(op.args), repr(op.kwargs), op.outputs, op.mutations, op.random, op.generator)
+        for op in tape.operators
+    ]
+    return operators, [repr(slot) for slot in tape.slots]

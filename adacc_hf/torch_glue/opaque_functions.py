@@ -1,0 +1,94 @@
+"""Traces in which an `autograd.Function` is one node, because Dynamo cannot trace its forward.
+
+Dynamo stops at code that writes memory by address, such as kernels of C++ extensions. During a trace, the forward of
+such a Function is replaced by a function that answers with fake tensors. Their shapes follow from a real call: each
+size of a result is a size of the Function's arguments, or a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import Function
+
+from adacc_hf.torch_glue.function_calls import has_setup
+from adacc_hf.torch_glue.private import storage_key, tree_leaves, tree_map
+
+
+class Result(NamedTuple):
+    """Description of one tensor that a Function returned."""
+
+    argument: int | None
+    """Index of the tensor argument that was returned, perhaps changed in place, or None."""
+    sizes: tuple[int | tuple[int, int], ...]
+    """Sizes: (index of a tensor argument, dimension), or a number."""
+    dtype: torch.dtype
+
+
+def describe_results(args: tuple[Any, ...], result: Any) -> Any:
+    """Return the `result` of a Function's call with each tensor replaced by its `Result`."""
+    tensors = _tensors_in(args)
+    storages = [storage_key(tensor.untyped_storage()) for tensor in tensors]
+    # Reversed, so that the first argument with a size wins. Whole shapes precede single sizes.
+    places = {n: (i, d) for i, tensor in reversed([*enumerate(tensors)]) for d, n in enumerate(tensor.shape) if n > 1}
+    shapes = {tensor.shape: i for i, tensor in reversed([*enumerate(tensors)])}
+
+    def describe(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        key, same = storage_key(tensor.untyped_storage()), shapes.get(tensor.shape)
+        if same is not None:
+            sizes: Any = tuple((same, d) for d in range(tensor.dim()))
+        else:
+            sizes = tuple(places.get(n, n) for n in tensor.shape)
+        return Result(storages.index(key) if key in storages else None, sizes, tensor.dtype)
+
+    return tree_map(describe, result)
+
+
+@contextmanager
+def opaque_functions(results: Mapping[type[Function], Any], allowed: Any) -> Iterator[None]:
+    """Let Dynamo take each Function in `results` (from `describe_results`) as one node inside the `with` block.
+
+    `allowed` is Dynamo's set of the ids of callables that it does not trace into.
+    """
+    before = {function: vars(function).get("forward") for function in results}
+    added = [id(function) for function in results if id(function) not in allowed]
+    try:
+        for number in added:
+            allowed.add(number)
+        for function, described in results.items():
+            function.forward = staticmethod(_answer(function, described))  # type: ignore[method-assign]
+        yield
+    finally:
+        for number in added:
+            allowed.remove(number)
+        for function, forward in before.items():
+            if forward is None:
+                del function.forward
+            else:
+                function.forward = forward  # type: ignore[method-assign]
+
+
+def _answer(function: type[Function], described: Any) -> Callable[..., Any]:
+    def forward(*args: Any) -> Any:
+        tensors = _tensors_in(args if has_setup(function) else args[1:])
+
+        def create(result: Any) -> Any:
+            if not isinstance(result, Result):
+                return result
+            if result.argument is not None:
+                return tensors[result.argument]
+            sizes = [n if isinstance(n, int) else tensors[n[0]].shape[n[1]] for n in result.sizes]
+            return tensors[0].new_empty(sizes, dtype=result.dtype)
+
+        return tree_map(create, described, is_leaf=lambda item: isinstance(item, Result))
+
+    return forward
+
+
+def _tensors_in(args: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,65 @@
+"""The operators of a traced graph on fake tensors are those that a recorder sees when the block's own Python runs."""
+
+import pytest
+import torch
+
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.run.blocks import Installation
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.call_key import KnownShapes
+from adacc_hf.tape.graph_operators import graph_operators, operators_of
+
+NAMES = ("gpt2", "llama", "t5", "bert", "mixtral", "gemma3_text", "vit", "mamba", "deepseek_v3", "opt")
+OTHERWISE = {"bloom", "falcon", "phimoe"}
+"""Architectures with views whose strides along a dimension of size one, or whose bases, differ in Dynamo's graph."""
+
+
+class Comparing:
+    """Strategy that records each call of a block, and compares it with the call's graph."""
+
+    expects_outer_hooks = True
+
+    def __init__(self):
+        self.same = []
+
+    def run(self, block, fn, args, kwargs):
+        known_shapes = KnownShapes()
+        if known_shapes.key(block, fn, args, kwargs) is None:
+            return fn(*args)
+        inputs = known_shapes.graph_inputs(fn, args)
+        recording = Recording("block", block, args, kwargs)
+        result = recording.run(fn)
+        self.same.append(operators_of(recording.recorder.tape()) == graph_operators(*inputs))
+        recording.discard()
+        return result
+
+
+def comparisons(architecture, sizes=(2, 3), dtype=torch.float32):
+    model, strategy = architecture.build().train().to(dtype), Comparing()
+    installation = Installation(model, architecture.block_classes)
+    for function in installation.functions.values():
+        function.strategy = strategy
+    for size in sizes:
+        model(**architecture.make_batch(size))
+        installation.begin_step()
+    installation.remove()
+    return strategy.same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in NAMES if name in architectures()])
+def test_a_graph_tells_what_a_block_runs(name, dtype):
+    same = comparisons(architectures()[name], dtype=dtype)
+    assert same
+    assert all(same)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", architectures())
+def test_a_graph_tells_what_any_block_runs(name):
+    assert all(comparisons(architectures()[name])) or name in OTHERWISE | {"jetmoe"}
+
+
+def test_under_autocast_a_graph_casts_as_the_block_does():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(comparisons(architectures()["llama"]))
