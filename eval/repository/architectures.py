@@ -378,8 +378,8 @@ def support_table(verdicts: Sequence[Verdict]) -> str:
     green = [verdict for verdict in verdicts if verdict.is_green]
     summary = (
         f"{len(green)} of {len(verdicts)} architectures keep all four promises, checked with torch {torch.__version__} "
-        f"and Transformers {transformers.__version__}. In {sum('not replayed' in verdict.calls for verdict in green)} "
-        f"of them some of the blocks cannot be replayed (see notes).\n"
+        f"and Transformers {transformers.__version__}. In {sum('checkpointed' in verdict.calls for verdict in green)} "
+        f"of them some of the blocks cannot be traced (see notes).\n"
     )
     parts = [
         f"## {family[0].upper()}{family[1:]}\n\n{markdown_table([verdict.row() for verdict in group])}\n"

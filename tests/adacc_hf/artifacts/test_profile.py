@@ -42,8 +42,8 @@ def test_shared_tensors_that_autograd_does_not_save_are_not_plain_training_s(pro
         ("not json", "profile file .* is not JSON"),
         ("3", "is not an adacc_hf profile"),
         ('{"format": "adacc_hf.policy", "version": 2}', "is not an adacc_hf profile"),
-        ('{"format": "adacc_hf.profile", "version": 0}', "profile format version 0, this release reads 9"),
-        ('{"format": "adacc_hf.profile", "version": 9}', "is a damaged profile"),
+        ('{"format": "adacc_hf.profile", "version": 0}', "profile format version 0, this release reads 10"),
+        ('{"format": "adacc_hf.profile", "version": 10}', "is a damaged profile"),
     ],
     ids=["text", "number", "policy", "past", "empty"],
 )

@@ -54,6 +54,7 @@ def test_a_graph_tells_what_a_block_runs(name, dtype):
     assert all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", architectures())
 def test_a_graph_tells_what_any_block_runs(name):

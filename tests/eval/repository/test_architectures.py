@@ -181,11 +181,11 @@ def test_the_head_counts_the_kept_promises():
         is_stored_predicted=True,
         is_mixed_close=True,
     )
-    not_replayed = replace(exact, calls="not replayed", notes=("why",))
+    not_replayed = replace(exact, calls="checkpointed", notes=("why",))
     all_under_checkpoint = replace(not_replayed, is_compressed_exact=None)
     page = support_table([exact, not_replayed, all_under_checkpoint, replace(exact, is_stored_predicted=False)])
     assert "2 of 4 architectures keep all four promises" in page
-    assert "In 1 of them some of the blocks cannot be replayed" in " ".join(page.split())
+    assert "In 1 of them some of the blocks cannot be traced" in " ".join(page.split())
 
 
 def test_unknown_names_are_refused(capsys):
