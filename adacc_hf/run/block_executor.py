@@ -167,9 +167,10 @@ class BlockExecutor:
     def _has_other_numbers(self, entry: Entry, fn: Any, args: tuple[Any, ...]) -> bool:
         """Return True if the entry's tape, evaluated at a new size, is wrong. Its symbolic tape is then discarded."""
         symbolic_tape = entry.symbolic_tape
-        if symbolic_tape is None or entry.execution_plan is None or not entry.plan.tape.is_unchecked:
+        plan = entry.execution_plan
+        if symbolic_tape is None or plan is None or plan.is_plain or not plan.tape.is_unchecked:
             return False
-        if not self.known_shapes.has_other_numbers(entry.plan.tape, fn, args):
+        if not self.known_shapes.has_other_numbers(plan.tape, fn, args):
             return False
         self.tape_cache.distrust(symbolic_tape, self.name, "their numbers follow no polynomial")
         self.entries.sized.clear()
@@ -204,10 +205,10 @@ class BlockExecutor:
         self._learn_order(entry)
         return self._call(entry, plan, externals, block, self._in_tiles(block, fn), args)
 
-    @staticmethod
-    def _is_due(entry: Entry) -> bool:
+    def _is_due(self, entry: Entry) -> bool:
         """Return True if this call is checked: backward compares what it recomputes with what the forward saved."""
-        if entry.plan.is_plain or not (entry.plan.tape.is_unchecked or is_checked_call(entry.known_shape.num_calls)):
+        is_new = entry.plan.tape.is_unchecked or is_checked_call(entry.known_shape.num_calls)
+        if entry.plan.is_plain or not (is_new or self.known_shapes.is_partly_traced):
             return False
         if is_being_captured():  # a captured CUDA graph cannot compare: check the next call instead
             entry.known_shape.num_calls -= 1

@@ -229,7 +229,7 @@ class Call:
         return recomputed if spec is None else to_dtensor(recomputed, spec)
 
     def _compare(self, slot: int, recomputed: torch.Tensor) -> None:
-        """Raise TapeMismatchError if replay gives other bits than the forward of this call, which is checked."""
+        """Raise TapeMismatchError if replay gives other bits than the forward (`report_other_bits`: on a GPU, warn)."""
         if bool(checksum(recomputed) == self._checksums.pop(slot)):
             return
         name = self.plan.tape.values[self.plan.slots[slot].value].name

@@ -25,7 +25,8 @@ R6  An in-place operator makes a new version of a storage. Replay never changes 
 R7  Replay is verified: a value is replayed only if its replay had the original bits at each size at which the block was
     recorded. The recorded sizes are three or more, including odd sizes and multiples of 8. In addition, calls are
     checked: backward compares the checksum of each tensor that it recomputes with the forward's, and the run stops if
-    they differ. The first call of a block at a size is checked, a few later ones, and the first calls at new sizes.
+    they differ (on a GPU without deterministic algorithms, a warning says so). The first two calls of a block at a size
+    are checked, a few later ones, the first calls at new sizes, and all calls of code that a trace leaves out.
     Convolutions whose kernel cuDNN selects by a benchmark (`torch.backends.cudnn.benchmark`) are not replayed, because
     cuDNN may select another kernel in backward's thread. If kernels of an autograd Function write memory without a
     recorded operator, the Function is one operator, and its whole forward runs again (tape/function_recording.py).

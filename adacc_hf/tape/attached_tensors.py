@@ -13,11 +13,7 @@ import torch
 from torch import nn
 
 from adacc_hf.tape.tape import Source, has_storage
-from adacc_hf.torch_glue.private import (
-    BUFFERS,
-    MODULES,
-    PARAMETERS,
-)
+from adacc_hf.torch_glue.private import BUFFERS, MODULES, PARAMETERS
 from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.zero3 import without_zero3
 

@@ -18,12 +18,7 @@ from torch.autograd.function import Function
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
-from adacc_hf.tape.inputs import (
-    Args,
-    Kwargs,
-    argument_layout,
-    block_layout,
-)
+from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
 from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS
@@ -132,6 +127,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return True if the latest call, which Dynamo could not trace, may have a key if the trace leaves out
         `functions` (`Recorder.function_results`)."""
         return self._paths is not None and self._paths.leave_out(functions)
+
+    @property
+    def is_partly_traced(self) -> bool:
+        """True if no guard covers a part of the latest call's code, so that the call must be checked."""
+        return self._paths is not None and self._paths.is_partial
 
     def graph_inputs(self, fn: Callable[..., Any], args: Args) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """Return (graph, its inputs) of the latest call, `fn(*args)`. None if the call was not traced."""

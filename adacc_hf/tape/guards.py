@@ -77,6 +77,8 @@ class TracedPath:
         its name."""
         self.number = next(_UNUSED)
         """Number of the path, unique in this process."""
+        self.is_partial = False
+        """True if the trace may have left out an `autograd.Function`, whose code has no guards."""
         self.is_witness: dict[str, bool] = {}
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly the operators
         that were recorded, so that the graph tells the operators at other sizes too."""
@@ -176,6 +178,11 @@ class BlockPaths:
         self._untraceable.clear()
         return True
 
+    @property
+    def is_partial(self) -> bool:
+        """True if the latest call runs code that no guard covers."""
+        return self._latest is not None and self._latest.is_partial
+
     def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Compare the graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""
         path = self._latest
@@ -237,6 +244,7 @@ class BlockPaths:
                 scope, observing_hooks(self._block), self._of_class.opaque, has_counters=self._of_class.has_counters
             )
             path = TracedPath(guards, scope)
+            path.is_partial = bool(self._of_class.opaque)
         except NotTraceableError as error:
             self.untraced = str(error)
             put_latest(self._untraceable, call, self.untraced, MAX_PATHS)

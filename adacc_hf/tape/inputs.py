@@ -16,12 +16,7 @@ from torch import nn
 
 from adacc_hf.tape.attached_tensors import attached_tensors, find_attached
 from adacc_hf.tape.tape import Source, geometry_of, has_storage
-from adacc_hf.torch_glue.private import (
-    buffers_of,
-    modules_of,
-    parameters_of,
-    storage_key,
-)
+from adacc_hf.torch_glue.private import buffers_of, modules_of, parameters_of, storage_key
 from adacc_hf.torch_glue.tensors import PLAIN, local_of, storage_of
 
 Args = tuple[Any, ...]
@@ -77,12 +72,7 @@ def block_layout(block: nn.Module) -> Hashable:
     tensors = [local_of(tensor) for register in registers for tensor in register.values() if tensor is not None]
     tensors += [tensor for _, tensor in attached_tensors(block)]
     return tuple(
-        (
-            storages.setdefault(storage_key(t.untyped_storage()), len(storages)),
-            *geometry_of(t),
-            t.dtype,
-            t.requires_grad,
-        )
+        (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), geometry_of(t), t.dtype, t.requires_grad)
         for t in tensors
         if has_storage(t)
     )

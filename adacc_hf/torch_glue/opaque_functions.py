@@ -16,6 +16,7 @@ from torch.autograd.function import Function
 
 from adacc_hf.torch_glue.function_calls import has_setup
 from adacc_hf.torch_glue.private import storage_key, tree_leaves, tree_map
+from adacc_hf.torch_glue.tensors import storage_of
 
 
 class Result(NamedTuple):
@@ -31,7 +32,7 @@ class Result(NamedTuple):
 def describe_results(args: tuple[Any, ...], result: Any) -> Any:
     """Return the `result` of a Function's call with each tensor replaced by its `Result`."""
     tensors = _tensors_in(args)
-    storages = [storage_key(tensor.untyped_storage()) for tensor in tensors]
+    storages = [storage_key(storage_of(tensor)) for tensor in tensors]
     # Reversed, so that the first argument with a size wins. Whole shapes precede single sizes.
     places = {n: (i, d) for i, tensor in reversed([*enumerate(tensors)]) for d, n in enumerate(tensor.shape) if n > 1}
     shapes = {tensor.shape: i for i, tensor in reversed([*enumerate(tensors)])}
@@ -39,7 +40,7 @@ def describe_results(args: tuple[Any, ...], result: Any) -> Any:
     def describe(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        key, same = storage_key(tensor.untyped_storage()), shapes.get(tensor.shape)
+        key, same = storage_key(storage_of(tensor)), shapes.get(tensor.shape)
         if same is not None:
             sizes: Any = tuple((same, d) for d in range(tensor.dim()))
         else:

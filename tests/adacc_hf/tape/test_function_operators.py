@@ -239,10 +239,6 @@ class Reading(Scale):
         return Scale.forward(ctx, x, float(lengths.max().item()))
 
 
-def read_of_an_argument(block, hidden, lengths):
-    return hidden + block.down(Reading.apply(block.up(hidden), lengths).tanh())
-
-
 def read_of_what_it_made(block, hidden):
     x = block.up(hidden)
     return hidden + block.down(Reading.apply(x, x.detach().abs()).tanh())
@@ -262,13 +258,6 @@ def gradients_of(model, batch):
     loss = model(**batch).loss
     loss.backward()
     return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters()]]
-
-
-def assert_same_gradients(model, batch, policy):
-    plain = gradients_of(model, batch)
-    with apply_policy(model, policy, CONFIG):
-        for _ in range(3):
-            assert all(map(torch.equal, gradients_of(model, batch), plain))
 
 
 class Padding(torch.autograd.Function):
@@ -302,10 +291,6 @@ def test_batches_of_any_size(toy_model, toy_batch, sizes):
     with model_with_symbolic_tape(model, toy_batch):
         for size in sizes:
             assert all(map(torch.equal, gradients_of(model, toy_batch(size)), expected[size]))
-
-
-def of_operators_alone(block, hidden):
-    return hidden + block.down((block.up(hidden).exp() * 1.5).tanh())
 
 
 RECORDED = (24, 8, 31)
@@ -352,5 +337,30 @@ def test_another_number_is_noticed(toy_model, toy_batch):
             with_policy = gradients_of(model, toy_batch(21))
             handle.remove()
             assert all(map(torch.equal, with_policy, gradients_of(model, toy_batch(21))))
+    finally:
+        Varying.factor = 3.0
+
+
+class Hiding(Scale):
+    """A Function that Dynamo cannot trace, and whose operators contain a number from outside."""
+
+    @staticmethod
+    def forward(ctx, x):
+        write_unseen(torch.empty_like(x), read_unseen(x))
+        ctx.factor = Varying.factor
+        return x * Varying.factor
+
+
+def test_a_number_within_what_a_trace_leaves_out_is_noticed_at_any_call(toy_model, toy_batch):
+    model, batch = toy_model(through(Hiding.apply)), toy_batch(24)
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
+    plain = gradients_of(model, batch)
+    try:
+        with apply_policy(model, policy, CONFIG):
+            for _ in range(6):
+                assert all(map(torch.equal, gradients_of(model, batch), plain))
+            Varying.factor = 5.0
+            with pytest.raises(TapeMismatchError, match="recomputes saved tensor"):
+                gradients_of(model, batch)
     finally:
         Varying.factor = 3.0

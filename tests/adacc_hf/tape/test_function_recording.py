@@ -81,12 +81,6 @@ class Keeping(Scale):
         return out
 
 
-class Opaque:
-    """An object that replay cannot create again."""
-
-    __slots__ = ("factor",)
-
-
 class NeverAlike(Scale):
     """A Function that draws from its own generator."""
 
@@ -140,12 +134,6 @@ def of_the_blocks_input(block, hidden):
 def saved_before(block, hidden):
     x = block.up(hidden).tanh()  # saves x
     return hidden + block.down(ScaleInPlace.apply(x.detach()).sigmoid()) + x
-
-
-def opaque(factor):
-    thing = Opaque()
-    thing.factor = factor
-    return thing
 
 
 IN_PLACE = "writes into its arguments"
