@@ -70,7 +70,7 @@ def test_sizes_are_within_their_limits(measure: str) -> None:
 
 @pytest.mark.gate
 def test_a_normal_step_runs_few_files() -> None:
-    """Count the product's files that run in a normal step of a Trainer: the fewest of steps 6 to 12."""
+    """Count the product's files that run in a normal step of a Trainer: the fewest of steps 6 to 40."""
     command = [sys.executable, TESTS / "builders" / "normal_step.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert_within_limit("files of a normal step", min(json.loads(run.stdout.splitlines()[-1])[5:]))

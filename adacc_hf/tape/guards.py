@@ -77,8 +77,6 @@ class TracedPath:
         its name."""
         self.number = next(_UNUSED)
         """Number of the path, unique in this process."""
-        self.is_partial = False
-        """True if the trace may have left out an `autograd.Function`, whose code has no guards."""
         self.is_witness: dict[str, bool] = {}
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly the operators
         that were recorded, so that the graph tells the operators at other sizes too."""
@@ -181,7 +179,7 @@ class BlockPaths:
     @property
     def is_partial(self) -> bool:
         """True if the latest call runs code that no guard covers."""
-        return self._latest is not None and self._latest.is_partial
+        return self._latest is not None and self._latest.guards.is_partial
 
     def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Compare the graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""
@@ -240,11 +238,9 @@ class BlockPaths:
             self.untraced = self._stop_reason = f"{previous.guards.first_failure(scope)} changes again and again"
             return None
         try:
-            guards = trace(
-                scope, observing_hooks(self._block), self._of_class.opaque, has_counters=self._of_class.has_counters
-            )
+            of_class, observing = self._of_class, observing_hooks(self._block)
+            guards = trace(scope, observing, of_class.opaque, has_counters=of_class.has_counters)
             path = TracedPath(guards, scope)
-            path.is_partial = bool(self._of_class.opaque)
         except NotTraceableError as error:
             self.untraced = str(error)
             put_latest(self._untraceable, call, self.untraced, MAX_PATHS)

@@ -67,6 +67,8 @@ class TracedGuards:
             node.meta.clear()  # the trace's fake tensors
         self.graph: Callable[..., Any] = inputs.graph.forward
         """The traced graph: a function of its inputs."""
+        self.is_partial = bool(inputs.met)
+        """True if the trace left out the code of an `autograd.Function`, which no guard covers."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
@@ -185,7 +187,7 @@ def trace(
     try:
         with (
             _TRACING,
-            opaque_functions(opaque or {}, dynamo.allowed_ids),
+            opaque_functions(opaque or {}, dynamo.allowed_ids, inputs.met),
             dynamo.tracing(ignored, inputs, has_counters) as dead_objects,
         ):
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
@@ -339,6 +341,7 @@ class _UnguardedInputs:
         self.all: list[str] = []
         """Expressions of all inputs of the graph, in order."""
         self.graph: Any = None
+        self.met: set[type[Function]] = set()
         self.reads_environment = False
         self.class_reads: dict[tuple[type, str], None] = {}
         """(class, name) of each attribute that the traced code looked up on a class."""

@@ -51,10 +51,11 @@ def describe_results(args: tuple[Any, ...], result: Any) -> Any:
 
 
 @contextmanager
-def opaque_functions(results: Mapping[type[Function], Any], allowed: Any) -> Iterator[None]:
+def opaque_functions(results: Mapping[type[Function], Any], allowed: Any, met: set[type[Function]]) -> Iterator[None]:
     """Let Dynamo take each Function in `results` (from `describe_results`) as one node inside the `with` block.
 
-    `allowed` is Dynamo's set of the ids of callables that it does not trace into.
+    `allowed` is Dynamo's set of the ids of callables that it does not trace into. Functions that a trace meets are
+    added to `met`.
     """
     before = {function: vars(function).get("forward") for function in results}
     added = [id(function) for function in results if id(function) not in allowed]
@@ -62,7 +63,7 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any) -> Ite
         for number in added:
             allowed.add(number)
         for function, described in results.items():
-            function.forward = staticmethod(_answer(function, described))  # type: ignore[method-assign]
+            function.forward = staticmethod(_answer(function, described, met))  # type: ignore[method-assign]
         yield
     finally:
         for number in added:
@@ -74,8 +75,9 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any) -> Ite
                 function.forward = forward  # type: ignore[method-assign]
 
 
-def _answer(function: type[Function], described: Any) -> Callable[..., Any]:
+def _answer(function: type[Function], described: Any, met: set[type[Function]]) -> Callable[..., Any]:
     def forward(*args: Any) -> Any:
+        met.add(function)
         tensors = _tensors_in(args if has_setup(function) else args[1:])
 
         def create(result: Any) -> Any:

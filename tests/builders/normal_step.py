@@ -1,4 +1,4 @@
-"""Script that trains a small GPT-2 for 12 steps and prints how many files of the product each step ran, as JSON."""
+"""Script that trains a small GPT-2 for 40 steps and prints how many files of the product each step ran, as JSON."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=4, n_positions=64, vocab_size=256, eos_token_id=0))
 data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (64, 64))]
 arguments = TrainingArguments(
-    tempfile.mkdtemp(), max_steps=12, per_device_train_batch_size=8, report_to="none", save_strategy="no",
+    tempfile.mkdtemp(), max_steps=40, per_device_train_batch_size=8, report_to="none", save_strategy="no",
     disable_tqdm=True, logging_steps=1000,
 )  # fmt: skip
 callbacks = [StepMarker(), AdaccCallback(memory_budget=0.4, min_compress_bytes=1024)]

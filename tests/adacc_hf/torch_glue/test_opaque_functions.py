@@ -49,6 +49,8 @@ def test_a_function_that_cannot_be_traced_is_left_out_of_a_trace():
     opaque = {ByAddress: describe_results((x, 3.0), ByAddress.apply(x, 3.0))}
     guards = trace(scope_of(x), opaque=opaque)
     assert dict(vars(ByAddress)) == before
+    assert guards.is_partial
+    assert not trace({**scope_of(x), "call": torch.tanh}, opaque=opaque).is_partial  # meets no such Function
     for size in (5, 9):  # one trace for all sizes
         assert guards.hold(scope_of(torch.ones(size, 3, requires_grad=True)))
     assert not guards.hold(scope_of(torch.ones(5, 3, dtype=torch.float64, requires_grad=True)))
@@ -56,7 +58,7 @@ def test_a_function_that_cannot_be_traced_is_left_out_of_a_trace():
 
 def test_an_error_leaves_the_functions_as_they_were():
     allowed, before = {1}, dict(vars(ByAddress))
-    with pytest.raises(KeyError), opaque_functions({ByAddress: None}, allowed):
+    with pytest.raises(KeyError), opaque_functions({ByAddress: None}, allowed, set()):
         raise KeyError(id(ByAddress) in allowed)
     assert allowed == {1}
     assert dict(vars(ByAddress)) == before
