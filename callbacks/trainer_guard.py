@@ -43,7 +43,8 @@ class TrainerGuard:
         self._handler = trainer.callback_handler
         self._before: list[TrainerCallback] = self._handler.callbacks
         self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        """(owner, name, value before, wrapper) of each replaced attribute."""
 
     @classmethod
     def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
@@ -82,7 +83,9 @@ class TrainerGuard:
         if self._on_failure.pop(callback, None) is None or self._on_failure:
             return
         while self._undo:
-            owner, name, before = self._undo.pop()
+            owner, name, before, wrapper = self._undo.pop()
+            if owner.__dict__.get(name, _ABSENT) is not wrapper:
+                continue  # the user has replaced it since
             if before is _ABSENT:
                 owner.__dict__.pop(name, None)
             else:
@@ -135,7 +138,7 @@ class TrainerGuard:
         self._set(owner, name, call)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        self._undo.append((owner, name, owner.__dict__.get(name, _ABSENT), value))
         owner.__dict__[name] = value
 
 

@@ -37,8 +37,21 @@ class TrainerLoop(TrainingLoop):
     no_batch = NO_BATCH
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
-        super().__init__(args.gradient_accumulation_steps, args.output_dir)
         self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
+        super().__init__(folder=args.output_dir)
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches per step. A callback may change the setting during the run."""
+        return self._args.gradient_accumulation_steps
+
+    @num_micro.setter
+    def num_micro(self, _: int) -> None:
+        """Ignore a count: the setting is known."""
+
+    @property
+    def precision(self) -> str:
+        return "no" if self._trainer is None else str(self._trainer.accelerator.mixed_precision)
 
     @property
     def clips(self) -> bool:

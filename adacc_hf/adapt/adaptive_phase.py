@@ -41,7 +41,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks, num_ranks
 from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 LOOK_STEPS = 16
 """Number of steps after which all ranks decide together, by collectives, if a batch is to be profiled."""
 
+
+STATE_STEPS = 8
+"""Number of steps in which the optimizer's state is expected. In fp16, GradScaler skips the first updates."""
 
 TASKS = {
     TRACKING: "which measures outliers and gradient errors",
@@ -79,6 +82,10 @@ class AdaptivePhase(FixedPolicyPhase):
         self._report: SlowReport | None = None
         """Object that logs the current step if the step is slow. None in normal steps."""
         self._started = 0.0
+        self._num_micro, self._num_begun = run.loop.num_micro, 0
+        """Micro-batches per step that the profiles count, and micro-batches of the current step so far."""
+        self._num_without_state = STATE_STEPS
+        """Number of further steps after which the optimizer may create its state."""
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         shapes = self._shapes_of(profile)
@@ -106,6 +113,8 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._requests.sizes is not None or self._requests.num_tries:
             self._batches.keep_last(run.model)
         self.choice.begin_step()
+        self._num_begun = 0
+        self._count_accumulation(run.loop.num_micro)
         is_due = is_tracking_step(context.step - context.policy_step, run.config.tracking)
         if is_due or context.guard.suspicion is not None:
             self._tracking.start()
@@ -150,6 +159,9 @@ class AdaptivePhase(FixedPolicyPhase):
     def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
         super().begin_micro_batch(inputs)
+        self._num_begun += 1
+        if num_ranks() == 1:
+            self._count_accumulation(self._num_begun)
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
@@ -190,6 +202,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.stats.add(*self.choice.end_micro_batch(fallbacks.counts))
 
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        super().begin_forward(inputs, compute_loss, is_certain)
         self._choose(inputs)
         if self._batches.is_keeping:
             self._batches.note_loss_call(inputs, compute_loss, is_certain)
@@ -241,6 +254,8 @@ class AdaptivePhase(FixedPolicyPhase):
             self._peaks.close()
         if is_busy:
             has_changed |= self.replanning.take_over(step)
+        if self._num_without_state:
+            has_changed |= self._count_state(step)
         is_turn = (step - context.policy_step) % LOOK_STEPS == 0
         if is_turn or cache.unplanned or self._requests.sizes is not None:
             self._requests.end_step(is_turn)
@@ -252,6 +267,29 @@ class AdaptivePhase(FixedPolicyPhase):
             self._run.save(has_changed)
         if is_busy or len(history) > num_events:
             context.extra_ms += (time.perf_counter() - started) * 1e3
+
+    def _count_accumulation(self, num_micro: int) -> None:
+        """Count the gradients and batches of earlier micro-batches if steps have more micro-batches than before."""
+        before = self._num_micro
+        if num_micro <= before:
+            return
+        self._num_micro = num_micro
+        batch_bytes = max(self.choice.batch_bytes, self._batches.nbytes)
+        extra_bytes = (num_micro - before) * batch_bytes + (self._run.gradient_bytes if before == 1 else 0)
+        reason = f"steps have {num_micro} micro-batches, and not {before}"
+        self.replanning.add_static(self.context.step, extra_bytes, reason)
+        self.show()
+
+    def _count_state(self, step: int) -> bool:
+        """Count the state that the optimizer has created since the profile. Return True if there is any."""
+        run, counted = self._run, self._profiler.counted_state_bytes
+        extra_bytes = 0 if counted is None else self._profiler.state_bytes(run.model, run.optimizer) - counted
+        extra_bytes = max(gather_from_all_ranks(extra_bytes))
+        self._num_without_state = 0 if extra_bytes or counted is None else self._num_without_state - 1
+        reason = f"the optimizer created {extra_bytes} bytes of state"
+        if extra_bytes > 0:
+            self.replanning.add_static(step, extra_bytes, reason, must_fit=True)
+        return extra_bytes > 0
 
     def _add_time(self, step_ms: float) -> None:
         """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
@@ -395,6 +433,7 @@ class AdaptivePhase(FixedPolicyPhase):
             step=self._run.step,
             missing_bytes=dict(context.missing_bytes),
             counted_elements=context.counted_elements,
+            model_settings=self._run.model_settings,
         )
 
     def resume(self, saved: Saved) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from adacc_hf.adapt.policy_limits import excluded_action
 from adacc_hf.adapt.profile_updates import SwitchedOff, in_all_blocks, lossy_options
@@ -36,6 +40,8 @@ from adacc_hf.torch_glue.progress import announce
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
+UNSETTLED = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+"""Fields of a model's config that loading and the Trainer change, and from which no operator of a block follows."""
 REQUIRED_FIELDS = {"policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms"}
 """Fields of `Saved` that are in every checkpoint. Other fields may be missing in older checkpoints, and then get their
 defaults."""
@@ -77,20 +83,25 @@ class SavedSizePolicy:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of the fields that are not saved in separate files."""
         plain = {name: getattr(self, name) for name in _record_fields(self, "policy", *FILES)}
-        return plain | {"shapes": shapes_to_json(self.shapes)}
+        files = [name for name in FILES if getattr(self, name) is not None]
+        return plain | {"shapes": shapes_to_json(self.shapes), "files": files}
 
     @classmethod
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
         """Load the policy of one batch size from the checkpoint in `folder`. `number` is part of its file names.
 
-        `record` is the result of `to_json`. Fields that older checkpoints lack get their defaults.
+        `record` is the result of `to_json`. Fields that older checkpoints lack get their defaults. Raises
+        FileNotFoundError if a file is missing that was written.
         """
+        policy = Policy.load(folder / _numbered_file(POLICY_FILE, number))
+        # Without a record, a policy of the solver had a profile: only a policy that was passed in has none.
+        written = record.get("files", ["profile"] if "memory_budget" in dict(policy.facts) else [])
         values: dict[str, Any] = {}
         for name, file in FILES.items():
             path = folder / _numbered_file(file, number)
-            values[name] = Profile.load(path) if path.is_file() else None
+            values[name] = Profile.load(path) if path.is_file() or name in written else None
         return cls(
-            policy=Policy.load(folder / _numbered_file(POLICY_FILE, number)),
+            policy=policy,
             **values,
             **{name: record[name] for name in _record_fields(cls, "policy", "shapes", *FILES) if name in record},
             shapes=shapes_from_json(record.get("shapes")),
@@ -138,6 +149,8 @@ class Saved:
     num_ranks: int = field(default_factory=num_ranks)
     """Number of ranks of the run. A sharded model has another part on each rank, so another number of ranks needs new
     profiles."""
+    model_settings: dict[str, str] = field(default_factory=dict)
+    """Settings on which the operators of blocks depend (`model_settings`). Empty in older checkpoints."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of all fields except the policies and profiles, which are saved in separate files."""
@@ -225,10 +238,10 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
 def load_from_checkpoint(folder: str | Path, config: AdaccConfig, host_limit_bytes: int = 0) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`.
 
-    Return None if the checkpoint has no policy, or if its policies are for another `memory_budget`, `host_memory` or
-    number of ranks, use actions that the config excludes, store more than `host_limit_bytes` in host memory, or leave
-    no room in the budget to record the operators of blocks. In these cases a message with the reason is logged. Raises
-    PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
+    Return None if the checkpoint has no policy, if a file is damaged or missing, or if its policies are for another
+    `memory_budget`, `host_memory` or number of ranks, use actions that the config excludes, store more than
+    `host_limit_bytes` in host memory, or leave no room in the budget to record the operators of blocks. A message with
+    the reason is logged.
     """
     memory_budget, host_memory = config.memory_budget, config.host_memory
     folder = Path(folder)
@@ -237,9 +250,8 @@ def load_from_checkpoint(folder: str | Path, config: AdaccConfig, host_limit_byt
     try:
         saved = _load_run_state(folder)
     except (AdaccError, FileNotFoundError) as error:
-        raise type(error)(
-            f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
-        ) from error
+        announce("Adacc: %s is not used: profiling again (%s)", folder, error)
+        return None
     solved_for = dict(saved.size_policies[0].policy.facts).get("memory_budget", memory_budget)
     saved_budget = solved_for if saved.memory_budget is None else saved.memory_budget
     if saved_budget != memory_budget:
@@ -276,6 +288,21 @@ def load_from_checkpoint(folder: str | Path, config: AdaccConfig, host_limit_byt
         )
         return None
     return saved
+
+
+def model_settings(model: nn.Module, precision: str) -> dict[str, str]:
+    """Return the settings of `model` on which the operators of its blocks depend, for comparison with a resumed run.
+
+    `precision` is the training loop's mixed precision.
+    """
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    text = json.dumps({name: value for name, value in values.items() if name not in UNSETTLED}, default=str)
+    return {
+        "precision": " ".join([precision, *sorted({str(parameter.dtype) for parameter in model.parameters()})]),
+        "attention": str(getattr(config, "_attn_implementation", "")),
+        "config": hashlib.sha1(text.encode()).hexdigest(),
+    }
 
 
 def _has_room_to_record(first: SavedSizePolicy, config: AdaccConfig) -> bool:

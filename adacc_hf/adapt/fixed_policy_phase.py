@@ -14,6 +14,7 @@ from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_pool import host_pool
+from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.progress import announce
 
@@ -24,6 +25,8 @@ class FixedPolicyPhase(Phase):
     def __init__(self, run: RunState, handle: PolicyHandle) -> None:
         self._run = run
         self.handle = handle
+        self._must_check = True
+        self._has_forward = False
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result.
@@ -51,6 +54,9 @@ class FixedPolicyPhase(Phase):
     def resume(self, saved: Saved) -> None:
         """Restore the state of the run from the checkpoint's state `saved`."""
 
+    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        self._has_forward = True
+
     def begin_micro_batch(self, inputs: Any) -> None:
         self.handle.installation.begin_step()
         self.handle.tape_cache.fallbacks.clear()
@@ -63,7 +69,8 @@ class FixedPolicyPhase(Phase):
     def end_step(self, step: int) -> None:
         if self._run.stats.reasons:
             self._run.count_step(step)
-        if self._run.num_steps == 1:
+        if self._must_check and self._has_forward:  # a loop may skip the first batches
+            self._must_check = False
             check_called(self.handle.installation)
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:

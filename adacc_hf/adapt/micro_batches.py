@@ -38,6 +38,11 @@ class MicroBatches:
         return self._last is not None
 
     @property
+    def has_called(self) -> bool:
+        """True if the model was called for training since batches are kept."""
+        return self._last is not None and self._last.has_called
+
+    @property
     def known_shapes(self) -> BatchShapes | None:
         """Shapes of the current or last micro-batch, or None before the micro-batch's tensors are known."""
         return self.shapes if self.has_shapes else None
@@ -117,6 +122,8 @@ class LastBatch:
         """The batch and the function of the last `compute_loss` call that the training loop made."""
         self._own_node: Node | None = None
         """`grad_fn` of the loss that the model returned, until the loss of the training loop is known."""
+        self.has_called = False
+        """True if the model was called for training."""
         self._num_calls = 0
         """Number of calls of the model since the micro-batch began or `note_loss_call` was called."""
         self._counts_per_batch = False
@@ -163,7 +170,10 @@ class LastBatch:
         self._own_node = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not module.training or not torch.is_grad_enabled() or self._is_certain:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        self.has_called = True
+        if self._is_certain:
             return
         self._num_calls += 1
         loss: Any = getattr(output, "loss", None)

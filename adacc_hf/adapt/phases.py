@@ -65,6 +65,8 @@ class WarmUpPhase(Phase):
         """Number of finished steps when the current step began."""
         self._has_tried = False
         """True after the attempt to set a policy before the first forward."""
+        self._is_checked = False
+        """True after the first step that called the model. The loop may skip batches, for example without labels."""
         self._profile_error: torch.OutOfMemoryError | None = None
         """Error if memory ran out while profiling before the first forward, else None."""
 
@@ -173,10 +175,12 @@ class WarmUpPhase(Phase):
 
     def end_step(self, step: int) -> None:
         run = self._run
-        if run.num_steps == 1:
+        has_called = self._batches.has_called or any(block.num_calls for block in self._checkpointing.blocks.values())
+        if has_called and not self._is_checked:
+            self._is_checked = True
             check_called(self._checkpointing)
         num_more = run.num_steps - run.config.profile_steps
-        if num_more < 0:
+        if num_more < 0 or (num_more < MOST_STEPS and not any(gather_from_all_ranks(has_called))):
             return
         if self._profiler.must_wait(run.model):
             reason, remedy = "a torch profiler is active", "let it end within the first profile_steps"

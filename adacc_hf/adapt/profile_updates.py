@@ -108,6 +108,13 @@ def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
     return profile.with_extra_live_bytes(extra_bytes, extra_bytes, at_blocks, extra_bytes)
 
 
+def with_static_memory(profile: Profile, extra_bytes: int) -> Profile:
+    """Return `profile` with `extra_bytes` more bytes that are live throughout training, such as optimizer state."""
+    more = with_more_memory(profile, extra_bytes)
+    peak = profile.optimizer_peak_bytes + extra_bytes if profile.optimizer_peak_bytes else 0
+    return replace(more, static_bytes=profile.static_bytes + extra_bytes, optimizer_peak_bytes=peak)
+
+
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
     """Return `choice` (the action for `value`) with its codec's options as they are now in `kind`, the profile of the
     block.

@@ -43,6 +43,7 @@ from adacc_hf.adapt.profile_updates import (
     with_finer,
     with_more_memory,
     with_outlier_counts,
+    with_static_memory,
     without_codecs,
 )
 from adacc_hf.artifacts.config import AdaccConfig
@@ -194,6 +195,13 @@ class Replanner:
         """Add `extra_bytes` to the predicted memory of a step, because a measured step exceeded the prediction by this
         number."""
         self.profile = with_more_memory(self.profile, extra_bytes)
+
+    def add_static(self, extra_bytes: int) -> None:
+        """Count `extra_bytes` more bytes as live throughout training, for the current and the next policies."""
+        profiles = {id(profile): profile for profile in (self.profile, self.priced, self.searched)}
+        larger = {key: with_static_memory(profile, extra_bytes) for key, profile in profiles.items()}
+        self.profile, self.priced, self.searched = (larger[id(p)] for p in (self.profile, self.priced, self.searched))
+        self.policy = current_policy(self.priced, self.policy)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
         """Exclude `codecs` from new policies.

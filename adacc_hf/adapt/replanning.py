@@ -77,10 +77,24 @@ class Replanning:
                 self.start(step, size_policy)
         return has_changed
 
-    def solve_now(self, step: int, size_policy: SizePolicy, profile: Profile, reason: str) -> bool:
-        """Run the solver on `profile`, and follow the new policy. If no policy fits the budget, warn and return False.
+    def add_static(self, step: int, extra_bytes: int, reason: str, must_fit: bool = False) -> None:
+        """Count `extra_bytes` more bytes as live throughout training, because of `reason`.
 
-        `reason` is written to the history.
+        Policies above the budget are replaced. Raises InfeasibleBudgetError if `must_fit` and no policy fits the
+        budget.
+        """
+        for size_policy in self._choice.cache.all:
+            replanner = size_policy.replanner
+            replanner.add_static(extra_bytes)
+            if replanner.is_over_budget(replanner.predicted_peak_bytes()):
+                self.solve_now(step, size_policy, replanner.profile, reason, must_fit)
+
+    def solve_now(
+        self, step: int, size_policy: SizePolicy, profile: Profile, reason: str, must_fit: bool = False
+    ) -> bool:
+        """Run the solver on `profile`, and follow the new policy. `reason` is written to the history.
+
+        If no policy fits the budget, raise InfeasibleBudgetError if `must_fit`. Otherwise warn and return False.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         started = time.perf_counter()
@@ -88,6 +102,8 @@ class Replanning:
             with interruption(SOLVING, f"step {step}: solving for a policy, because {reason}"):
                 policy = replanner.solve_for(profile)
         except InfeasibleBudgetError as error:
+            if must_fit:
+                raise
             log.warning("Adacc: step %d: %s: %s; training continues with the least memory", step, NOTHING_FITS, error)
             self._context.warnings.add(size_policy.shapes)
             self._context.note(MemoryNoted(step=step, reason=f"{NOTHING_FITS}: {error}"))

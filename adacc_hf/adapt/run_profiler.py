@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import (
     NoEstimateError,
-    OptimizerStateError,
     RankFailedError,
     UncalledBlocksError,
     as_sentence,
@@ -25,6 +23,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.optimizer_memory import state_bytes
 from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.training_step import NoSync, TrainingStep
 from adacc_hf.torch_glue.batch_shapes import (
@@ -62,6 +61,8 @@ class RunProfiler:
         self.inner_steps = InnerSteps()
         self.all_sizes = False
         """True if batches differ in size. A profile then also has a size model, which predicts other sizes."""
+        self.counted_state_bytes: int | None = None
+        """Bytes of the optimizer's state in the latest profile. None before the first profile."""
         self._config, self._loop = config, loop
         self._has_said_busy = False
 
@@ -224,7 +225,8 @@ class RunProfiler:
             model.train(was_training)
 
     def _training_step(self, model: nn.Module, optimizer: Any, compute_loss: ComputeLoss | None) -> TrainingStep:
-        step = TrainingStep(
+        self.counted_state_bytes = self.state_bytes(model, optimizer)
+        return TrainingStep(
             optimizer=optimizer,
             gradient_accumulation_steps=self._loop.num_micro,
             prefetched_batches=self._loop.num_prefetched(next(model.parameters()).device),
@@ -232,28 +234,10 @@ class RunProfiler:
             compute_loss=compute_loss,
             no_sync=self._no_sync(model),
         )
-        complete_step = replace(step, optimizer_state_bytes=self._state_bytes(model, step))
-        complete_step.known_state_bytes.update(step.known_state_bytes)
-        return complete_step
 
-    def _state_bytes(self, model: nn.Module, step: TrainingStep) -> int | None:
-        """Return 0 to leave optimizer state that is not allocated yet out of the profile, or None to predict its bytes.
-
-        The result is the value of `TrainingStep.optimizer_state_bytes` for `step`. The result is 0 if there is no
-        optimizer, if steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be
-        predicted. With 0, policies take the state into account only after the memory of a step has been measured.
-
-        After `profile_steps` steps the optimizer usually has all of its state. In fp16 the optimizer may have no state
-        yet, because the Trainer skips the updates of steps whose gradients overflow.
-        """
-        if step.optimizer is None or self.inner_steps.has_detected:
-            return 0
-        try:
-            step.coming_bytes(model.parameters())
-        except OptimizerStateError as error:
-            log.warning("Adacc: %s; until the memory of a step is measured, the plan leaves this state out", error)
-            return 0
-        return None
+    def state_bytes(self, model: nn.Module, optimizer: Any) -> int:
+        """Return the bytes of state that the optimizer holds on the model's device now."""
+        return 0 if optimizer is None else state_bytes(optimizer, next(model.parameters()).device)
 
     def _no_sync(self, model: nn.Module) -> NoSync | None:
         """Return a function that creates a context in which gradients are not synchronized between ranks.

@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import save_files, save_first_steps, save_history, warn_on_write_error
+from adacc_hf.adapt.checkpoint_files import (
+    model_settings,
+    save_files,
+    save_first_steps,
+    save_history,
+    warn_on_write_error,
+)
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
 from adacc_hf.adapt.first_steps import FOLLOWING, FirstSteps
@@ -23,6 +29,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.blocks import Installation
+from adacc_hf.torch_glue.memory import distinct_bytes
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +193,20 @@ class RunState:
     def note(self, event: Event) -> None:
         """Append `event` to the history."""
         self.history.append(event.to_record())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of all trained parameters on this rank."""
+        return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
+    def model_settings(self) -> dict[str, str]:
+        """Settings on which the operators of blocks depend."""
+        return model_settings(self.model, self.loop.precision)
+
+    def changed_settings(self, saved: dict[str, str]) -> list[str]:
+        """Return the names of those settings that differ from those `saved` in a checkpoint."""
+        return [name for name, value in self.model_settings.items() if saved.get(name, value) != value]
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
         """Set the policy in use and its profile, which the session shows and the run's files contain."""

@@ -32,6 +32,7 @@ from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
+from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
@@ -268,10 +269,9 @@ class AdaccSession:
         """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
 
         Return False if the folder has no policy, or a policy for another `memory_budget`, `host_memory` or number of
-        ranks, if its policies store more in host memory than is allowed and free, or if the budget has no room to
-        record the operators of blocks. The model is then profiled again. Call this method before the first step. Raises
-        AdaccError for a damaged file, and FileNotFoundError if the folder does not exist or a file next to the policy
-        is missing.
+        ranks, if a file is damaged or missing, if its policies store more in host memory than is allowed and free, or
+        if the budget has no room to record the operators of blocks. The model is then profiled again. Call this method
+        before the first step. Raises FileNotFoundError if the folder does not exist.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
@@ -321,6 +321,10 @@ class AdaccSession:
         if self._is_own:
             warn_of_model_checkpointing(run.model, self.config.memory_budget)
         self._has_begun, run.num_before = True, step
+        changed = [] if saved is None else run.changed_settings(saved.model_settings)
+        if changed:
+            announce("Adacc: the model has another %s than in the checkpoint: profiling again", " and ".join(changed))
+            saved = None
         if saved is None and isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_other_actions(policy, self.config)

@@ -57,6 +57,11 @@ class TrainingLoop:
         self._device_type = "cpu"
 
     @property
+    def precision(self) -> str:
+        """Mixed precision of the loop, such as "bf16", or "" if it is not known before the first step."""
+        return ""
+
+    @property
     def clips(self) -> bool:
         """True if gradients may be clipped before the optimizer's step."""
         return True

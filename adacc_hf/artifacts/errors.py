@@ -47,10 +47,6 @@ class InfeasibleBudgetError(AdaccError, ValueError):
         return type(self), (str(self), self.smallest_budget_bytes, self.bound_bytes, self.least)
 
 
-class OptimizerStateError(AdaccError, ValueError):
-    """Error raised if the optimizer has no state yet, and the size of this state cannot be predicted."""
-
-
 class NoBlocksError(AdaccError, ValueError):
     """Error raised if the model has no repeated transformer blocks that this package recognizes."""
 

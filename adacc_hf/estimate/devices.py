@@ -192,10 +192,10 @@ def measure_cpu() -> Device:
 
     The rates are for torch's current number of threads.
     """
-    import psutil
     import torch
 
     from adacc_hf.price.timing import median_ms
+    from adacc_hf.torch_glue.host_memory import total_host_bytes
 
     cpu = torch.device("cpu")
     source, target = (torch.ones(_COPIED_BYTES // 4, device=cpu) for _ in range(2))
@@ -205,7 +205,7 @@ def measure_cpu() -> Device:
         name="cpu",
         title=f"this machine's CPU, {torch.get_num_threads()} threads",
         source="measured here: products of 1024 x 1024 matrices, and a copy of 64 MiB",
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=total_host_bytes(),
         bandwidth_bytes=2 * _COPIED_BYTES / copied_ms * 1e3,
         flops={
             str(dtype).removeprefix("torch."): _measured_cpu_flops(dtype) for dtype in (torch.float32, torch.bfloat16)

@@ -68,9 +68,6 @@ _SAMPLE_SHAPE = (256, 256)
 class FakeMeasurement(Measurement):
     """Measurement of a model on fake tensors, with times estimated from the peak rates of `device`."""
 
-    records_other_sizes = False
-    watches_one_block = False
-
     def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE) -> None:
         self.device = device
         self.outlier_share = outlier_share

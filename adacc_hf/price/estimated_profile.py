@@ -75,7 +75,7 @@ def estimate_profile(
     limit = peak_limit(config)
     if limit is not None:
         choices = start_small(choices, whole)
-        limit += step.coming_bytes(model.parameters())  # profiles include this state, which does not exist yet
+        limit += step.optimizer_state_bytes  # profiles include this state, which does not exist yet
         limit = broadcast_from_first_rank(lambda: limit) if shards else limit
     profiles: list[Profile] = []
     for index, parts in enumerate(choices):
@@ -86,7 +86,7 @@ def estimate_profile(
         )
         try:
             started = time.perf_counter()
-            profiles = [measure_profile(model, parts[0], part_config, step, measurement, share=token_share)]
+            profiles = [measure_profile(model, parts[0], part_config, step, measurement)]
             first = profiles[0]
             if limit is not None:
                 first = common_profile(first) if shards else first
@@ -96,9 +96,7 @@ def estimate_profile(
             announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
             for part in parts[1:]:
                 reading = MemoryOnlyMeasurement(measurement)
-                share = part.share_of(whole)
-                fits = limit is None or profiling_bytes(first, parts[0], part, 1 / share) <= limit
-                profiles.append(measure_profile(model, part, part_config, step, reading, share=share if fits else 1.0))
+                profiles.append(measure_profile(model, part, part_config, step, reading))
         except UncalledBlocksError:
             raise
         except Exception:

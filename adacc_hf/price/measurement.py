@@ -45,12 +45,6 @@ class Measurement:
 
     rng_use: type[RngUse] = RngUse
     """Class whose objects detect if an operator draws random numbers."""
-    records_other_sizes = True
-    """True if profiling also records blocks on parts of the batch, so that training at other batch sizes needs no new
-    recordings."""
-    watches_one_block = True
-    """True if the blocks that retain their activations in one measured step take, together, at most the bytes of the
-    largest block on the whole batch. False if all watched blocks retain them in the same step."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """Return the values of the profiled `tape` for which replay of its operators gives the original bits. In
@@ -217,7 +211,6 @@ class MemoryOnlyMeasurement(Measurement):
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
         self.rng_use = measurement.rng_use
-        self.watches_one_block = measurement.watches_one_block
         for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "random_states"):
             setattr(self, name, getattr(measurement, name))
 

@@ -1,20 +1,16 @@
 """The memory of one measured step, divided into the blocks' stored tensors and everything else.
 
 Memory other than the blocks' stored tensors does not depend on the policy. The simulator can therefore add the stored
-tensors of any policy. Two passes are measured. First, one forward that stores nothing shows when forward itself frees
-each value. Then, one forward and backward runs in which every block is recomputed, except that the last block of each
-kind (blocks that run the same operators) retains everything. This step shows when backward unpacks and frees each saved
-tensor, and how much memory gradients and temporaries take at that time.
+tensors of any policy. Every block is recomputed in the measured step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,41 +19,14 @@ from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.block_memory import BlockMemory
+from adacc_hf.price.call_marker import CallMarker
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_probes import CallMarker, ForwardPass, ForwardProbe, LiveStorages, SlotProbe
-from adacc_hf.price.model_recording import ModelRecording
+from adacc_hf.price.model_recording import ModelRecording, recompute_outcome
 from adacc_hf.price.profiled_model import ProfiledModel
-from adacc_hf.run.blocks import BlockFunction, LaterCall, Strategy
+from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
+from adacc_hf.run.blocks import BlockFunction, LaterCall
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes, garbage_collection_disabled
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardLayout:
-    """The memory of a forward that stored nothing, in bytes relative to the forward's start."""
-
-    first_peak_bytes: int
-    """Peak before the first block runs, for example in a teacher's forward."""
-    bases: dict[str, int]
-    """Live bytes at the start of each block's forward, by block call."""
-    outside_peak_bytes: int
-    """Peak from the end of the last block to the loss. Inputs that several blocks share are kept for replay during the
-    pass, but are freed before the last block ends."""
-    events: dict[str, tuple[ForwardEvent, ...]]
-    """Memory events in the forward of each watched block (the last block of each kind), by block call."""
-
-
-HEAD = ("head",)
-"""Label that a meter gets when the output layer is called."""
-
-
-@dataclass(frozen=True)
-class HeadStart:
-    """The memory when the output layer was called, without the tensors that blocks stored."""
-
-    live_bytes: int
-    peak_bytes: int
-    """Peak from the end of the last block to the call. If the last block was watched, its input may be included, which
-    the block need not have saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,163 +35,45 @@ class StepLayout:
 
     bases: dict[str, int]
     """Live bytes at the start of each block's backward, without the tensors that blocks stored."""
-    head_start: HeadStart | None
-    """Memory when the output layer was called. None if this call was not marked."""
+    forward_bases: dict[str, int]
+    """Live bytes at the start of each block's forward, without the tensors that blocks stored."""
+    forward_peaks: dict[str, int]
+    """Peak in the forward of each block, above the live bytes at its start."""
+    rest_peaks: dict[str, int]
+    """Peak from the end of each block's forward to the next block, above the live bytes at the forward's start, for all
+    blocks but the last."""
+    first_peak_bytes: int
+    """Peak before the first block runs, for example in a teacher's forward."""
     outside_stored_bytes: int
     """Live bytes at the start of backward, without the tensors that blocks stored and without the loss."""
     outside_peak_bytes: int
     loss_peak_bytes: int
-    tail_start_bytes: int
-    """Live bytes after the backward of all blocks. 0 if no operator runs then."""
     tail_peak_bytes: int
+    """Peak after the backward of all blocks. 0 if no operator runs then."""
     gradient_bytes: int
     """Bytes of all gradients at the end of backward."""
     earlier_bytes: int
     """Bytes that earlier micro-batches of the step left: gradients, and further bytes if ranks have not exchanged the
     gradients yet. 0 if the step consists of one micro-batch."""
-    trained: tuple[nn.Parameter, ...]
-    """Parameters that have a gradient after the step."""
-    events: dict[str, tuple[BackwardEvent, ...]]
-    """Memory events in the backward of each watched block (the last block of each kind), by block call."""
     ms: float
     """Milliseconds of the step."""
     peaks: dict[str, int]
     """Peak in the backward of each block, without the tensors that this block and earlier ones stored. Blocks without a
     backward are left out."""
 
-    @staticmethod
-    def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
-        """Merge the layouts of several measured steps into one.
 
-        A step's key contains the names of the step's watched blocks, which retained their activations. The merged
-        layout takes each block's events and peak from the step in which the block was watched, and everything else from
-        the first step.
-        """
-        first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
-        events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
-        own_peaks = {
-            name: layout.peaks[name] for names, layout in layouts.items() for name in names if name in layout.peaks
-        }
-        return replace(first, events=events, peaks={**first.peaks, **own_peaks})
-
-
-TILES = ("begin tiles", "end tiles")
-"""First parts of the labels that a meter gets when a module begins and when it stops running in tiles (groups of
-rows). The second part is the module's index in `Tiling.modules`."""
-
-
-class HeadObserver(Protocol):
-    """Object that measures the memory of the head (output layer and loss) in the same forward as the blocks."""
-
-    def strategy(self, name: str, probe: Strategy, meter: MemoryMeter) -> Strategy:
-        """Return the strategy that runs the block call `name` in place of `probe`."""
-
-    def note_head_start(self, replay_storages: LiveStorages) -> None:
-        """Handle a call of the output layer. `replay_storages` are the storages of `ForwardPass`'s replay inputs."""
-
-    def run_backward(self, loss: torch.Tensor, replay_storages: LiveStorages) -> None:
-        """Run the backward from `loss`, while memory is measured."""
-
-    def note(self, points: Sequence[MemoryPoint]) -> None:
-        """Take the readings of the meter."""
-
-
-def measure_forward(
-    profiled: ProfiledModel, batch: Batch, recording: ModelRecording, observer: HeadObserver | None = None
-) -> ForwardLayout:
-    """Run one forward of `batch` in which blocks store nothing, and return the measured memory by block.
-
-    If `observer` is given, it also measures the memory of the head.
-    """
-    installation = profiled.installation
-    last_name = list(installation.functions)[-1]
-    installation.begin_step()
-    with (
-        garbage_collection_disabled(),
-        profiled.measurement.meter(profiled.device) as meter,
-        ExitStack() as stack,
-    ):
-        forward_pass = ForwardPass(meter, recording.shared, last_name)
-
-        @torch.compiler.disable  # inside a compiled model, Dynamo would trace the mark
-        def mark_head() -> None:
-            meter.mark(HEAD)
-            if observer is not None:
-                observer.note_head_start(forward_pass.replay_storages)
-
-        stack.enter_context(profiled.heads.calling(mark_head))
-        for name, function in installation.functions.items():
-            sources = recording.replay_sources[name]
-            probe = ForwardProbe(name, recording.kind_of(name), sources, forward_pass)
-            function.strategy = probe if observer is None else observer.strategy(name, probe, meter)
-        meter.mark(("begin",))
-        loss = profiled.forward_loss(batch)
-        meter.mark(("loss",))
-        if observer is not None:
-            observer.run_backward(loss, forward_pass.replay_storages)
-        del loss
-    if observer is not None:
-        observer.note(meter.points)
-    first_enter = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
-    last_leave = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last_name))
-    bases = {point.label[2]: point.live_bytes for point in meter.points if point.label[0] == "enter"}
-    return ForwardLayout(
-        first_peak_bytes=max(point.max_bytes for point in meter.points[:first_enter]),
-        bases=bases,
-        outside_peak_bytes=peak_between(meter.points, meter.points[last_leave].label, "loss"),
-        events={
-            name: _forward_events(meter.points, name, name in recording.calls_before_rest)
-            for name in recording.watched_names
-        },
-    )
-
-
-def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -> tuple[ForwardEvent, ...]:
-    """Return the memory events in the forward of the block call `name`.
-
-    `points` are the measurements of the whole model's forward. If `owns_rest`, the events between this call and the
-    next are included. The field `value` of an event is -1 if another call caused the event, for example by freeing a
-    tensor.
-    """
-    begin, leave = (
-        next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")
-    )
-    end = next(i for i, point in enumerate(points) if i > leave and point.label[0] == "enter") if owns_rest else leave
-    base_bytes = points[begin].live_bytes
-    events = []
-    tiled_module: int | None = None
-    for point in points[begin:end]:
-        moment, index, call_name = (*point.label, -1, None) if point.label == HEAD else point.label
-        is_own, is_tile = call_name == name, moment in TILES
-        if is_own and is_tile:
-            tiled_module = index if moment == TILES[0] else None
-        events.append(
-            ForwardEvent(
-                value=index if is_own and not is_tile else -1,
-                death=is_own and moment == "death",
-                extra_bytes=point.max_bytes - base_bytes,
-                tiled=tiled_module,
-            )
-        )
-    return tuple(events)
-
-
-def measure_step(
-    profiled: ProfiledModel, batch: Batch, recording: ModelRecording, watched_names: Collection[str] = ()
-) -> StepLayout:
+def measure_step(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> StepLayout:
     """Run one forward and backward in which every block is recomputed, and return the measured memory by block.
 
-    The block calls in `watched_names` are not recomputed, but retain all saved tensors, and a `SlotProbe` records when
-    these tensors are freed. If the step accumulates gradients, gradients of an earlier micro-batch must be live during
-    the measurement. If an earlier measurement has not produced these gradients, another micro-batch runs first.
+    If the step accumulates gradients, gradients of an earlier micro-batch must be live during the measurement. If an
+    earlier measurement has not produced these gradients, another micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions
-    probes = recording.set_full_recompute_strategies(functions, watched_names)
+    recording.set_full_recompute_strategies(functions)
     profiled.installation.begin_step()
     accumulates, no_sync = profiled.step.gradient_accumulation_steps > 1, profiled.step.no_sync
-    leaves_gradients = accumulates and no_sync is None  # with `no_sync`, gradients of later micro-batches are sharded
-    earlier_bytes = _gradient_bytes(model) if leaves_gradients else 0
+    earlier_bytes = _gradient_bytes(model) if profiled.step.leaves_gradients else 0
     if accumulates and not earlier_bytes:
         with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
             measurement.backward(profiled.forward_loss(batch))
@@ -230,18 +81,12 @@ def measure_step(
         earlier_bytes = meter.points[-1].live_bytes
         profiled.installation.begin_step()
     strategies = {name: function.strategy for name, function in functions.items()}
-    with (
-        garbage_collection_disabled(),
-        measurement.meter(device) as meter,
-        profiled.heads.calling(lambda: meter.mark(HEAD)),
-    ):
+    with garbage_collection_disabled(), measurement.meter(device) as meter:
         trained_calls: set[str] = set()
         for index, (name, function) in enumerate(functions.items()):
             function.strategy = CallMarker(
                 name, strategies[name], meter, measurement, is_first=index == 0, trained_calls=trained_calls
             )
-        for probe in probes:
-            probe.meter = meter
         begin_seconds = measurement.seconds_at(device)
         loss = profiled.forward_loss(batch)
         meter.mark(("loss",))
@@ -249,31 +94,53 @@ def measure_step(
         ms = 1e3 * (measurement.seconds_at(device) - begin_seconds)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
-        trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
         gradient_bytes = _gradient_bytes(model)
-        if not leaves_gradients:
+        if not profiled.step.leaves_gradients:
             model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
-    for probe in probes:
-        probe.meter = None
     outcomes = {block.name: recording.outcomes[block.kind] for block in recording.blocks}
     stored = {name: outcome.stored_bytes for name, outcome in outcomes.items()}
     live = {name: outcome.live_bytes for name, outcome in outcomes.items()}
-    stored |= {probe.name: probe.stored_bytes for probe in probes}
-    live |= {probe.name: probe.stored_bytes - probe.cached_bytes for probe in probes}
-    readings = _StepReadings(meter.points, list(functions), probes, stored, live)
-    return readings.layout(loss_bytes, gradient_bytes, earlier_bytes, trained, ms)
+    readings = _StepReadings(meter.points, list(functions), stored, live)
+    return readings.layout(loss_bytes, gradient_bytes, earlier_bytes, ms)
+
+
+def with_step(recording: ModelRecording, step: StepLayout) -> ModelRecording:
+    """Return a copy of `recording` in which each kind of block needs at least the memory that was measured in `step`.
+
+    A block alone may need less than in the step, because it exchanges no gradients with other ranks, for example.
+    """
+    pairs = zip(recording.kinds, recording.watched_names, strict=True)
+    return replace(recording, kinds=[_with_step(recording, kind, name, step) for kind, name in pairs])
+
+
+def _with_step(recording: ModelRecording, kind: KindProfile, name: str, step: StepLayout) -> KindProfile:
+    peak = step.peaks.get(name)
+    if kind.untrusted is not None:
+        extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])
+        in_forward = max(0, step.forward_peaks[name] - kind.generator_bytes)
+        return with_untrusted_backward(with_untrusted_forward(kind, in_forward), extra_bytes)
+    outcome = recompute_outcome(kind)
+    backward_peak = 0 if peak is None else peak + outcome.stored_bytes
+    is_followed = name in recording.calls_after_rest  # by the backward of the rest, as its forward follows the rest's
+    memory = BlockMemory(forward=kind.forward, backward=kind.backward).with_more(
+        max(0, step.forward_peaks[name] - outcome.forward_working_bytes),
+        0 if is_followed else max(0, backward_peak - outcome.working_bytes),
+    )
+    forward, backward = memory.forward, memory.backward
+    if name in recording.calls_before_rest:
+        stored_bytes = outcome.forward_moments[-1] - kind.forward[-1].extra_bytes
+        extra_bytes = step.rest_peaks[name] - stored_bytes
+        forward = (*forward, ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes))
+    if is_followed and backward_peak > outcome.working_bytes:
+        end = BackwardEvent(slot=-1, release=True, entry_bytes=0, extra_bytes=backward_peak)
+        backward = (*backward, end)
+    return replace(kind, forward=forward, backward=backward)
 
 
 def _gradient_bytes(model: nn.Module) -> int:
     return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-
-
-def head_point(points: Sequence[MemoryPoint], last_end: tuple[str, ...]) -> MemoryPoint | None:
-    """Return the first call of the output layer after the mark labelled `last_end`, or None if no call was marked."""
-    start = next(i for i, point in enumerate(points) if point.label == last_end)
-    return next((point for point in points[start:] if point.label == HEAD), None)
 
 
 def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: str | None) -> int:
@@ -295,14 +162,11 @@ class _StepReadings:
 
     points: Sequence[MemoryPoint]
     names: list[str]
-    probes: Sequence[SlotProbe]
     stored: dict[str, int]
     live: dict[str, int]
     """Stored bytes by block, without the tensors that live until the end of the forward under any policy."""
 
-    def layout(
-        self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...], ms: float
-    ) -> StepLayout:
+    def layout(self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, ms: float) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward
         backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
         bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
@@ -310,21 +174,23 @@ class _StepReadings:
         all_stored = sum(self.stored.values())
         all_live = sum(self.live.values())
         last_end = ("leave", self.names[-1])
-        head = head_point(self.points, last_end)
         tail = next(self._all("tail"), None)
-        before_bytes = peak_between(self.points, last_end, HEAD[0]) - all_live
+        enters = {point.label[1]: point.live_bytes for point in self._all("enter")}
+        first_enter = next(i for i, point in enumerate(self.points) if point.label[0] == "enter")
         return StepLayout(
             bases=bases,
-            head_start=None if head is None else HeadStart(head.live_bytes - all_live, before_bytes),
+            forward_bases={name: enters[name] - self._live_before(name) for name in self.names},
+            forward_peaks={name: peak_between(self.points, ("enter", name), "leave") - enters[name] for name in enters},
+            rest_peaks={
+                name: peak_between(self.points, ("leave", name), "enter") - enters[name] for name in self.names[:-1]
+            },
+            first_peak_bytes=max(point.max_bytes for point in self.points[:first_enter]),
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
             outside_peak_bytes=peak_between(self.points, last_end, "loss") - all_live,
             loss_peak_bytes=peak_between(self.points, ("loss",), "backward") - all_stored,
-            tail_start_bytes=0 if tail is None else tail.live_bytes,
             tail_peak_bytes=0 if tail is None else peak_between(self.points, tail.label, None),
             gradient_bytes=gradient_bytes,
             earlier_bytes=earlier_bytes,
-            trained=trained,
-            events={probe.name: self._events(probe, bases[probe.name]) for probe in self.probes},
             ms=ms,
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
         )
@@ -344,50 +210,8 @@ class _StepReadings:
     def _stored_up_to(self, name: str) -> int:
         return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])
 
-    def _events(self, probe: SlotProbe, base: int) -> tuple[BackwardEvent, ...]:
-        floor = base + self._stored_up_to(probe.name) - probe.stored_bytes
-        live_slots = _LiveSlots(probe.kind)
-        events = []
-        in_backward = self.points[self.points.index(next(self._all("loss"))) :]
-        tiled_module: int | None = None
-        for point in in_backward:  # dead slots were released in forward
-            if point.label[0] not in ("unpack", "release", *TILES) or point.label[2] != probe.name:
-                continue
-            moment, slot, _ = point.label
-            if moment in TILES:
-                tiled_module, slot = slot if moment == TILES[0] else None, -1
-            if moment == "release":
-                live_slots.release(slot)
-            expected_bytes = floor + live_slots.bytes
-            events.append(
-                BackwardEvent(
-                    slot=slot,
-                    release=moment != "unpack",
-                    entry_bytes=point.live_bytes - expected_bytes,
-                    extra_bytes=point.max_bytes - expected_bytes,
-                    tiled=tiled_module,
-                )
-            )
-        return tuple(events)
-
-
-class _LiveSlots:
-    """Counter of those activation bytes of a block that autograd still holds. `release` subtracts an activation once
-    all of its saved tensors are freed."""
-
-    def __init__(self, kind: KindProfile) -> None:
-        self._nbytes = {value.index: value.nbytes for value in kind.activations if value.saved}
-        self._slots = kind.slots
-        self._num_slots: dict[int, int] = {}
-        for value in kind.slots:
-            self._num_slots[value] = self._num_slots.get(value, 0) + 1
-        self.bytes = sum(self._nbytes.values())
-
-    def release(self, slot: int) -> None:
-        value = self._slots[slot]
-        self._num_slots[value] -= 1
-        if self._num_slots[value] == 0:
-            self.bytes -= self._nbytes.get(value, 0)
+    def _live_before(self, name: str) -> int:
+        return sum(self.live[n] for n in self.names[: self.names.index(name)])
 
 
 # Peaks in each part of a step of the run, for allocations that profiling does not see.

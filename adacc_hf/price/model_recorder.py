@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,21 +15,20 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adacc_hf.artifacts.call_names import call_name
+from adacc_hf.artifacts.call_names import call_name, split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.batch_subsampling import Batch, is_encoder_decoder, profiled_parts
+from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block, refuse_backward
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_probes import refuse_backward
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
-from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, storage_key_of
+from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of
 from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_inputs
-from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShape, KnownShapes
 from adacc_hf.tape.inputs import argument_tensors
@@ -39,7 +38,6 @@ from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.tape.tiled_rows import in_tiles
 from adacc_hf.torch_glue.distributed import fail_together, is_sharded
-from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.model_state import SMALL_COPY
 from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
@@ -68,9 +66,10 @@ def record_model(
     installation = profiled.installation
     tables: frozenset[Any] = frozenset()
     earlier_structures: set[str] = set()
+    calls_again = False
     while True:
         used_cache = tape_cache or _new_tape_cache(profiled)
-        recorder = ModelRecorder(profiled.config, profiled.measurement, used_cache, tilings or {})
+        recorder = ModelRecorder(profiled.config, profiled.measurement, used_cache, tilings or {}, calls_again)
         recorder.record(profiled, batch)
         called = {block.name for block in recorder.blocks}
         if not called:
@@ -80,7 +79,8 @@ def record_model(
         has_uncalled = bool(installation.modules.keys() - called)
         has_new_draws = has_uncalled and _find_draws_of_all_blocks(profiled, batch)
         structures = {block.tape.structure for block in recorder.blocks}
-        if tables == tables_before and not has_new_draws:
+        called_again, calls_again = calls_again, any(split_call(name)[1] > 1 for name in called)
+        if tables == tables_before and not has_new_draws and called_again == calls_again:
             recorder.tape_cache.preliminary |= earlier_structures - structures
             return recorder.recording()
         earlier_structures |= structures
@@ -112,28 +112,6 @@ def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
     raise UncalledBlocksError(describe_uncalled(profiled.installation, uncalled, "with this batch"))
 
 
-def record_other_sizes(model: nn.Module, batch: Batch, installation: Installation, tape_cache: TapeCache) -> None:
-    """Record every block on smaller parts of `batch`, until the model rejects a part, so that other sizes are known
-    too."""
-    if is_sharded(installation.model):  # a forward that fails midway would leave other ranks waiting
-        return
-    for part in profiled_parts(batch, is_encoder_decoder(installation.model)):
-        for name, function in installation.blocks.items():
-            function.strategy = TapeRecordingStrategy(name, tape_cache)
-        installation.begin_step()
-        try:
-            forward_loss(model, part.tensors)
-        except Exception as error:  # such as a text without the positions of its images
-            log.info(
-                "Adacc: the model does not accept a part of the batch (%s): new sizes are recorded as they occur",
-                error,
-            )
-            return
-        finally:
-            for function in installation.blocks.values():
-                function.strategy = PlainStrategy()
-
-
 class RecordingStrategy:
     """Strategy that records every call of a block while the model is profiled, with times and codecs.
 
@@ -154,31 +132,6 @@ class RecordingStrategy:
             return self.model_recorder.record_call(call_name(self.name, self.num_calls), block, fn, args, kwargs)
 
 
-class TapeRecordingStrategy:
-    """Strategy that records every call of a block while the model is profiled, without times. No backward follows.
-
-    The record of the operators, the tape, goes to a tape cache.
-    """
-
-    expects_outer_hooks = True
-
-    def __init__(self, name: str, tape_cache: TapeCache) -> None:
-        self.name = name
-        self.tape_cache = tape_cache
-        self.num_calls = 0
-
-    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.num_calls += 1
-        key = KnownShapes(self.tape_cache.untraceable).key(block, fn, args, kwargs)
-        if key is None:
-            return fn(*args)
-        recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
-        result = recording.run(fn)
-        self.tape_cache.remember(self.tape_cache.verified_tape(recording.recorder), key, recording.name)
-        recording.discard()
-        return result
-
-
 class ModelRecorder:
     """Recorder of one forward of a model: all blocks' operators, the tensors that blocks share, and times and codecs.
 
@@ -187,7 +140,12 @@ class ModelRecorder:
     """
 
     def __init__(
-        self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache, tilings: Mapping[str, Tiling]
+        self,
+        config: AdaccConfig,
+        measurement: Measurement,
+        tape_cache: TapeCache,
+        tilings: Mapping[str, Tiling],
+        calls_again: bool,
     ) -> None:
         self.tape_cache = tape_cache
         self._tilings = tilings
@@ -201,6 +159,13 @@ class ModelRecorder:
         block's tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row
         from that row alone."""
         self._prices: dict[str, Prices] = {}
+        self._memory: dict[tuple[str, bool], BlockMemory] = {}
+        """Memory by (digest of the call's tape, True if the parameters have gradients when the backward begins)."""
+        self._calls_again = calls_again
+        """True if blocks are called several times in a step, so that some backwards find gradients."""
+        self._leaves_gradients = False
+        self._freed_keys: set[int] | None = None
+        """Keys of those storages of blocks' inputs that were freed when the head ran. None before."""
         self._outside_storages: dict[int, StorageWeakRef] = {}
         """Weak references to the storages of tensors that autograd saves outside the blocks, by address.
 
@@ -221,9 +186,15 @@ class ModelRecorder:
             function.strategy = RecordingStrategy(name, self)
         state_keys = state_storages(model)
         batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
+        self._leaves_gradients = profiled.step.leaves_gradients
         torch.clear_autocast_cache()
-        with torch.autograd.graph.saved_tensors_hooks(self._save_outside, refuse_backward):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self._save_outside, refuse_backward),
+            profiled.heads.calling(self._note_freed),
+        ):
             loss = profiled.forward_loss(batch)
+        if self._freed_keys is None:
+            self._note_freed()
         self._previous_results = []
         for block in self.blocks:
             block.note_liveness()  # while the loss keeps the graph that backward will walk alive
@@ -236,8 +207,21 @@ class ModelRecorder:
 
     def recording(self) -> ModelRecording:
         """Return the recording of the forward, and free the tensors of the forward."""
-        recording = ModelRecording.of(self.blocks, self._shared_tensors, self._prices, self._config, self.tape_cache)
+        recording = ModelRecording.of(
+            self.blocks,
+            self._shared_tensors,
+            self._prices,
+            self._memory,
+            self._config,
+            self.tape_cache,
+            self._freed_keys or set(),
+        )
         return replace(recording, tile_memory=self.tile_memory)
+
+    @torch.compiler.disable  # inside a compiled model, Dynamo would trace it
+    def _note_freed(self) -> None:
+        inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
+        self._freed_keys = {note.key for note in inputs if note.storage.expired()}
 
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,21 +259,33 @@ class ModelRecorder:
             known_shapes.compare_graph(tape, fn, args)
             self.tape_cache.remember(tape, key, name)
             known_shapes.add(key, KnownShape(tape, num_calls=2))
+        num_results = _num_results(result, arguments.values())
+        graph = known_shapes.graph_of(tape, fn, args) if tiling is None else None
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
         casts = {} if tape.untrusted else _saved_casts(recorder, tape)
         previous_keys = {*map(storage_key_of, self._previous_results)}
+        notes = {value: TensorNote.of(recorder.bases[value]) for value in input_values}
+        internal_storages = _internal_storages(recorder, tape, outputs.keys() | casts.keys())
+        slot_refs = recording.discard()
+        del recorder, tensors
+        if tape.untrusted is None:
+            overwrites = any(tape.values[value].overwritten for value in input_values)
+            of_block = partial(RepeatedCall.of_block, block, fn, args, tiling, num_results, overwrites)
+            repeated = of_block() if graph is None else RepeatedCall.of_graph(*graph, num_results, overwrites)
+            measure = partial(measure_block, of_block(is_forward=True), repeated, tape)
+            self._measure_memory(measure, tape, (block, fn), slot_refs)
         self.blocks.append(
             RecordedBlock(
                 name=name,
                 known_shapes=known_shapes,
                 tape=tape,
-                input_tensors={value: recorder.bases[value] for value in input_values},
+                input_tensors=notes,
                 argument_tensors=_one_per_storage(arguments),
                 outputs=outputs,
                 casts=casts,
-                internal_storages=_internal_storages(recorder, tape, outputs.keys() | casts.keys()),
-                slot_refs=recording.discard(),
+                internal_storages=internal_storages,
+                slot_refs=slot_refs,
                 outliers=outliers,
                 errors=errors,
                 uses_previous_result=not previous_keys.isdisjoint(map(storage_key_of, arguments.values())),
@@ -310,6 +306,25 @@ class ModelRecorder:
                 return self._measurement.price_call(run_again, device)
             is_alone = tape.untrusted is None and not tape.has_collectives
             return self._measurement.price(tape, bases, self._config, outliers, run_again if is_alone else None)
+
+    def _measure_memory(
+        self,
+        measure: Callable[..., BlockMemory],
+        tape: Tape,
+        roots: tuple[Any, ...],
+        slot_refs: list[Any],
+    ) -> None:
+        """Measure the memory of a block's call by `measure`, if no call with the same tape was measured."""
+        dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
+        states = partial(self._measurement.random_states, [tape.values[0].device] if tape.values else [])
+        for has_gradients in {self._leaves_gradients, self._leaves_gradients or self._calls_again}:
+            if (tape.digest, has_gradients) in self._memory:
+                continue
+            memory = BlockMemory()
+            if tape.values:
+                with NoTrace(roots, states, SMALL_COPY):
+                    memory = measure(dead_slots, self._measurement, has_gradients)
+            self._memory[tape.digest, has_gradients] = memory
 
     def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
@@ -347,26 +362,32 @@ def state_storages(model: nn.Module) -> set[int]:
     return {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
 
 
-def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, torch.Tensor]:
-    """Return a copy of `arguments` with only the first tensor of each storage, detached."""
+def _num_results(result: Any, arguments: Iterable[torch.Tensor]) -> int:
+    """Return the number of tensors in a call's result that require gradients and are not among the arguments."""
+    tensors = {id(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return len(tensors - {id(tensor) for tensor in arguments})
+
+
+def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, TensorNote]:
+    """Return notes on the first tensor of each storage in `arguments`."""
     first_sources: dict[int, Source] = {}
     for source, tensor in arguments.items():
         first_sources.setdefault(storage_key_of(tensor), source)
-    return {source: arguments[source].detach() for source in first_sources.values()}
+    return {source: TensorNote.of(arguments[source]) for source in first_sources.values()}
 
 
-def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, torch.Tensor]:
-    """Return a dict from each saved value that the profiled block computed and returned to the returned tensor."""
+def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, TensorNote]:
+    """Return a dict from each saved value that the profiled block computed and returned to a note on the tensor."""
     saved = set(tape.saved_values())
     tensors = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return {value: tensor for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
+    return {value: TensorNote.of(tensor) for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
 
 
-def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
+def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, TensorNote]:
     """Return a dict from each saved value that the profiled block computed from its parameters alone, such as
-    autocast's casts, to the recorded tensor with this value."""
+    autocast's casts, to a note on the tensor."""
     computed_values = [value for value in tape.saved_values() if tape.values[value].producer is not None]
-    return {value: recorder.bases[value] for value in computed_values if is_parameter_cast(tape, value)}
+    return {v: TensorNote.of(recorder.bases[v]) for v in computed_values if is_parameter_cast(tape, v)}
 
 
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:

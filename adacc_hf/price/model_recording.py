@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,18 +11,17 @@ from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.call_names import calls_per_block, split_call
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindProfile, unpack_order
+from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
 from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.profile import Shared
+from adacc_hf.price.block_memory import BlockMemory
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.kind_profile_builder import KindProfileBuilder
-from adacc_hf.price.memory_probes import SlotProbe
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.price.tile_memory import TileMemory
-from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind, with_untrusted_forward
+from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import BlockFunction, LaterCall
-from adacc_hf.tape.tape import Source
 from adacc_hf.tape.tape_cache import TapeCache
 
 
@@ -37,14 +36,15 @@ class ModelRecording:
     """Profile of each kind of block. `RecordedBlock.kind` is the index of a call's kind in this list."""
     shared: tuple[Shared, ...]
     """Records of the tensors that block calls share with each other and with the rest of the model."""
-    replay_sources: dict[str, list[Source]]
-    """For each call, the sources of the inputs that the call keeps alive if all blocks are recomputed, and that other
-    blocks read too. A source is the place where a call finds an input, such as an argument."""
     calls_before_rest: set[str]
     """Names of the calls after which other parts of the model run before the next call of a block."""
+    calls_after_rest: set[str]
+    """Names of the calls before which other parts of the model run after another call of a block."""
     saved_bytes: dict[str, int]
     """Bytes that autograd saved, by call. Only calls whose operators cannot be replayed are included."""
     tape_cache: TapeCache
+    freed_shared: frozenset[int]
+    """Indices into `shared` of the tensors that only replays keep alive when the head runs."""
     tile_memory: Mapping[str, Mapping[str, TileMemory]] = field(default_factory=dict)
     """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the block's
     tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row from that row
@@ -55,14 +55,16 @@ class ModelRecording:
         blocks: list[RecordedBlock],
         shared_tensors: SharedTensors,
         prices: Mapping[str, Prices],
+        memory: Mapping[tuple[str, bool], BlockMemory],
         config: AdaccConfig,
         tape_cache: TapeCache,
+        freed_keys: Set[int],
     ) -> ModelRecording:
-        """Group the recorded calls `blocks` by kind of block, set each call's `kind`, and free the tensors of the
-        recorded forward.
+        """Group the recorded calls `blocks` by kind of block, and set each call's `kind`.
 
         Calls of one kind run the same operators. `prices` maps the digest of each call's tape (its record) to the
-        measured times of operators and codecs.
+        measured times of operators and codecs. `memory` maps (digest, True if the parameters have gradients when the
+        call's backward begins) to the measured memory. `freed_keys` are the storages that were freed when the head ran.
         """
         groups: dict[Any, list[RecordedBlock]] = {}
         positions = _call_positions(blocks)
@@ -71,27 +73,31 @@ class ModelRecording:
         for index, group in enumerate(groups.values()):
             for block in group:
                 block.kind = index
-        kinds = [_build_kind(group, shared_tensors, prices, config) for group in groups.values()]
-        replay_records = [recompute_outcome(kind).shared for kind in kinds]
-        recording = ModelRecording(
+        # Gradients of parameters exist before the backward of all calls of a block but the last, and in accumulation.
+        accumulates = all(has_gradients for _, has_gradients in memory)
+        kinds = [
+            _build_kind(group, shared_tensors, prices, memory, accumulates or positions[group[0].name][0], config)
+            for group in groups.values()
+        ]
+        for block in blocks:
+            tape_cache.learn_order(block.tape, unpack_order(kinds[block.kind].backward))
+        return ModelRecording(
             blocks=blocks,
             kinds=kinds,
             shared=tuple(shared_tensors.records),
-            replay_sources={block.name: shared_tensors.sources(block, replay_records[block.kind]) for block in blocks},
+            freed_shared=shared_tensors.records_of(freed_keys),
             calls_before_rest={name for name, (_, _, is_end) in positions.items() if is_end},
+            calls_after_rest={name for name, (_, is_begin, _) in positions.items() if is_begin},
             saved_bytes={
                 block.name: saved_bytes(block, shared_tensors) for block in blocks if block.tape.untrusted is not None
             },
             tape_cache=tape_cache,
         )
-        for block in blocks:
-            block.input_tensors, block.argument_tensors, block.outputs, block.casts = {}, {}, {}, {}
-        return recording
 
     @property
     def watched_names(self) -> list[str]:
-        """Names of the block calls at which memory is measured: the last call of each kind of block, which represents
-        all calls of the kind."""
+        """Names of the block calls at which memory is measured in a step: the last call of each kind of block, which
+        represents all calls of the kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
     @cached_property
@@ -99,42 +105,13 @@ class ModelRecording:
         """Memory and time of a recomputed block, one `BlockOutcome` for each kind of block."""
         return [recompute_outcome(kind) for kind in self.kinds]
 
-    def kind_of(self, name: str) -> KindProfile:
-        """Return the profile of the block call `name`, which all calls of the same kind of block share."""
-        return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
-
-    def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return a copy of this recording in which the profile of each kind of block contains the memory events of one
-        block's forward.
-
-        `events` contains the memory events of the calls in `watched_names`, one call per kind.
-        """
-        names = self.watched_names
-        return replace(self, kinds=[_with_forward(kind, events[names[i]]) for i, kind in enumerate(self.kinds)])
-
-    def set_full_recompute_strategies(
-        self, functions: Mapping[str, BlockFunction | LaterCall], watched_names: Collection[str]
-    ) -> list[SlotProbe]:
-        """Set each block call to be recomputed in backward, except that a probe runs the calls in `watched_names`.
-
-        A probe retains all saved tensors, and records when they are freed. Return the probes. A call in `watched_names`
-        whose operators cannot be replayed has no probe, and is recomputed too.
-        """
-        probes = []
+    def set_full_recompute_strategies(self, functions: Mapping[str, BlockFunction | LaterCall]) -> None:
+        """Set each block call to be recomputed in backward."""
         for block in self.blocks:
-            function, kind = functions[block.name], self.kinds[block.kind]
-            if block.name in watched_names and kind.untrusted is None:
-                function.strategy = SlotProbe(block.name, kind, self.replay_sources[block.name])
-                probes.append(function.strategy)
-            else:
-                function.strategy = BlockExecutor(block.name, recompute_plan(kind), self.tape_cache, block.known_shapes)
-        return probes
-
-    def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
-        """Learn the order in which backward unpacks saved tensors from `events`, the memory events of one call of each
-        kind of block."""
-        for block in self.blocks:
-            self.tape_cache.learn_order(block.tape, unpack_order(events.get(block.name, ())))
+            kind = self.kinds[block.kind]
+            functions[block.name].strategy = BlockExecutor(
+                block.name, recompute_plan(kind), self.tape_cache, block.known_shapes
+            )
 
 
 def recompute_outcome(kind: KindProfile) -> BlockOutcome:
@@ -185,29 +162,31 @@ def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any,
 
 
 def _build_kind(
-    group: list[RecordedBlock], shared_tensors: SharedTensors, prices: Mapping[str, Prices], config: AdaccConfig
+    group: list[RecordedBlock],
+    shared_tensors: SharedTensors,
+    prices: Mapping[str, Prices],
+    memory: Mapping[tuple[str, bool], BlockMemory],
+    has_gradients: bool,
+    config: AdaccConfig,
 ) -> KindProfile:
-    """Return the profile that the recorded blocks in `group`, all of one kind, share, without the memory of forward and
-    backward."""
+    """Return the profile that the recorded blocks in `group`, all of one kind, share."""
     tape = group[0].tape
     if tape.untrusted is not None:
         times = [sum(prices[block.tape.digest].operator_ms) for block in group]
         kind = untrusted_kind(group, shared_tensors, sum(times) / len(times))
     else:
         kind = KindProfileBuilder(group, shared_tensors, prices[tape.digest], config).build()
+        own = memory.get((tape.digest, has_gradients))
+        kind = _with_memory(kind, memory[tape.digest, False] if own is None else own)
     replay_records = recompute_outcome(kind).shared
     unsaved = tuple(sorted(i for i in replay_records if not shared_tensors.records[i].saved))
     return replace(kind, held=unsaved)
 
 
-def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
-    """Return a copy of `kind` with the measured memory events `forward`.
-
-    Casts of parameters that the forward did not free are marked as cached.
-    """
-    if kind.untrusted is not None:
-        return with_untrusted_forward(kind, forward)
-    dead = {event.value for event in forward if event.death}
+def _with_memory(kind: KindProfile, memory: BlockMemory) -> KindProfile:
+    """Return a copy of `kind` with measured memory events. Casts of parameters that the forward did not free are marked
+    as cached."""
+    dead = {event.value for event in memory.forward if event.death}
     casts = {value for operator in kind.operators if "._to_copy." in operator.name for value in operator.outputs}
     # A value that is not saved has no events. Autocast also caches casts that are not saved, such as those of biases.
     # Other values computed from parameters, such as dequantized weights, are freed after their product.
@@ -217,4 +196,4 @@ def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindP
         if v.cached or (v.role == "parameter" and v.index not in dead and (v.saved or v.index in casts))
     }
     values = tuple(replace(v, cached=v.index in cached) for v in kind.values)
-    return replace(kind, values=values, forward=forward)
+    return replace(kind, values=values, forward=memory.forward, backward=memory.backward)

@@ -43,8 +43,6 @@ class ProfiledModel:
     """Bytes live between steps without a batch: parameters, buffers, optimizer state, and other tensors on a GPU."""
     other_batches_bytes: int
     """Bytes of the step's other micro-batches and of prefetched batches."""
-    share: float
-    """Fraction of the whole batch's elements that the profiled part has. 1.0 for the whole batch."""
 
     @property
     def device(self) -> torch.device:
@@ -62,15 +60,13 @@ def profiled_model(
     config: AdaccConfig,
     step: TrainingStep,
     measurement: Measurement,
-    share: float = 1.0,
 ) -> Iterator[ProfiledModel]:
     """Prepare `model` for runs on `batch` and its parts inside the `with` block, and restore the model at the end.
 
-    If `batch` itself is a part, `share` is the fraction of the whole batch's elements that it has.
     Raises the errors that `profile_model` lists for a model, a batch and settings that cannot be profiled.
     """
     _check_trainable(model, batch)
-    step.check(model.parameters())
+    step.check()
     base_bytes = _base_bytes(model, batch, step, measurement)
     devices = {parameter.device for parameter in model.parameters()}
     with _profiling_lock, without_layerdrop(model), exchanged_gradients(model):
@@ -92,7 +88,6 @@ def profiled_model(
                     no_trace=no_trace,
                     base_bytes=base_bytes,
                     other_batches_bytes=step.other_batches_bytes(batch.nbytes),
-                    share=share,
                 )
         finally:
             installation.remove()

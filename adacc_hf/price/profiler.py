@@ -36,7 +36,7 @@ def profile_model(
     gradient_accumulation_steps: int = 1,
     prefetched_batches: int = 0,
     optimizer_step_bytes: int = 0,
-    optimizer_state_bytes: int | None = None,
+    optimizer_state_bytes: int = 0,
     compute_loss: ComputeLoss | None = None,
     no_sync: NoSync | None = None,
     all_sizes: bool = False,
@@ -54,10 +54,9 @@ def profile_model(
 
     Args:
         optimizer: if given, the optimizer's state counts as static memory, and the optimizer's step as a part of the
-            training step. State that the optimizer has yet to create is included.
+            training step. Take a training step before, which creates the state, or pass `optimizer_state_bytes`.
         optimizer_step_bytes: temporary bytes of clipping and the optimizer's step (`measure_optimizer_step`).
-        optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more. If None, the number is
-            predicted.
+        optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more.
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
             the gradients of the first one.
         prefetched_batches: number of further batches, for later steps, that the loader keeps on the model's device.
@@ -72,11 +71,10 @@ def profile_model(
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
-    the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, OptimizerStateError for an
-    optimizer whose future state cannot be predicted, ProfilerConflictError on a CPU while a torch profiler is active,
-    UnrestorableError for a model whose forward changes state that cannot be restored, ValueError for a batch without a
-    loss, and torch.OutOfMemoryError, or a library's own out-of-memory error, if even parts of the batch do not fit or
-    the model does not accept parts of the batch.
+    the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, ProfilerConflictError on a
+    CPU while a torch profiler is active, UnrestorableError for a model whose forward changes state that cannot be
+    restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a library's own out-of-memory error,
+    if even parts of the batch do not fit or the model does not accept parts of the batch.
     """
     check_type("profile_model: model", model, nn.Module, "pass the torch.nn.Module to train")
     step = TrainingStep(
@@ -104,7 +102,7 @@ def profile_batch(
     whole = Batch(batch)
     config = config.for_rows(whole.num_tokens)
     try:
-        return measure_profile(model, whole, config, step, measurement, "measured" if all_sizes else "recorded")
+        return measure_profile(model, whole, config, step, measurement, all_sizes)
     except Exception as error:
         if not is_out_of_memory(error) or num_ranks() > 1:
             raise

@@ -62,14 +62,13 @@ def parts_within(limit: int, first: Profile, choices: Sequence[Sequence[Batch]])
     return [profiled, *others]
 
 
-def profiling_bytes(profile: Profile, part: Batch, other: Batch, num_retained: float = 1.0) -> int:
+def profiling_bytes(profile: Profile, part: Batch, other: Batch) -> int:
     """Predict the peak of memory while the batch `other` is profiled without timing.
 
     `profile` is the profile of the batch `part`. Its byte counts are scaled by the growth from `part` to `other`. The
-    peak occurs either while a block is recorded, which keeps all values of the block alive, or while memory is
-    measured. In a measured step, some blocks retain their activations, and all others are recomputed. At most one block
-    of each kind retains them, and together they retain at most `num_retained` times the bytes of the largest block. The
-    memory of the head and of other code outside the blocks is scaled by the largest growth.
+    peak occurs either while a block is recorded, which keeps all values of the block alive, or in the measured step, in
+    which all blocks are recomputed. The memory of the head and of other code outside the blocks is scaled by the
+    largest growth.
 
     The prediction may be too high, for two reasons: a dimension that equals a sequence length only by chance is scaled
     like this length, and the gradients of parameters are scaled like activations.
@@ -78,12 +77,10 @@ def profiling_bytes(profile: Profile, part: Batch, other: Batch, num_retained: f
     static_bytes = profile.static_bytes
     bases = [block.forward_base_bytes - static_bytes for block in profile.blocks]
     recorded = max(sum(growth.bytes_of(v) for v in kind.values if _is_computed(v)) for kind in profile.kinds)
-    by_kind = [sum(growth.bytes_of(v) for v in kind.activations if v.saved) for kind in profile.kinds]
-    retained = int(min(sum(by_kind), num_retained * max(by_kind)))
     recomputed = simulate(profile, [recompute_plan(profile.kind_of(block)) for block in profile.blocks]).peak_bytes
     outside = max(profile.outside_peak_bytes, profile.loss_peak_bytes) - static_bytes
     mean = growth.mean([value for kind in profile.kinds for value in kind.values if _is_computed(value)])
-    in_blocks = max(int(mean * max(bases)) + recorded, int(mean * (recomputed - static_bytes)) + retained)
+    in_blocks = max(int(mean * max(bases)) + recorded, int(mean * (recomputed - static_bytes)))
     return static_bytes + in_blocks + int((growth.linear - mean) * outside)
 
 

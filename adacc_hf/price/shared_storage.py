@@ -21,6 +21,27 @@ from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import storage_of
 
 
+@dataclass(frozen=True)
+class TensorNote:
+    """What a profile needs of a tensor of the recorded forward, without the tensor's memory."""
+
+    key: int
+    """Key of the tensor's storage (`storage_key_of`). No other storage gets this key while the note exists."""
+    nbytes: int
+    """Bytes of the whole storage."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage: StorageWeakRef
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorNote:
+        """Return the note on `tensor`."""
+        storage = storage_of(tensor)
+        shape, key = tuple(tensor.shape), storage_key(storage)
+        return TensorNote(key, storage.nbytes(), shape, tensor.dtype, tensor.device, StorageWeakRef(storage))
+
+
 @dataclass
 class RecordedBlock:
     """One block call recorded while profiling: its tape (the record of its operators), arguments, outputs and saved
@@ -31,16 +52,15 @@ class RecordedBlock:
     """Table of the keys of the block's calls with the tape of each key. The recorded call adds its key, and training
     reuses the table."""
     tape: Tape
-    input_tensors: dict[int, torch.Tensor]
-    """The recorded tensor of each argument that the block reads, by value index. The references keep the addresses of
-    the storages from being reused."""
-    argument_tensors: dict[Source, torch.Tensor]
+    input_tensors: dict[int, TensorNote]
+    """Each argument that the block reads, by value index."""
+    argument_tensors: dict[Source, TensorNote]
     """All tensors among the arguments, one per storage, including tensors that the block does not read."""
-    outputs: dict[int, torch.Tensor]
-    """Saved values that the block computed and returned, each with a tensor on the value's storage."""
-    casts: dict[int, torch.Tensor]
-    """Saved values computed from parameters alone, such as autocast's casts, each with a tensor. Other calls may reuse
-    these casts from autocast's cache."""
+    outputs: dict[int, TensorNote]
+    """Saved values that the block computed and returned."""
+    casts: dict[int, TensorNote]
+    """Saved values computed from parameters alone, such as autocast's casts. Other calls may reuse these casts from
+    autocast's cache."""
     slot_refs: list[weakref.ref[Any]]
     """For each tensor that autograd saves, a weak reference to the packed object. The reference is dead once autograd
     has freed the object."""
@@ -70,12 +90,12 @@ class RecordedBlock:
         """Return the values that autograd holds for backward."""
         return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead_slots))
 
-    def holdable_inputs(self) -> Iterable[torch.Tensor]:
+    def holdable_inputs(self) -> Iterable[TensorNote]:
         """Return the block's inputs that a plan for the block may keep for backward. Torch's checkpoint keeps all of
         them."""
         return (tensor for _, tensor in self.holdable_inputs_with_sources())
 
-    def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, torch.Tensor]]:
+    def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, TensorNote]]:
         """Return the inputs that a plan for the block may keep for backward, each with its source: where a call finds
         the input."""
         if self.tape.untrusted:
@@ -100,12 +120,12 @@ class SharedTensors:
         readers: dict[int, set[str]] = {}
         for block in blocks:
             for tensor in block.holdable_inputs():
-                readers.setdefault(storage_key_of(tensor), set()).add(block.name)
+                readers.setdefault(tensor.key, set()).add(block.name)
         # Outputs that their block saves and another block or the rest of the model holds.
-        saved_outputs = {storage_key_of(t) for b in blocks for v, t in b.outputs.items() if v in set(b.saved_values())}
+        saved_outputs = {t.key for b in blocks for v, t in b.outputs.items() if v in set(b.saved_values())}
         self._shared_outputs = saved_outputs & (readers.keys() | outside)
         saved_inputs = {
-            storage_key_of(block.input_tensors[value])
+            block.input_tensors[value].key
             for block in blocks
             for value in block.saved_values()
             if value in block.input_tensors
@@ -115,61 +135,54 @@ class SharedTensors:
         self._cast_owners: dict[int, list[str]] = {}
         for block in blocks:
             for tensor in block.casts.values():
-                first_owners = ["the rest of the model"] if storage_key_of(tensor) in outside else []
-                self._cast_owners.setdefault(storage_key_of(tensor), first_owners).append(block.name)
+                first_owners = ["the rest of the model"] if tensor.key in outside else []
+                self._cast_owners.setdefault(tensor.key, first_owners).append(block.name)
         # One record per storage that several blocks or the rest of the model hold.
         self._index: dict[int, int] = {}
         self.records: list[Shared] = []
         for block in blocks:
             for tensor in block.holdable_inputs():
-                address = storage_key_of(tensor)
+                address = tensor.key
                 if address in self._index:
                     continue
                 if address in self._shared_outputs:
                     self._index[address] = self._output_record()
                 elif len(readers[address]) > 1 or address in outside or address in state or address in batch:
-                    nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
+                    nbytes = 0 if address in state or address in batch else tensor.nbytes
                     self._add(address, Shared(name=f"{block.name} input", nbytes=nbytes, saved=address in saved))
         for block in blocks:
             for tensor in block.argument_tensors.values():
-                address = storage_key_of(tensor)
+                address = tensor.key
                 if address not in self._index and address not in readers:  # only torch's checkpoint holds the tensor
-                    nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
+                    nbytes = 0 if address in state or address in batch else tensor.nbytes
                     self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
 
-    def record_index(self, tensor: torch.Tensor) -> int | None:
+    def record_index(self, tensor: TensorNote) -> int | None:
         """Return the index in `records` of the record for the storage of `tensor`.
 
         Return None if only one block holds the storage.
         """
-        return self._index.get(storage_key_of(tensor))
+        return self._index.get(tensor.key)
 
-    def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
-        """Return the sources at which `block` finds the tensors of `records`, given as indices. An example is an
-        argument's path.
+    def records_of(self, keys: Set[int]) -> frozenset[int]:
+        """Return the indices in `records` of the storages with these `keys`."""
+        return frozenset(index for key, index in self._index.items() if key in keys)
 
-        Records of zero bytes are left out, because the model or the batch keeps their tensors alive anyway.
-        """
-        counted = {index for index in records if self.records[index].nbytes}
-        return [
-            source for source, tensor in block.holdable_inputs_with_sources() if self.record_index(tensor) in counted
-        ]
-
-    def is_shared_output(self, tensor: torch.Tensor) -> bool:
+    def is_shared_output(self, tensor: TensorNote) -> bool:
         """Return True if other blocks or the rest of the model also hold `tensor`, an output of a block."""
-        return storage_key_of(tensor) in self._shared_outputs
+        return tensor.key in self._shared_outputs
 
-    def is_shared_cast(self, cast: torch.Tensor) -> bool:
+    def is_shared_cast(self, cast: TensorNote) -> bool:
         """Return True if `cast`, a parameter's cast from autocast's cache, is also saved by other calls or the rest of
         the model."""
-        return len(self._cast_owners[storage_key_of(cast)]) > 1
+        return len(self._cast_owners[cast.key]) > 1
 
-    def owns_cast(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
+    def owns_cast(self, block: RecordedBlock, cast: TensorNote) -> bool:
         """Return True if the bytes of `cast` count for `block`.
 
         They do if the block is the first that saves the cast, and the rest of the model does not save it.
         """
-        return self._cast_owners[storage_key_of(cast)][0] == block.name
+        return self._cast_owners[cast.key][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:
         self._index[address] = len(self.records)

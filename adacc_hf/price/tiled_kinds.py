@@ -1,7 +1,7 @@
 """Kinds of blocks with row-wise modules in tiles, measured like the kinds without tiles.
 
-The same batch runs again with the modules of each block in tiles, which adds a recording, a forward, and a forward and
-backward. Codecs and times are those of the kind without tiles, because a tensor's codecs do not depend on tiles.
+The same batch is recorded again with the modules of each block in tiles. Codecs and times are those of the kind without
+tiles, because a tensor's codecs do not depend on tiles.
 """
 
 from __future__ import annotations
@@ -32,18 +32,12 @@ from adacc_hf.tape.tiled_rows import refusal_of
 
 log = logging.getLogger(__name__)
 
-MeasureKinds = Callable[[ProfiledModel, Batch, ModelRecording], Sequence[KindProfile]]
-"""Function that measures the memory of all recorded kinds of blocks."""
 
-
-def with_tiled_kinds(
-    profile: Profile, profiled: ProfiledModel, batch: Batch, recording: ModelRecording, measure: MeasureKinds
-) -> Profile:
+def with_tiled_kinds(profile: Profile, profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
     """Return `profile` with more kinds: each kind of blocks that has row-wise modules is also measured with these
     modules in tiles.
 
-    `recording` is the recording that `profile` was measured from. `measure` is called with the recording of the kinds
-    in tiles.
+    `recording` is the recording that `profile` was measured from.
     """
     modules = _row_wise_modules(profiled, recording)
     if not modules:
@@ -58,12 +52,11 @@ def with_tiled_kinds(
         for block, tiled in zip(recording.blocks, tiled_recording.blocks, strict=True)
         if block.kind in modules
     }
-    tiled_kinds = list(tiled_recording.kinds)
+    measured = list(tiled_recording.kinds)
     for index, (_, tiled) in pairs.items():
         memory = tiled_recording.tile_memory.get(tiled.tape.digest, {})
         tiles = _row_tiles(modules[index], memory, tiled.tape)
-        tiled_kinds[tiled.kind] = replace(tiled_kinds[tiled.kind], tiles=tiles)
-    measured = measure(unpriced, batch, replace(tiled_recording, kinds=tiled_kinds))
+        measured[tiled.kind] = replace(measured[tiled.kind], tiles=tiles)
     kinds = list(profile.kinds)
     for index, (block, tiled) in pairs.items():
         kind = measured[tiled.kind]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.price.optimizer_memory import coming_state_bytes
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 """Function that returns a context in which ranks do not exchange gradients. It is used for all micro-batches of a step
@@ -31,37 +28,31 @@ class TrainingStep:
     """Number of batches of later steps that are already on the model's device, 0 or more."""
     optimizer_step_bytes: int = 0
     """Temporary bytes of gradient clipping and the optimizer's step, 0 or more."""
-    optimizer_state_bytes: int | None = None
-    """Bytes of state that the optimizer has yet to create, 0 or more. If None, this number is predicted."""
+    optimizer_state_bytes: int = 0
+    """Bytes of state that the optimizer has yet to create, 0 or more."""
     compute_loss: ComputeLoss | None = None
     """Function that returns the loss. None for a model whose output has a loss."""
     no_sync: NoSync | None = None
     """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
 
-    @cached_property
-    def known_state_bytes(self) -> dict[Hashable, int]:
-        """Predicted bytes of optimizer state (see `coming_state_bytes`)."""
-        return {}
+    @property
+    def leaves_gradients(self) -> bool:
+        """True if a micro-batch starts with the gradients of earlier ones. With `no_sync`, gradients of later
+        micro-batches are sharded."""
+        return self.gradient_accumulation_steps > 1 and self.no_sync is None
 
-    def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise ValueError if a field is out of range, and OptimizerStateError if the optimizer's future state for
-        `parameters` cannot be predicted."""
-        minimums = {"gradient_accumulation_steps": 1, "prefetched_batches": 0, "optimizer_step_bytes": 0}
-        if self.optimizer_state_bytes is not None:
-            minimums["optimizer_state_bytes"] = 0
+    def check(self) -> None:
+        """Raise ValueError if a field is out of range."""
+        minimums = {
+            "gradient_accumulation_steps": 1,
+            "prefetched_batches": 0,
+            "optimizer_step_bytes": 0,
+            "optimizer_state_bytes": 0,
+        }
         for name, minimum in minimums.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise ValueError(f"{name}={value!r} must be an int of at least {minimum}")
-        self.coming_bytes(parameters)
-
-    def coming_bytes(self, trained: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of state that the optimizer has yet to create for the parameters `trained`."""
-        if self.optimizer_state_bytes is not None:
-            return self.optimizer_state_bytes
-        if self.optimizer is None:
-            return 0
-        return coming_state_bytes(self.optimizer, trained, self.known_state_bytes)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
         """Return the bytes of all batches on the device except the profiled batch, if each batch takes

@@ -11,7 +11,6 @@ from adacc_hf.artifacts.kind_profile import WHOLE, BackwardEvent, ForwardEvent, 
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.tape.replay_check import is_reproducible
-from adacc_hf.torch_glue.tensors import storage_of
 
 SAVED = 0
 """Index of the single profiled value that represents all saved tensors of a block."""
@@ -27,9 +26,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     """
     block = group[0]
     arguments = [
-        _value_of_bytes(
-            index, "an argument of the block", storage_of(tensor).nbytes(), "input", shared_tensors.record_index(tensor)
-        )
+        _value_of_bytes(index, "an argument of the block", tensor.nbytes, "input", shared_tensors.record_index(tensor))
         for index, tensor in enumerate(block.argument_tensors.values(), start=SAVED + 1)
     ]
     actions = (BlockAction.CHECKPOINT,) if block.tape.has_collectives else (BlockAction.PLAIN, BlockAction.CHECKPOINT)
@@ -51,15 +48,13 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     )
 
 
-def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
+def with_untrusted_forward(kind: KindProfile, extra_bytes: int) -> KindProfile:
     """Return a copy of `kind`, whose operators cannot be replayed, with a simplified forward.
 
-    One event stores all saved tensors. In addition, the largest `extra_bytes` of the measured events `forward` are live
-    during the whole forward.
+    One event stores all saved tensors. In addition, `extra_bytes` are live during the whole forward.
     """
-    max_extra_bytes = max(event.extra_bytes for event in forward)
-    store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
-    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))
+    store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=extra_bytes)
+    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes), store_event))
 
 
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:

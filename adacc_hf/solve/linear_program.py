@@ -6,11 +6,14 @@ For one block, solving the linear relaxation again takes 0.1 ms, and building th
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -93,6 +96,29 @@ def combine(terms: Terms) -> dict[int, float]:
     return dict(total)
 
 
+@cache
+def silence_highs() -> None:
+    """Construct the process's first HiGHS model without output.
+
+    HiGHS 1.16 then writes its version to stdout, before an option can prevent it.
+    """
+    import highspy
+
+    try:
+        sys.stdout.flush()
+        stdout_copy = os.dup(1)
+    except (AttributeError, OSError, ValueError):  # stdout is closed, so that nothing can be written to it
+        return
+    try:
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), 1)
+        highspy.Highs()
+        ctypes.CDLL(None).fflush(None)  # the line may still be in the buffer of the C library
+    finally:
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
+
+
 @dataclass
 class SolverLog:
     """Limits of a search, and statistics of its HiGHS runs."""
@@ -117,6 +143,7 @@ class Solver:
 
         self._log = log
         self._integer = integer
+        silence_highs()
         problem = program.problem
         # Costs of 0 make PuLP include the variables that are in no row.
         problem.setObjective(pulp.LpAffineExpression(dict.fromkeys(program.variables, 0.0)))

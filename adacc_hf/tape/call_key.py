@@ -133,9 +133,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """True if no guard covers a part of the latest call's code, so that the call must be checked."""
         return self._paths is not None and self._paths.is_partial
 
-    def graph_inputs(self, fn: Callable[..., Any], args: Args) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if the call was not traced."""
-        return None if self._paths is None else self._paths.graph_inputs(fn, args)
+    def graph_of(
+        self, tape: Tape, fn: Callable[..., Any], args: Args
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`."""
+        return None if self._paths is None else self._paths.graph_of(tape, fn, args)
 
     def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: Args) -> None:
         """Compare the traced graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""

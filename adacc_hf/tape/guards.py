@@ -193,17 +193,21 @@ class BlockPaths:
         is_witness = path is not None and path.is_witness.get(tape.structure, False)
         return is_witness and not self._graph_has(tape, fn, args)
 
-    def graph_inputs(
-        self, fn: Callable[..., Any], args: tuple[Any, ...]
+    def graph_of(
+        self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if the call was not traced."""
-        guards = None if self._latest is None else self._latest.guards
-        return None if guards is None else (guards.graph, guards.inputs(scope_of(fn, args)))
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`."""
+        path = self._latest
+        if path is None or not path.is_witness.get(tape.structure, False):
+            return None
+        return path.guards.graph, path.guards.inputs(scope_of(fn, args))
 
     def _graph_has(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        guards = None if self._latest is None else self._latest.guards
         try:
-            traced = self.graph_inputs(fn, args)
-            return traced is not None and graph_operators(*traced) == operators_of(tape)
+            return guards is not None and graph_operators(
+                guards.graph, guards.inputs(scope_of(fn, args))
+            ) == operators_of(tape)
         except Exception:  # a tensor class or operator has no fakes
             return False
 

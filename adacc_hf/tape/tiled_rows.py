@@ -194,21 +194,27 @@ class TiledCall:
 
     def on_parameters(self, parameters: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Run the module on `rows` with `parameters` in place of its own trainable parameters."""
-        runner = _Runner(self.module, self.forward)
-        named = {f"module.{name}": parameter for name, parameter in parameters.items()}
-        return torch.func.functional_call(runner, named, (rows,))
+        return run_on_parameters(self.module, self.forward, parameters, (rows,))
+
+
+def run_on_parameters(
+    module: nn.Module, forward: Callable[..., Any], parameters: Mapping[str, Tensor], args: tuple[Any, ...]
+) -> Any:
+    """Return `forward(*args)`, a call of `module` without its hooks, with `parameters` in place of its own."""
+    named = {f"module.{name}": parameter for name, parameter in parameters.items()}
+    return torch.func.functional_call(_Runner(module, forward), named, args)
 
 
 class _Runner(nn.Module):
     """Module that calls the forward of another module, without that module's hooks."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
         self._forward = forward
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return self._forward(rows)
+    def forward(self, *args: Any) -> Any:
+        return self._forward(*args)
 
 
 def _prepare(ctx: Any, rows: Tensor, parameters_and_call: tuple[Any, ...]) -> TiledCall:

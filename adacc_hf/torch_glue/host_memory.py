@@ -41,21 +41,28 @@ def free_host_bytes() -> int:
     """
     import psutil
 
-    free = min([psutil.virtual_memory().available, *_container_bytes()])
-    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
+    free = min([psutil.virtual_memory().available, *(limit - used for limit, used in _container_bytes())])
+    return max(0, free) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
 
 
-def _container_bytes() -> list[int]:
-    """Return the free bytes within each memory limit on this process's cgroup and on the cgroups that contain it.
+def total_host_bytes() -> int:
+    """Return the bytes of the host's memory that this process's cgroups allow."""
+    import psutil
+
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _container_bytes())])
+
+
+def _container_bytes() -> list[tuple[int, int]]:
+    """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it.
 
     The limits come from containers, batch systems such as Slurm, and systemd. The inactive part of the page cache
     counts as free, because the kernel frees it when memory is needed.
     """
     return [
-        free
+        limit
         for hierarchy, names in ((CGROUP, VERSION_2), (CGROUP / "memory", VERSION_1))
         for folder in _folders(hierarchy, _own_path(is_version_2=names is VERSION_2))
-        for free in _free_within(folder, *names)
+        for limit in _limit_of(folder, *names)
     ]
 
 
@@ -82,12 +89,11 @@ def _folders(hierarchy: Path, path: str) -> list[Path]:
     return [hierarchy.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
 
-def _free_within(folder: Path, limit: str, used: str, cached: str) -> list[int]:
-    """Return a list with the free bytes within the limit of the cgroup in `folder`, or an empty list if it has no
-    limit."""
+def _limit_of(folder: Path, limit: str, used: str, cached: str) -> list[tuple[int, int]]:
+    """Return a list with (limit, used bytes) of the cgroup in `folder`, or an empty list if it has no limit."""
     try:
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         used_bytes = int((folder / used).read_text()) - int(counts.get(cached, 0))
-        return [max(0, int((folder / limit).read_text()) - used_bytes)]
+        return [(int((folder / limit).read_text()), used_bytes)]
     except (OSError, ValueError):  # no such files, or "max", which means no limit
         return []

@@ -24,6 +24,7 @@ from torch.autograd.profiler import profile, record_function
 
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.torch_glue.cpu_allocations import allocator_readings, count_all_threads
+from adacc_hf.torch_glue.host_memory import free_host_bytes
 from adacc_hf.torch_glue.private import (
     BACKWARD_HOOKS,
     before_profilers_start,
@@ -527,13 +528,12 @@ def available_bytes(device: torch.device, static_bytes: int) -> int:
     bytes.
 
     On a GPU, the process's memory fraction is the limit. Unless the allocator's segments are expandable,
-    `FRAGMENTATION_SHARE` is subtracted. On a CPU, `static_bytes` are the bytes that the process uses already.
+    `FRAGMENTATION_SHARE` is subtracted. On a CPU, `static_bytes` are the bytes that the process uses already, and
+    limits of containers count (`free_host_bytes`).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         available = min(free + torch.cuda.memory_reserved(device), limit)
         return available if has_expandable_segments() else int(available * (1 - FRAGMENTATION_SHARE))
-    import psutil
-
-    return static_bytes + psutil.virtual_memory().available
+    return static_bytes + free_host_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
+from adacc_hf import AdaccCallback
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 
 
@@ -122,3 +123,24 @@ def test_the_folder_that_a_run_resumes_from_is_known(train, tmp_path, resume):
     guarded = Guarded()
     train([guarded], resume=folder if resume == "checkpoint-3" else resume, **{**settings, "max_steps": 4})
     assert guarded.checkpoint == (folder if resume else None)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "training_step"])
+@pytest.mark.parametrize("wraps", [False, True], ids=["replaced", "wrapped"])
+def test_a_method_that_the_user_replaces_during_the_run_stays(make_trainer, lossless, name, wraps):
+    class Replace(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3 and not replacements:
+                before = getattr(trainer, name) if wraps else getattr(type(trainer), name).__get__(trainer)
+                replacements.append(lambda *args, **kwargs: 0.5 * before(*args, **kwargs))
+                setattr(trainer, name, replacements[0])
+
+    losses = []
+    for callbacks in ([], [AdaccCallback(**lossless)]):
+        replacements = []
+        trainer = make_trainer([*callbacks, Replace()])
+        for _ in range(2):
+            trainer.train()
+        assert getattr(trainer, name) is replacements[0]
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == losses[1]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 import adacc_hf.adapt.run_profiler as profiler_module
-from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
+from adacc_hf import AdaccCallback, AdaccConfig, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
     SavedSizePolicy,
@@ -177,19 +178,59 @@ DAMAGE = {
 }
 
 
+def with_model(train, make):
+    """Return `train` for models from `make`."""
+    return lambda *args, **settings: train(*args, **settings, model=make())
+
+
+def assert_profiles_again(train, checkpoint, lossless, profilings, caplog, **settings):
+    """Assert that a run which resumes from `checkpoint` profiles again, says so in one line, and equals plain."""
+    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING, **settings)
+    profilings.clear()
+    with caplog.at_level(logging.INFO):
+        resumed = train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING, **settings)
+    assert len(profilings) == 1
+    (line,) = [message for message in caplog.messages if "profiling again" in message]
+    resumed.assert_equals(plain)
+    return line
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_policy_in_the_checkpoint_is_named_with_the_next_step(train, checkpoint, lossless, damage):
-    (checkpoint / POLICY_FILE).write_text(DAMAGE[damage])
-    message = f"{re.escape(str(checkpoint / POLICY_FILE))}.*delete {POLICY_FILE} and {PROFILE_FILE} in"
-    with pytest.raises(PolicyMismatchError, match=message):
-        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING)
+@pytest.mark.parametrize("name", [POLICY_FILE, PROFILE_FILE, STATE_FILE])
+def test_a_damaged_file_of_the_checkpoint_is_named_and_made_again(
+    train, checkpoint, lossless, profilings, caplog, name, damage
+):
+    (checkpoint / name).write_text(DAMAGE[damage])
+    assert name in assert_profiles_again(train, checkpoint, lossless, profilings, caplog)
 
 
-def test_a_damaged_profile_in_the_checkpoint_is_named_with_the_next_step(train, checkpoint, lossless):
-    (checkpoint / PROFILE_FILE).write_text("{")
-    message = f"{re.escape(str(checkpoint / PROFILE_FILE))}.*delete {POLICY_FILE} and {PROFILE_FILE} in"
-    with pytest.raises(AdaccError, match=message):
-        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING)
+def test_a_missing_profile_is_named_and_made_again(train, checkpoint, lossless, profilings, caplog):
+    (checkpoint / PROFILE_FILE).unlink()
+    assert PROFILE_FILE in assert_profiles_again(train, checkpoint, lossless, profilings, caplog)
+
+
+def test_a_policy_that_was_passed_in_has_no_profile_to_miss(train, checkpoint, profilings, tmp_path):
+    policy = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "recompute")
+    folder = str(tmp_path / "fixed")
+    train([AdaccCallback(policy=policy)], output_dir=folder, **SAVING)
+    profilings.clear()
+    callback = AdaccCallback()
+    train([callback], resume=f"{folder}/checkpoint-3", output_dir=folder, **SAVING)
+    assert callback.policy == policy
+    assert not profilings
+
+
+@pytest.mark.parametrize("setting", ["precision", "attention", "config", "dtype"])
+def test_a_model_with_other_operators_is_profiled_again(
+    train, checkpoint, lossless, profilings, caplog, make_model, setting
+):
+    settings = {"bf16": True} if setting == "precision" else {}
+    changes = {"attention": {"attn_implementation": "eager"}, "config": {"resid_pdrop": 0.2}}
+    dtype = torch.bfloat16 if setting == "dtype" else torch.float32
+    changed = with_model(train, lambda: make_model(**changes.get(setting, {})).to(dtype))
+    line = assert_profiles_again(changed, checkpoint, lossless, profilings, caplog, **settings)
+    names = {"dtype": "precision"}
+    assert f"another {names.get(setting, setting)} than in the checkpoint" in line
 
 
 def test_a_checkpoint_s_policy_for_another_model_is_refused(train, checkpoint, lossless, make_model):
@@ -279,25 +320,21 @@ def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, mo
     assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
 
 
-def test_a_policy_that_is_missing_among_several_is_named_with_the_next_step(checkpoint):
+@pytest.mark.parametrize("size_policies", [[], [5], 5, "twice"], ids=repr)
+def test_a_damaged_state_is_not_used(checkpoint, size_policies, caplog):
+    """If it lists two policies, the file of the second is missing."""
     record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": 2 * record["shape_policies"]}))
-    with pytest.raises(FileNotFoundError, match=rf"adacc_policy_2\.json does not exist.*delete {POLICY_FILE} and"):
-        load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6))
-
-
-@pytest.mark.parametrize("size_policies", [[], [5], 5], ids=repr)
-def test_a_damaged_state_is_named_with_the_next_step(checkpoint, size_policies):
-    record = json.loads((checkpoint / STATE_FILE).read_text())
+    size_policies = 2 * record["shape_policies"] if size_policies == "twice" else size_policies
     (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": size_policies}))
-    with pytest.raises(AdaccError, match=rf"{STATE_FILE} is damaged .*delete {POLICY_FILE} and"):
-        load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6))
+    with caplog.at_level(logging.INFO):
+        assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
+    assert "profiling again" in caplog.text
 
 
 def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
-    policy = Policy.load(checkpoint / POLICY_FILE)
+    profile = Profile.load(checkpoint / PROFILE_FILE)
+    policy = uniform_policy(profile, "recompute")
     save_files(tmp_path / "new", policy, None)
     checkpoint_state = load_from_checkpoint(tmp_path / "new", AdaccConfig(memory_budget=0.6))
     assert checkpoint_state == Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
-    assert load_from_checkpoint(tmp_path / "new", AdaccConfig()) is None
     assert load_from_checkpoint(tmp_path / "nothing", AdaccConfig(memory_budget=0.6)) is None

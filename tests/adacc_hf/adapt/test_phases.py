@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from run_builders import InOrder, failing, run_lengths
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, profile_model
 from adacc_hf.adapt.memory_table import LiveMemory
@@ -101,3 +101,23 @@ def test_images_follow_their_policy_from_the_first_step():
     session.close()
     assert "fallback" not in events
     assert events.count("policy") == 1
+
+
+@pytest.mark.parametrize("skipped", [(0,), (0, 1, 2), (3,)], ids=str)
+@pytest.mark.parametrize("place", ["training_step", "compute_loss"])
+def test_batches_that_the_loop_skips_are_no_sign_of_a_patched_model(train, lossless, skipped, place):
+    class Skipping(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            if place == "training_step" and self.state.global_step in skipped:
+                return torch.tensor(0.0)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if place == "compute_loss" and self.state.global_step in skipped:
+                return 0.0 * model.get_input_embeddings().weight.sum()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    callback = AdaccCallback(**lossless)
+    run = train([callback], trainer_class=Skipping, max_steps=6)
+    run.assert_equals(train(trainer_class=Skipping, max_steps=6))
+    assert callback.policy is not None

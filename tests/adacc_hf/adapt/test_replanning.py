@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 from run_builders import InOrder, Lengths, events, failing, run_lengths
 from transformers import TrainerCallback
 
 import adacc_hf.adapt.replanner as rectifier_module
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt.policy_selection import ReplanResult
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.solve.solver import least_policy
 
 
@@ -111,3 +115,105 @@ def test_sizes_that_no_policy_fits_after_memory_ran_out_take_the_least_memory(ma
     (later,) = [event for event in events(callback, "policy") if event["step"] > 6]
     assert later["step"] == 7
     assert least // 2 < later["peak_bytes"] < int(1.1 * least)
+
+
+class NotedSGD(torch.optim.SGD):
+    """Optimizer with a state of its own kind, which each step changes, beside `optimizer.state`."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, parameters, kind):
+        super().__init__(parameters, lr=0.05)
+        self.kind, self.generator, self.counts = kind, torch.Generator().manual_seed(3), [[0]]
+        self.param_groups[0]["steps"] = torch.zeros(1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.5)
+
+    def scale(self):
+        if self.kind == "generator":
+            return float(torch.rand(1, generator=self.generator))
+        if self.kind == "nested":
+            self.counts[0][0] += 1
+            return 1 / self.counts[0][0]
+        if self.kind == "group":
+            self.param_groups[0]["steps"] += 1
+            return 1 / float(self.param_groups[0]["steps"])
+        if self.kind == "class":
+            return 1 / next(NotedSGD.numbers)
+        self.scheduler.optimizer.step()
+        self.scheduler.step()
+        return self.scheduler.get_last_lr()[0]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        scale = self.scale()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=-0.05 * scale)
+
+
+@pytest.mark.parametrize("kind", ["generator", "nested", "group", "class", "scheduler"])
+def test_an_optimizer_steps_only_in_training(make_trainer, make_model, lossless, kind):
+    weights = []
+    for callbacks in ([], [AdaccCallback(**lossless)]):
+        NotedSGD.numbers = itertools.count(1)
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = NotedSGD(model.parameters(), kind)
+        trainer = make_trainer(callbacks, model=model, max_steps=4)
+        trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 0)
+        trainer.train()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_the_optimizers_state_is_planned_from_its_first_step_on(make_trainer, lossless):
+    static_bytes, outcomes = [], []
+
+    class AddState(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            replanner = callback.session.phase.choice.shown.replanner
+            static_bytes.append(replanner.profile.static_bytes)
+            if state.global_step == 3:  # the policy for the measured memory is set
+                replanning, step = callback.session.phase.replanning, state.global_step
+                for extra in (callback.config.memory_budget - replanner.predicted_peak_bytes(), 1 << 20):
+                    policy = replanner.policy.plans
+                    replanning.add_static(step, extra, "")
+                    outcomes.append(replanner.policy.plans != policy)
+                assert replanner.predicted_peak_bytes() <= callback.config.memory_budget
+                with pytest.raises(InfeasibleBudgetError):
+                    replanning.add_static(step, callback.config.memory_budget, "", must_fit=True)
+
+    settings = {"max_steps": 3, "per_device_train_batch_size": 32}
+    callback = AdaccCallback(**lossless | {"memory_budget": 16 << 20})
+    trainer = make_trainer([callback, AddState()], **settings)
+    trainer.train()
+    state = sum(2 * parameter.nbytes + 4 for parameter in trainer.model.parameters())
+    assert static_bytes[0] == static_bytes[1] == static_bytes[2]  # this callback's turn comes after that of Adacc
+    without_state = [callback, AddState()]
+    make_trainer(without_state, **settings | {"optim": "sgd"}).train()
+    assert static_bytes[0] - static_bytes[3] == state
+    assert outcomes == [False, True] * 2
+
+
+def test_a_larger_accumulation_counts_from_its_first_step_on(make_trainer, lossless):
+    """A callback of the user changes `gradient_accumulation_steps` in mid-run."""
+    static_bytes = []
+
+    class Grow(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            args.gradient_accumulation_steps = 4 if state.epoch else 1
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if own:
+                replanner = own[0].session.phase.choice.shown.replanner
+                static_bytes.append(replanner.profile.static_bytes)
+                assert replanner.predicted_peak_bytes() <= own[0].config.memory_budget
+
+    runs, settings = [], {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8, "optim": "sgd"}
+    for own in ([], [AdaccCallback(**lossless | {"memory_budget": 6 << 20})]):
+        trainer = make_trainer([*own, Grow()], **settings)
+        trainer.train()
+        runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert runs[0] == runs[1]
+    gradients = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert static_bytes[-1] - static_bytes[0] == gradients + 3 * own[0].session.state.batches.nbytes
+    assert own[0].session.state.batches.nbytes > 0

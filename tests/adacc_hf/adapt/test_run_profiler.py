@@ -23,40 +23,6 @@ def profiler():
     return RunProfiler(AdaccConfig(), TrainingLoop())
 
 
-@pytest.fixture
-def state_bytes(profiler, monkeypatch):
-    """Return `state_bytes(model, optimizer)`: the bytes of coming state that a profile is told of, None to predict."""
-
-    def of(model, optimizer):
-        given = []
-        monkeypatch.setattr(profiler_module, "profile_batch", lambda *args, **options: given.append(args))
-        profiler.measure(model, optimizer, {}, None)
-        (_, _, _, step), *_ = given
-        return step.optimizer_state_bytes
-
-    return of
-
-
-def test_a_state_that_nobody_foresees_ends_no_run(state_bytes, caplog):
-    """The optimizer has no state yet, as after first steps that fp16 skipped."""
-    model = torch.nn.Linear(2, 2)
-    with caplog.at_level(logging.WARNING):
-        assert state_bytes(model, UnpredictableSGD(model.parameters())) == 0
-    (record,) = caplog.records
-    assert "optimizer=UnpredictableSGD(...) has not created all of its state" in record.message
-    assert "who are you?" in record.message
-    assert "until the memory of a step is measured" in record.message
-
-
-def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, state_bytes, caplog):
-    model = torch.nn.Linear(2, 2)
-    assert state_bytes(model, torch.optim.AdamW(model.parameters())) is None
-    assert state_bytes(model, None) == 0
-    profiler.inner_steps.has_detected = True
-    assert state_bytes(model, UnpredictableSGD(model.parameters())) == 0
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     ("budget", "level"), [("1GiB", "WARNING"), (2**30, "WARNING"), (0.5, "INFO"), ("auto", "INFO")]
 )

@@ -1,63 +1,30 @@
 """Parts of the profiled batch, on which the model's blocks are recorded."""
 
-import logging
 from math import prod
 
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.batch_subsampling import ALIGNED, Batch, small_parts
-from adacc_hf.price.model_recorder import record_other_sizes
-from adacc_hf.run.blocks import Installation, PlainStrategy
-from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.price.batch_subsampling import ALIGNED, Batch, is_encoder_decoder, profiled_parts, small_parts
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
-def families_of(library):
-    return {
-        size_class_records.symbolic_tape
-        for outlines in library.records.values()
-        for size_class_records in outlines.values()
-    } - {None}
-
-
 @pytest.fixture
 def parts_of():
-    """`parts_of(model, batch)`: the parts of the batch that a profile calls the model with to record its blocks."""
+    """`parts_of(model, batch)`: the parts of the batch on which a profile measures other sizes."""
 
-    def run(model, batch, library=None):
-        batches = []
-        hook = model.register_forward_pre_hook(lambda _, args, kwargs: batches.append(kwargs), with_kwargs=True)
-        installation = Installation(model)
-        try:
-            record_other_sizes(model, Batch(batch), installation, library or TapeCache(verify=lambda *_: frozenset()))
-            assert all(type(function.strategy) is PlainStrategy for function in installation.blocks.values())
-        finally:
-            hook.remove()
-            installation.remove()
-        return batches
+    def parts(model, batch):
+        return [part.tensors for part in profiled_parts(Batch(batch), is_encoder_decoder(model))]
 
-    return run
+    return parts
 
 
 def sizes(parts, name="input_ids"):
     return [tuple(part[name].shape) for part in parts]
-
-
-def refusing(model, is_taken):
-    """Return `model`, changed to raise ValueError for batches that `is_taken` rejects."""
-
-    def check(_, args, kwargs):
-        if not is_taken(kwargs["input_ids"].shape):
-            raise ValueError("as many images as the text has places for")
-
-    model.register_forward_pre_hook(check, with_kwargs=True)
-    return model
 
 
 def test_parts_have_fewer_samples_and_tokens(tiny_gpt2, token_batch, parts_of):
@@ -86,50 +53,12 @@ def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
     assert all(max(map(prod, sizes(others))) < max(map(prod, sizes(parts))) for others in smaller)
 
 
-def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded_blocks):
-    model = tiny_gpt2()
-    profile = profile_model(model, token_batch(4, 40), CONFIG)
-    assert len(families_of(profiled_tapes(model))) == 1
-    with apply_policy(model, uniform_policy(profile, "recompute")):
-        model(**token_batch(3, 31)).loss.backward()  # the first new size is compared
-        recorded_blocks.clear()
-        model(**token_batch(3, 30)).loss.backward()
-        model(**token_batch(3, 33)).loss.backward()
-        model(**token_batch(2, 29)).loss.backward()
-    assert len(recorded_blocks) <= 2 * 2  # the second and the fourth new size
-
-
 def test_nothing_is_left_of_the_parts(tiny_gpt2, token_batch):
     model = tiny_gpt2()
     before = torch.get_rng_state()
-    profile_model(model, token_batch(4, 40), CONFIG)
+    profile_model(model, token_batch(4, 40), CONFIG, all_sizes=True)
     assert torch.equal(torch.get_rng_state(), before)
     assert not [parameter for parameter in model.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("is_taken", [lambda size: size[1] == 40, lambda size: size[0] == 4], ids=["tokens", "samples"])
-def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_steps, assert_same_steps, caplog, is_taken):
-    model, batch = tiny_gpt2(), token_batch(4, 40)
-    plain = run_steps(model, batch)
-    expected = profile_model(tiny_gpt2(), batch, CONFIG)
-    refusing(model, is_taken)
-    with caplog.at_level(logging.INFO):
-        profile = profile_model(model, batch, CONFIG)
-    assert [record for record in caplog.records if "does not accept a part of the batch" in record.message]
-    assert not families_of(profiled_tapes(model))
-    assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in expected.kinds]
-    assert profile.outside_peak_bytes == expected.outside_peak_bytes
-    with apply_policy(model, uniform_policy(profile, "recompute")):
-        assert_same_steps(run_steps(model, batch), plain)
-
-
-def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_of):
-    library = TapeCache(verify=lambda *_: frozenset())
-    parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
-    records = [
-        size_class_records.records for outlines in library.records.values() for size_class_records in outlines.values()
-    ]
-    assert [len(each) for each in records] == [1, 1]  # of each block
 
 
 @pytest.mark.parametrize("side", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
@@ -187,19 +116,6 @@ def test_a_pair_of_texts_gets_two_lengths(parts_of, one_thread, targets):
     assert len(differences) > 1  # and neither length follows from the other
 
 
-def test_a_pair_of_texts_makes_families_of_two_lengths(one_thread, run_steps, assert_same_steps):
-    ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
-    model = architectures()["t5"].build()
-    profile = profile_model(model, {"input_ids": ids, "labels": ids}, CONFIG)
-    assert families_of(profiled_tapes(model))
-    sizes = ((3, 30, 27), (4, 27, 30), (2, 33, 33), (4, 39, 21))
-    batches = [{"input_ids": ids[:b, :s], "labels": ids[:b, :t].clone()} for b, s, t in sizes]
-    plain = [run_steps(model, batch, num_steps=1) for batch in batches]
-    with apply_policy(model, uniform_policy(profile, "recompute")):
-        for batch, expected in zip(batches, plain, strict=True):
-            assert_same_steps(run_steps(model, batch, num_steps=1), expected)
-
-
 @pytest.mark.parametrize("name", ["t5", "gpt2"])
 def test_of_a_pair_of_texts_peaks_are_told_less_exactly(one_thread, name):
     """Peaks of text pairs are less exact: samples and two lengths have more terms than the measured parts determine."""
@@ -209,20 +125,10 @@ def test_of_a_pair_of_texts_peaks_are_told_less_exactly(one_thread, name):
     assert profile.sizes.uncertainty == (0.04 if name == "t5" else 0.01)
 
 
-def test_batches_of_one_sample_are_recorded_at_other_lengths(
-    tiny_gpt2, token_batch, parts_of, run_steps, assert_same_steps
-):
-    model, batch = tiny_gpt2(), token_batch(1, 40)
-    parts = parts_of(model, batch)
+def test_batches_of_one_sample_have_parts_of_other_lengths(tiny_gpt2, token_batch, parts_of):
+    parts = parts_of(tiny_gpt2(), token_batch(1, 40))
     assert {samples for samples, _ in sizes(parts)} == {1}
     assert len({tokens for _, tokens in sizes(parts)}) == len(parts) >= 2
-    plain = [run_steps(model, token_batch(1, tokens)) for tokens in (29, 33)]
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
-        (family,) = families_of(handle.tape_cache)
-        for tokens, expected in zip((29, 33), plain, strict=True):
-            assert_same_steps(run_steps(model, token_batch(1, tokens)), expected)
-        assert families_of(handle.tape_cache) == {family}
 
 
 def test_short_texts_are_not_cut(tiny_gpt2, token_batch, parts_of):

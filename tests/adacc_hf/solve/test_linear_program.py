@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
+import highspy
 import pytest
 
-from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, combine
+from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, combine, silence_highs
+
+
+def test_the_solvers_first_words_do_not_reach_stdout(monkeypatch, capfd) -> None:
+    """HiGHS 1.16 writes its version when its first model is constructed. `adacc plan --json` writes to stdout too."""
+    monkeypatch.setattr(highspy, "Highs", lambda: os.write(1, b"Running HiGHS"))
+    silence_highs.cache_clear()
+    print("before")
+    silence_highs()
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+    silence_highs()  # once
+    assert capfd.readouterr().out == ""
 
 
 def knapsack() -> tuple[LinearProgram, int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adacc_hf.torch_glue import host_memory
-from adacc_hf.torch_glue.host_memory import free_host_bytes, has_own_memory
+from adacc_hf.torch_glue.host_memory import free_host_bytes, has_own_memory, total_host_bytes
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def machine(monkeypatch, tmp_path):
     `own` about the process's cgroups."""
 
     def make(available, files, own=""):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=9000))
         monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "cgroup")
         monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -104,6 +104,12 @@ JOB = "system.slice/slurm/job_7"
 def test_limits_on_the_process_and_its_parents_count(machine, files, own, expected):
     machine(5000, files, own)
     assert free_host_bytes() == expected
+
+
+@pytest.mark.parametrize(("files", "expected"), [({}, 9000), (SECOND, 1000), (FIRST, 800)], ids=["none", "2", "1"])
+def test_a_plan_for_this_machine_counts_the_limit_of_a_container(machine, files, expected):
+    machine(5000, files)
+    assert total_host_bytes() == expected
 
 
 def test_ranks_of_one_host_share_its_memory(machine, monkeypatch):

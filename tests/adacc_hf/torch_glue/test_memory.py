@@ -273,7 +273,7 @@ def test_a_gpu_has_what_is_free_and_ours_within_its_share_but_for_fragments(
 
 
 def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
+    monkeypatch.setattr("adacc_hf.torch_glue.memory.free_host_bytes", lambda: 100)  # limits of containers included
     assert available_bytes(CPU, static_bytes=7) == 107
 
 

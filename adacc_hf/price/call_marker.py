@@ -1,0 +1,63 @@
+"""Marks of a step's parts in a memory meter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.run.blocks import Strategy
+from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.private import tree_leaves
+
+
+class CallMarker:
+    """Wrapper of a block's strategy that records in a meter when the block's forward begins and ends, and when its
+    backward starts.
+
+    If other modules have a backward after that of all blocks, a mark with the label "tail" separates the two.
+    The mark "tail" belongs to the first call whose result requires a gradient. To find this call, all markers of a
+    model share `trained_calls`, the names of such calls in the current forward. The first call (`is_first`) clears
+    them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inner: Strategy,
+        meter: MemoryMeter,
+        measurement: Measurement,
+        *,
+        is_first: bool,
+        trained_calls: set[str],
+    ) -> None:
+        self.name = name
+        self.inner = inner
+        self.meter = meter
+        self.measurement = measurement
+        self.is_first = is_first
+        self.trained_calls = trained_calls
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_first:
+            self.trained_calls.clear()
+        self.meter.mark(("enter", self.name))
+        result = self.inner.run(block, fn, args, kwargs)
+        self.meter.mark(("leave", self.name))
+        if self._mark_gradient(result, ("backward", self.name)):
+            if not self.trained_calls:  # blocks before this one are frozen, and modules between may be trained
+                self._mark_gradient(args, ("tail", self.name))
+            self.trained_calls.add(self.name)
+        return result
+
+    def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:
+        """Set a mark with `label` in the memory meter as soon as the gradient of the first differentiable tensor in
+        `tree` is complete. Return False if `tree` has no such tensor."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))
+                return True
+        return False

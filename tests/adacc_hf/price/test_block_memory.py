@@ -1,0 +1,91 @@
+"""The memory of a block's call, measured on the call alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, TrackedTensor, measure_block
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.call_key import KnownShapes
+
+
+class Block(nn.Module):
+    def __init__(self, overwrites=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.overwrites = overwrites
+
+    def forward(self, hidden, scale):
+        x = self.down(torch.nn.functional.dropout(self.up(hidden).sigmoid(), 0.5) * scale)
+        return hidden.mul_(0.5) + x if self.overwrites else hidden + x
+
+
+@pytest.fixture
+def recorded():
+    """Return `recorded(block)`: (a call from the block's code, one from its graph, tape, arguments)."""
+
+    def run(block):
+        torch.manual_seed(0)
+        args = (torch.randn(8, 16, requires_grad=True).exp(), torch.rand(8, 64))
+        known_shapes = KnownShapes()
+        assert known_shapes.key(block, block.forward, args, {}) is not None
+        recording = Recording("block", block, args, {})
+        recording.run(block.forward)
+        tape = recording.recorder.tape()
+        tape.untrusted = None
+        known_shapes.compare_graph(tape, block.forward, args)
+        graph = known_shapes.graph_of(tape, block.forward, args)
+        recording.discard()
+        own = RepeatedCall.of_block(block, block.forward, args, None, 1, block.overwrites)
+        return (own, own if graph is None else RepeatedCall.of_graph(*graph, 1, block.overwrites)), tape, args
+
+    return run
+
+
+def test_the_graphs_backward_has_the_memory_of_the_blocks_own(recorded):
+    (own, graph), tape, _ = recorded(Block())
+    assert graph is not own
+    first, second = (measure_block(own, call, tape, frozenset(), Measurement(), False) for call in (own, graph))
+    assert first.backward == second.backward
+    assert len(first.forward) == len(second.forward) > 1
+    unpacked = [event.slot for event in first.backward if not event.release]
+    assert sorted(unpacked) == sorted(event.slot for event in first.backward if event.release)
+
+
+def test_gradients_that_exist_are_not_allocated_again(recorded):
+    block = Block()
+    calls, tape, _ = recorded(block)
+    fresh, added = (measure_block(*calls, tape, frozenset(), Measurement(), has) for has in (False, True))
+    down_bytes = sum(parameter.nbytes for parameter in block.down.parameters())
+    ends = [memory.backward[-1].entry_bytes for memory in (fresh, added)]  # before the backward of `up`
+    assert ends[0] - ends[1] == down_bytes
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_nothing_of_the_model_changes(recorded, overwrites):
+    block = Block(overwrites)
+    calls, tape, args = recorded(block)
+    tensors = [*args, *block.parameters()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    measure_block(*calls, tape, frozenset(), Measurement(), False)
+    assert all(map(torch.equal, tensors, before))
+    assert all(parameter.grad is None for parameter in block.parameters())
+
+
+def test_more_bytes_count_at_every_event(recorded):
+    calls, tape, _ = recorded(Block())
+    memory = measure_block(*calls, tape, frozenset(), Measurement(), False)
+    more = memory.with_more(10, 100)
+    assert {b.extra_bytes - a.extra_bytes for a, b in zip(memory.forward, more.forward, strict=True)} == {10}
+    assert {b.entry_bytes - a.entry_bytes for a, b in zip(memory.backward, more.backward, strict=True)} == {100}
+    assert BlockMemory().with_more(10, 100) == BlockMemory()
+
+
+def test_a_tracked_tensor_dies_before_it_says_so():
+    marks = []
+    tensor = torch.zeros(3)
+    tracked = TrackedTensor(4, tensor, marks.append)
+    assert tracked.tensor is not None
+    del tracked
+    assert marks == [("release", 4)]
