@@ -48,11 +48,11 @@ demo: $(RUNNABLE) ## Train a small GPT-2 four ways on 2 CPU cores and print the 
 
 # One thread per worker: threads of several workers on the same cores slow each other down.
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n $(WORKERS) --dist worksteal
-test: $(INSTALLED) ## Run the fast tests, some 5 minutes (WORKERS=N processes)
+test: $(INSTALLED) ## Run the fast tests, some 4 minutes (WORKERS=N processes)
 	@$(PYTEST) -m "not slow and not gpu and not others"
 
 # One run, so that modules are imported and tests collected once. tests/conftest.py puts files with slow tests first.
-test-all: $(INSTALLED) ## Run the gate: all tests that a change must pass, some 12 minutes
+test-all: $(INSTALLED) ## Run the gate: all tests that a change must pass, some 11 minutes
 	@$(PYTEST) -m "not nightly and not gpu and not others"
 
 test-nightly: $(INSTALLED) ## Run all tests with all their cases, on new random examples (an hour)

@@ -276,7 +276,6 @@ RUNNERS = {
     "compiled": ("repository.compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
     "peak-accuracy": ("repository.peak_accuracy", "predicted and measured peaks, over models and budgets"),
     "published": ("repository.predictions", "predictions of `adacc plan` compared with published measurements"),
-    "solver": ("repository.solver_bench", "seconds to solve for a policy, by budget"),
     "table1": ("repository.table1", "recompute and compression time of every activation (Table 1)"),
     "table4": ("repository.table4", "train by every method, then score all of them (Table 4)"),
     "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
@@ -299,17 +298,11 @@ def _add_eval_parser(commands: Any) -> None:
         description="Run one of the runners below. Each writes a JSON record and a Markdown table, some also a plot.",
         epilog="\n".join(["runners:", *lines[False], "", note, *lines[True], "", hint]),
     )
-    parser.add_argument("runner", type=_runner_name, choices=tuple(RUNNERS), metavar="RUNNER", help="see below")
+    parser.add_argument(
+        "runner", type=lambda name: name.replace("_", "-"), choices=tuple(RUNNERS), metavar="RUNNER", help="see below"
+    )
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
     parser.set_defaults(run=_run_eval)
-
-
-def _runner_name(text: str) -> str:
-    """Return the name, in RUNNERS, of the experiment that `text` refers to. `text` is the experiment's name or the name
-    of the experiment's module, with hyphens or underscores. Return any other `text` unchanged."""
-    hyphened = text.replace("_", "-")
-    by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
-    return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -30,7 +31,7 @@ from adacc_hf.callbacks.preconditions import (
     warn_of_checkpointing,
 )
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, checkpoint_folder
+from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, run_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
@@ -148,12 +149,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         session.begin(saved, state.global_step)
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         if self._session.is_closed:
             refuse_uncovered(self.config, ALL_BLOCKS, "this callback was detached", KEEP_ATTACHED)
@@ -182,49 +178,33 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._session.phase.note_loss(result, inputs)
         return result
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._session.begin_optimizer_step()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._session.phase.end_optimizer_step()
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         self._session.end_step(state.global_step, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        folder = checkpoint_folder(args, state)
+        folder = Path(run_folder(args, self._trainer)) / f"checkpoint-{state.global_step}"
         with warn_on_write_error(folder, "a run that resumes from it will profile again"):
             drop_files(folder)
             self._session.phase.save(folder)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         is_on_all_ranks = self._own_logs.has_another()
         if is_training_log(logs):
             add_to_log(logs, state, self._session.phase.figures(logs, is_on_all_ranks))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         try:
             self._session.phase.ends()
         finally:

@@ -63,7 +63,7 @@ class CompiledPhase(Phase):
             self._run.stats.add(0.0, {UNCOMPILED: 1})
             self._run.count_step(step)
         if len(self._run.history) > num_events:
-            self._run.save_by(self._compiled.save)
+            self._run.write(self._compiled.save, self._run.history)
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
         return self._compiled.metrics() | self._run.fallback_figures()

@@ -48,9 +48,7 @@ class ThroughputCallback(TrainerCallback):
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._tokens_in_step = 0
         self._started = time.perf_counter()
 
@@ -64,12 +62,7 @@ class ThroughputCallback(TrainerCallback):
             self._timed_steps += 1
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         if not self._timed_steps or not is_training_log(logs):
             return
@@ -83,9 +76,7 @@ class ThroughputCallback(TrainerCallback):
         self._tokens = self._timed_steps = 0
         self._seconds = 0.0
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.detach()
 
     def detach(self) -> None:

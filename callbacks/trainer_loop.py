@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class TrainerLoop(TrainingLoop):
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
         self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
-        super().__init__(folder=args.output_dir)
+        super().__init__(folder=run_folder(args, trainer))
 
     @property
     def num_micro(self) -> int:
@@ -124,10 +123,11 @@ def batch_loss(
     return result[0] if isinstance(result, tuple) else result
 
 
-def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder in which the Trainer saves the checkpoint of the current step."""
+def run_folder(args: TrainingArguments, trainer: Trainer | None) -> str:
+    """Return the folder in which the Trainer saves. In a hyperparameter search, each trial has its own."""
     assert args.output_dir is not None  # it has a default name
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    trial = getattr(trainer, "_trial", None)
+    return args.output_dir if trainer is None or trial is None else trainer._get_output_dir(trial)
 
 
 def parallelism_of(trainer: Trainer) -> Any:

@@ -38,7 +38,7 @@ def pytest_unconfigure() -> None:
 # case does not fit. A function that is not in the list is cheap. The marker `gate` overrides the limit of the gate.
 
 SECONDS_FILE = Path(__file__).parent / "test_seconds.txt"
-TIERS = {"slow": 0.7, "nightly": 3.0}
+TIERS = {"slow": 0.55, "nightly": 2.0}
 """Limit in CPU seconds of one function, by the marker of the cases that exceed it. `make test` leaves out the cases
 marked `slow`, and `make test-all` those marked `nightly`."""
 

@@ -433,6 +433,7 @@ class AdaptivePhase(FixedPolicyPhase):
             step=self._run.step,
             missing_bytes=dict(context.missing_bytes),
             counted_elements=context.counted_elements,
+            num_micro=self._num_micro,
             model_settings=self._run.model_settings,
         )
 
@@ -442,6 +443,7 @@ class AdaptivePhase(FixedPolicyPhase):
         If the solver was running for a policy when the state was saved, start the solver again.
         """
         context = self.context
+        self._num_micro = saved.num_micro or self._num_micro
         context.extra_ms, context.tightened = saved.tracking_ms, saved.tightened
         context.missing_bytes, context.counted_elements = dict(saved.missing_bytes), saved.counted_elements
         context.guard = LossGuard(context.config, saved.losses, saved.switched_off)

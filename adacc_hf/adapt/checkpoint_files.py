@@ -149,6 +149,8 @@ class Saved:
     num_ranks: int = field(default_factory=num_ranks)
     """Number of ranks of the run. A sharded model has another part on each rank, so another number of ranks needs new
     profiles."""
+    num_micro: int | None = None
+    """Micro-batches per step that the profiles count. None in older checkpoints."""
     model_settings: dict[str, str] = field(default_factory=dict)
     """Settings on which the operators of blocks depend (`model_settings`). Empty in older checkpoints."""
 
@@ -203,11 +205,23 @@ def drop_files(folder: str | Path) -> None:
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
     """Write the policy and the profile into `folder`, each atomically.
 
-    A `number` above 1 is added to the file names: adacc_policy.json becomes adacc_policy_2.json.
+    Without a profile, the profile of another policy is removed. A `number` above 1 is added to the file names:
+    adacc_policy.json becomes adacc_policy_2.json.
     """
+    path, profile_path = (Path(folder) / _numbered_file(name, number) for name in (POLICY_FILE, PROFILE_FILE))
     if profile is not None:
-        profile.save(Path(folder) / _numbered_file(PROFILE_FILE, number))
-    policy.save(Path(folder) / _numbered_file(POLICY_FILE, number))
+        profile.save(profile_path)
+    elif not _is_file_of(path, policy):
+        profile_path.unlink(missing_ok=True)
+    policy.save(path)
+
+
+def _is_file_of(path: Path, policy: Policy) -> bool:
+    """Return True if the file `path` contains `policy`."""
+    try:
+        return Policy.load(path) == policy
+    except (AdaccError, FileNotFoundError):
+        return False
 
 
 def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:

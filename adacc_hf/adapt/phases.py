@@ -322,3 +322,4 @@ def resume(run: RunState, saved: Saved, step: int) -> None:
     run.phase = following = follow(run, first.policy, first.profile, policy_step)
     following.resume(saved)
     run.note(PolicySet(step=step, **predictions(first.policy)))
+    run.save(changed=True)

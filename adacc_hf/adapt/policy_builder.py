@@ -229,10 +229,12 @@ class PolicyBuilder:
         try:
             return solve_policy(allowed, budget, self._config)
         except InfeasibleBudgetError as error:
-            if budget != "auto" or not profile.device.startswith("cuda") or has_expandable_segments():
-                raise
-            message = f"{as_sentence(error)} {FRAGMENTATION_HINT}"
-            raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes) from None
+            message = as_sentence(error)
+            if not isinstance(budget, float) and not self._profiler.counted_state_bytes:
+                message += " State that the optimizer creates in its first step comes on top."
+            if budget == "auto" and profile.device.startswith("cuda") and not has_expandable_segments():
+                message += f" {FRAGMENTATION_HINT}"
+            raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes, error.least) from None
 
     def _warn_fragments(self, profile: Profile) -> None:
         """Log, before the first step, by how much fragmentation of the GPU's memory reduces the budget."""

@@ -83,7 +83,7 @@ class Tracking:
 class Replanner:
     """A run's policy and its profile, with methods that adapt both to the data while training.
 
-    Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after the tracking step. If the
+    Call `start_tracking(handle.plans)` before a tracking step, and `observed()` and `reprice` after it. If the
     result's `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and
     pass the policy in the result of `take_over`, unless None, to `handle.replace`. All ranks have to make these calls
     at the same steps.
@@ -147,10 +147,6 @@ class Replanner:
         names = self._sample_names(every_kind) if self.config.guard else []
         self._samples = {name: BlockSample(plans.strategies[name]) for name in names}
         self.num_tracked += 1
-
-    def finish_tracking(self) -> Tracking:
-        """End the tracking step, and update the profile's predictions from the measurements of all ranks."""
-        return self.reprice(self.observed())
 
     def observed(self) -> Observation:
         """End the tracking step, and compare the gradients of the sampled blocks. Return the merged measurements of all

@@ -230,10 +230,8 @@ class RunState:
 
         All times recorded so far are written to the run's folder.
         """
-        is_recorded, folder = self.first_steps.end_step(step, activity, self.history), self.loop.folder
-        if is_recorded and folder is not None and self.loop.is_first_rank:
-            with warn_on_write_error(folder, REPORTS_LACK):
-                save_first_steps(folder, self.first_steps.records)
+        if self.first_steps.end_step(step, activity, self.history):
+            self.write(save_first_steps, self.first_steps.records)
 
     def fallback_figures(self) -> dict[str, float]:
         """Return a dict with one metric for the log: the number of fallback steps so far."""
@@ -261,12 +259,12 @@ class RunState:
         if self._num_saved < len(self.history) or self._is_uncounted:
             self.save(self._is_unsaved, is_last=True)
 
-    def save_by(self, write: Callable[[str | Path, list[dict[str, Any]]], None]) -> None:
-        """Save the files of a run with compiled graphs by calling `write(folder, history)`."""
+    def write(self, write: Callable[..., None], *content: Any) -> None:
+        """Call `write(folder, *content)` with the run's folder on the first rank."""
         folder = self.loop.folder
         if folder is not None and self.loop.is_first_rank:
             with warn_on_write_error(folder, REPORTS_LACK):
-                write(folder, self.history)
+                write(folder, *content)
 
 
 def check_called(installation: Installation) -> None:

@@ -333,6 +333,7 @@ class AdaccSession:
                 refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))
             saved = Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
         if saved is None:
+            run.write(drop_files)  # of an earlier run, which would describe this one
             run.phase = WarmUpPhase(run)
         else:
             resume(run, saved, step)

@@ -25,7 +25,7 @@ from adacc_hf.estimate.fake_backward import fake_gradients
 from adacc_hf.kernels._compiler import build
 from adacc_hf.tape.tiled_rows import gradients_by
 from adacc_hf.torch_glue.compat import no_packed_sequences
-from adacc_hf.torch_glue.dynamo_gaps import grouped_products_of_any_dtype
+from adacc_hf.torch_glue.dynamo_gaps import more_operators
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key
 from adacc_hf.torch_glue.rng_state import replace_generators
@@ -50,7 +50,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
             stack.enter_context(_FusedAttention())
             stack.enter_context(_compute_capability((8, 0)))
         stack.enter_context(no_packed_sequences())
-        stack.enter_context(grouped_products_of_any_dtype())
+        stack.enter_context(more_operators())
         stack.enter_context(_FakeTensors())
         stack.enter_context(torch.device(device_type))
         stack.enter_context(gradients_by(fake_gradients))

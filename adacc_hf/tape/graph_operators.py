@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from adacc_hf.tape.operator_effects import DeclaredRngUse
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.dynamo_gaps import grouped_products_of_any_dtype
+from adacc_hf.torch_glue.dynamo_gaps import more_operators
 
 Operators = tuple[list[tuple[Any, ...]], list[str]]
 """(name, arguments, results) of each operator of a call, with all sizes, and the layouts of the saved tensors."""
@@ -36,7 +36,7 @@ def graph_operators(graph: Callable[..., Any], inputs: Sequence[Any]) -> Operato
     recorder = Recorder(_Inputs(fakes), tuple(fakes), {}, DeclaredRngUse)
 
     # No backward follows. A hook that returned the tensor would make autograd's graph a cycle.
-    with mode, grouped_products_of_any_dtype(), saved_tensors_hooks(recorder.save, torch.Tensor.detach), recorder:
+    with mode, more_operators(), saved_tensors_hooks(recorder.save, torch.Tensor.detach), recorder:
         graph(*fakes)
     return operators_of(recorder.tape())
 

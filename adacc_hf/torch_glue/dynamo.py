@@ -26,9 +26,10 @@ from torch.autograd.function import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf.torch_glue.dynamo_gaps import (
-    grouped_products_of_any_dtype,
     guard_identities,
+    more_operators,
     name_of,
+    patched_dynamo,
     record_class_reads,
     record_dict_order,
 )
@@ -476,17 +477,16 @@ def _dynamo_namespace() -> Any:
             stack.enter_context(_quiet_dynamo())
             stack.enter_context(_static_marks_restored())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
-            stack.enter_context(grouped_products_of_any_dtype())
+            stack.enter_context(more_operators())
             stack.enter_context(guard_identities(inputs.numbers))
             stack.enter_context(record_class_reads(inputs.class_reads, inputs.numbers))
             stack.enter_context(record_dict_order(inputs.numbers))
-            CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
+            stack.enter_context(patched_dynamo([(CheckFunctionManager, "id_ref", id_ref)]))
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
                 yield dead_objects
             finally:
                 states.update(before)
-                CheckFunctionManager.id_ref = original  # type: ignore[method-assign]
 
     @torch._dynamo.assume_constant_result
     def is_traced() -> bool:

@@ -69,7 +69,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
         if name in vars(UserDefinedObjectVariable):
             original = vars(UserDefinedObjectVariable)[name]
             patches.append((UserDefinedObjectVariable, name, guarded(original, places)))
-    with _patched_dynamo(patches):
+    with patched_dynamo(patches):
         yield
 
 
@@ -108,7 +108,7 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
             return create(tx, variable)
 
         patches.append((dicts.DunderDictVariable, "create", staticmethod(create_and_record)))
-    with _patched_dynamo(patches):
+    with patched_dynamo(patches):
         yield
 
 
@@ -156,12 +156,12 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
         patches += [(owner, name, recording(vars(owner)[name])) for name in _ITERATING if name in vars(owner)]
         if "call_method" in vars(owner):
             patches.append((owner, "call_method", recording_by_name(vars(owner)["call_method"])))
-    with _patched_dynamo(patches):
+    with patched_dynamo(patches):
         yield
 
 
 @contextmanager
-def _patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Replace attributes of Dynamo, given as (owner, name, value), inside the `with` block. Skip attributes that do not
     exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
@@ -193,28 +193,28 @@ def _guard_identity(variable: Any, by_value: bool) -> None:
 
 
 @contextmanager
-def grouped_products_of_any_dtype() -> Iterator[None]:
-    """Let torch infer the shapes of grouped matrix products in float32 and float16 inside the `with` block.
+def more_operators() -> Iterator[None]:
+    """Let Dynamo trace collectives, and grouped matrix products in float32 and float16, inside the `with` block.
 
-    torch's shape inference supports only bfloat16, although torch's kernels support the other dtypes.
+    Dynamo traces a collective by a function that asks whether it is traced, which `trace` answers with False. torch's
+    shape inference for grouped products supports only bfloat16, although its kernels support the other dtypes.
     """
     from torch import _meta_registrations
+    from torch.distributed import _functional_collectives
 
-    original = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
-    if original is None:
-        yield
-        return
+    original: Any = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
 
     def infer_shape(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         if a.dtype is not b.dtype or a.dtype not in (torch.float32, torch.float16):
             return original(a, b, *args, **kwargs)
         return original(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
-    _meta_registrations._meta_grouped_mm_common = infer_shape  # type: ignore[assignment]
-    try:
+    patches = [
+        (_meta_registrations, "_meta_grouped_mm_common", infer_shape),
+        (_functional_collectives, "_are_we_tracing", lambda: True),
+    ]
+    with patched_dynamo(patches):
         yield
-    finally:
-        _meta_registrations._meta_grouped_mm_common = original
 
 
 def name_of(source: Any) -> str:

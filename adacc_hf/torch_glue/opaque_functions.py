@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import Function
 
+from adacc_hf.torch_glue.dynamo_gaps import patched_dynamo
 from adacc_hf.torch_glue.function_calls import has_setup
 from adacc_hf.torch_glue.private import storage_key, tree_leaves, tree_map
 from adacc_hf.torch_glue.tensors import storage_of
@@ -55,16 +56,26 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any, met: s
     """Let Dynamo take each Function in `results` (from `describe_results`) as one node inside the `with` block.
 
     `allowed` is Dynamo's set of the ids of callables that it does not trace into. Functions that a trace meets are
-    added to `met`.
+    added to `met`. Arguments that no graph can hold, such as a process group, become None.
     """
+    from torch._dynamo.variables import AutogradFunctionVariable, ConstantVariable
+
     before = {function: vars(function).get("forward") for function in results}
     added = [id(function) for function in results if id(function) not in allowed]
+    original = AutogradFunctionVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "apply" and self.fn_cls in results:
+            args = [arg if _has_proxy(arg) else ConstantVariable(None) for arg in args]
+        return original(self, tx, name, args, kwargs)
+
     try:
         for number in added:
             allowed.add(number)
         for function, described in results.items():
             function.forward = staticmethod(_answer(function, described, met))  # type: ignore[method-assign]
-        yield
+        with patched_dynamo([(AutogradFunctionVariable, "call_method", call_method)]):
+            yield
     finally:
         for number in added:
             allowed.remove(number)
@@ -73,6 +84,14 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any, met: s
                 del function.forward
             else:
                 function.forward = forward  # type: ignore[method-assign]
+
+
+def _has_proxy(variable: Any) -> bool:
+    try:
+        variable.as_proxy()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _answer(function: type[Function], described: Any, met: set[type[Function]]) -> Callable[..., Any]:

@@ -109,11 +109,14 @@ class BlockGathering:
                 setattr(module, name, value)
 
     def _remove_gathering(self, hooks: dict[int, Any]) -> None:
-        unwanted = [key for key, hook in hooks.items() if _gathers(hook)]
-        if unwanted:
+        """Remove the hooks that gather, and let Dynamo trace the others, some of which are disabled for it."""
+        kept = {key: hook for key, hook in hooks.items() if not _gathers(hook)}
+        graph_hooks = [key for key, hook in kept.items() if is_identity_hook(hook)]
+        kept |= {key: getattr(kept[key], "_torchdynamo_orig_callable", kept[key]) for key in graph_hooks}
+        if kept != hooks:
             self._hooks.append((hooks, dict(hooks)))
-            for key in unwanted:
-                del hooks[key]
+            hooks.clear()
+            hooks.update(kept)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._attributes.append((module, name, vars(module).get(name)))

@@ -34,7 +34,7 @@ from adacc_hf.eval.repository.points import points_text, save_points
 from adacc_hf.eval.trials.isolation import end_process, failure
 from adacc_hf.reports.run_record import markdown_table
 
-CLOCKED = ("throughput", "peers", "compiled", "solver", "lengths", "longest", "compact")
+CLOCKED = ("throughput", "peers", "compiled", "lengths", "longest", "compact")
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published", "table4", "compact-training",
 )  # fmt: skip

@@ -19,11 +19,11 @@ pytestmark = [
 
 
 def test_the_first_steps_and_the_profile_keep_to_the_budget() -> None:
-    """The budget is a twentieth above the floor. A profile of the whole batch would need 1.4 times as much."""
+    """The budget is a fiftieth above the floor. A profile of the whole batch would need 1.4 times as much."""
     specification = importlib.util.spec_from_file_location("limited", PATH)
     limited = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(limited)
-    budget = int(1.05 * limited.train("llama", "--budget", "65536")["floor"])
+    budget = limited.budgets_of("llama", [], 1)[0]
     results = limited.train("llama", "--budget", str(budget), limit=budget)
     assert "error" not in results, results
     assert (results["refusals"], results["steps"]) == (0, 8)

@@ -11,7 +11,10 @@ from types import SimpleNamespace
 import accelerate
 import transformers
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend
 
+from adacc_hf import AdaccCallback, Policy
+from adacc_hf.artifacts.files import POLICY_FILE
 from adacc_hf.callbacks import trainer_guard, trainer_loop, trainer_mixin, training_log
 from adacc_hf.callbacks.trainer_loop import keep_figures
 
@@ -120,3 +123,20 @@ def test_nothing_is_logged_in_between():
 def test_without_a_trainer_there_is_nothing_to_keep():
     with keep_figures(None):
         pass
+
+
+def test_the_trials_of_a_search_have_folders_of_their_own(make_trainer, lossless, tmp_path, monkeypatch):
+    """The Trainer's own search needs a package. It calls `train` like this for each trial."""
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: {})
+    callback = AdaccCallback(**lossless)
+    trainer = make_trainer([callback], max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.hp_search_backend, trainer.hp_name, trainer.hp_space = HPSearchBackend.OPTUNA, None, lambda trial: {}
+    policies = []
+    for number in range(2):
+        trainer.train(trial=SimpleNamespace(number=number, params={}))
+        policies.append(callback.policy)
+    trainer.hp_search_backend = None
+    trainer.train()
+    names = ("run-0/checkpoint-2", "run-0", "run-1/checkpoint-2", "run-1", "checkpoint-2", ".")
+    for name, policy in zip(names, [*policies[:1] * 2, *policies[1:] * 2, *[callback.policy] * 2], strict=True):
+        assert Policy.load(tmp_path / "run" / name / POLICY_FILE) == policy

@@ -37,12 +37,6 @@ def test_help_names_every_runner(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in output and text in output for name, (_, text) in RUNNERS.items())
 
 
-def test_a_modules_name_stands_for_its_runner(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["eval", "solver_bench", "--help"])
-    assert "usage: adacc eval solver " in capsys.readouterr().out
-
-
 def test_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "peak_accuracy", "--threads", "0"]) == 2
     assert capsys.readouterr().err == "adacc eval: error: --threads=0 must be 1 or more\n"
@@ -59,5 +53,5 @@ def test_what_a_wheel_lacks_is_refused_with_the_reason(monkeypatch, capsys):
         raise ModuleNotFoundError(f"No module named {name!r}", name="adacc_hf.eval.repository")
 
     monkeypatch.setattr(cli, "import_module", missing)
-    assert main(["eval", "solver"]) == 2
+    assert main(["eval", "compiled"]) == 2
     assert "run it from a source checkout (pip install -e .)" in capsys.readouterr().err

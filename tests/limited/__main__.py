@@ -35,6 +35,9 @@ def train(model: str, *options: str, limit: int | None = None) -> dict[str, Any]
 def budgets_of(model: str, options: list[str], number: int) -> list[int]:
     """Return budgets from just above the smallest feasible one to plain training's peak, in a geometric sequence."""
     floor = train(model, "--budget", "65536", *options)["floor"]
+    floor = train(model, "--budget", str(floor), *options).get(
+        "floor", floor
+    )  # after a step, with the optimizer's state
     largest = max(train(model, *(option for option in options if option != "--codecs"))["peaks"].values())
     smallest = SMALLEST_BUDGET * floor
     return [int(smallest * (largest / smallest) ** (index / max(1, number - 1))) for index in range(number)]

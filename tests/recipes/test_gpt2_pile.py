@@ -126,14 +126,7 @@ def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_bad_setting_ends_with_one_message_and_status_2(
-    setting: dict[str, object],
-    message: str,
-    tiny_run: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_bad_setting_ends_with_one_message_and_status_2(setting, message, tiny_run, tmp_path, monkeypatch, capsys):
     (tmp_path / "trainer_state.json").touch()
     argv = [str(tmp_path) if text == CHECKPOINT else text for text in with_setting(tiny_run, **setting)]
     error = assert_one_error(gpt2_pile, argv, message, monkeypatch, capsys)

@@ -147,13 +147,6 @@ def test_pretrained_weights_are_taken_with_longer_positions(tiny_run: list[str],
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_bad_setting_ends_with_one_message_and_status_2(
-    setting: dict[str, object],
-    message: str,
-    tiny_run: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_bad_setting_ends_with_one_message_and_status_2(setting, message, tiny_run, tmp_path, monkeypatch, capsys):
     assert_one_error(long_context, with_setting(tiny_run, **setting), message, monkeypatch, capsys)
     assert not (tmp_path / "run").exists()

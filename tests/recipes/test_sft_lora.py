@@ -161,14 +161,7 @@ def test_a_saved_model_is_taken_and_all_its_weights_can_be_trained(tiny_run: lis
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_bad_setting_ends_with_one_message_and_status_2(
-    setting: dict[str, object],
-    message: str,
-    tiny_run: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_bad_setting_ends_with_one_message_and_status_2(setting, message, tiny_run, tmp_path, monkeypatch, capsys):
     find_spec = sft_lora.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     if isinstance(setting.get("chats"), list):

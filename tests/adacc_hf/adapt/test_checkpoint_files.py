@@ -209,6 +209,23 @@ def test_a_missing_profile_is_named_and_made_again(train, checkpoint, lossless, 
     assert PROFILE_FILE in assert_profiles_again(train, checkpoint, lossless, profilings, caplog)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 1}],
+    ids=str,
+)
+def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, profilings, settings):
+    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING, **settings)
+    profilings.clear()
+    callback = AdaccCallback(**lossless)
+    resumed = train([callback], resume=str(checkpoint), **SAVING, **settings)
+    resumed.assert_equals(plain)
+    assert not profilings
+    more = callback.profile.static_bytes - Profile.load(checkpoint / PROFILE_FILE).static_bytes
+    gradients = sum(parameter.nbytes for parameter in resumed.trainer.model.parameters())
+    assert more >= gradients if "gradient_accumulation_steps" in settings else more < gradients
+
+
 def test_a_policy_that_was_passed_in_has_no_profile_to_miss(train, checkpoint, profilings, tmp_path):
     policy = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "recompute")
     folder = str(tmp_path / "fixed")

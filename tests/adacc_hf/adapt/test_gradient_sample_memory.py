@@ -51,7 +51,7 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action):
             sample = BlockSample(handle.plans.strategies[name])
             measured_peaks[name] = measure_step(model, batch).peak_bytes
             sample.close()
-            replanner.finish_tracking()
+            replanner.reprice(replanner.observed())
     assert all(measured_peaks[name] <= peaks[name] + ROUNDED for name in peaks), (measured_peaks, peaks)
     # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
     assert all(peaks[name] <= measured_peaks[name] + 2 * INPUT_BYTES for name in peaks), (measured_peaks, peaks)
@@ -92,6 +92,6 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
                 strategies = handle.plans.strategies
                 sampled_blocks[extra] |= {name for name in strategies if strategies[name].observer is not None}
                 assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
-                replanner.finish_tracking()
+                replanner.reprice(replanner.observed())
     assert sampled_blocks[0] <= sampled_blocks[INPUT_BYTES] <= sampled_blocks[3 * INPUT_BYTES]
     assert len(sampled_blocks[3 * INPUT_BYTES]) == NUM_LAYERS

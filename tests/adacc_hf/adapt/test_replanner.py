@@ -70,7 +70,7 @@ class Session:
     def observe(self):
         self.replanner.start_tracking(self.handle.plans)
         self.step()
-        return self.replanner.finish_tracking()
+        return self.replanner.reprice(self.replanner.observed())
 
     @property
     def sampled(self):
@@ -274,7 +274,7 @@ def test_the_most_of_all_blocks_and_calls_counts(model, batch):
     session.step()
     plant(model, [])
     session.step()
-    assert session.replanner.finish_tracking().num_outliers[NORM] == 3
+    assert session.replanner.reprice(session.replanner.observed()).num_outliers[NORM] == 3
 
 
 def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
@@ -328,7 +328,7 @@ def test_sampled_blocks_take_turns_and_tracking_leaves_no_trace(model, batch):
         session.replanner.start_tracking(session.handle.plans)
         sample_names += session.sampled
         session.step()
-        session.replanner.finish_tracking()
+        session.replanner.reprice(session.replanner.observed())
         strategies = session.handle.plans.strategies.values()
         assert all(strategy.wrap_codec is None and strategy.observer is None for strategy in strategies)
     assert sample_names == ["transformer.h.0", "transformer.h.1", "transformer.h.0"]
@@ -342,7 +342,7 @@ def test_measuring_changes_no_gradient(model, batch):
     session.replanner.start_tracking(session.handle.plans)
     state = torch.get_rng_state()
     during = session.step()
-    session.replanner.finish_tracking()
+    session.replanner.reprice(session.replanner.observed())
     assert torch.equal(before, during)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -376,7 +376,7 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypa
         raise error
 
     monkeypatch.setattr(gradient_module, "NoTrace", full)  # around each run of the block
-    tracking = session.replanner.finish_tracking()
+    tracking = session.replanner.reprice(session.replanner.observed())
     assert (tracking.gradients, bool(tracking.errors)) == ({}, True)
     assert "not enough memory to compare the gradient of transformer.h.0" in caplog.text
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
@@ -392,7 +392,7 @@ def test_a_comparison_records_a_block_only_if_the_budget_has_room(model, batch, 
     for strategy in session.handle.plans.strategies.values():
         monkeypatch.setattr(strategy.entries, "latest", lambda key: None)
         monkeypatch.setattr(strategy.entries, "find", lambda _: None)
-    tracking = session.replanner.finish_tracking()
+    tracking = session.replanner.reprice(session.replanner.observed())
     assert bool(tracking.gradients) == may_record
     assert ("the budget has no room to record another traced path" in caplog.text) == (not may_record)
 
@@ -426,7 +426,7 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     session.replanner.start_tracking(session.handle.plans)
     (name,) = session.sampled
     session.step()
-    bypassed = {value for _, value, _ in session.replanner.finish_tracking().degrading_codecs}
+    bypassed = {value for _, value, _ in session.replanner.reprice(session.replanner.observed()).degrading_codecs}
     sample = BlockSample(session.handle.plans.strategies[name])
     session.step()
     assert 0 < len(bypassed) < len(tracking.errors) / 2
@@ -558,7 +558,7 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
         return compare(exact, other)
 
     monkeypatch.setattr(gradient_module.GradientError, "between", note_exact)
-    tracking = session.replanner.finish_tracking()
+    tracking = session.replanner.reprice(session.replanner.observed())
     assert tracking.degrading_codecs
     assert len(exact_gradients) == 2
     assert max(num_held) == 1
@@ -588,7 +588,7 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
     session.replanner.start_tracking(session.handle.plans)
     session.step()
     count_runs(monkeypatch, most=4)
-    tracking = session.replanner.finish_tracking()
+    tracking = session.replanner.reprice(session.replanner.observed())
     assert tracking.degrading_codecs == lossy_options(session.profile, ["transformer.h.0"])
     assert "the codecs that degrade the gradient of transformer.h.0 cannot be determined" in caplog.text
     session.replanner.start_solving()

@@ -1,5 +1,7 @@
 """Functions that Dynamo cannot trace, as one node of a trace."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from function_builders import read_unseen, write_unseen
@@ -7,23 +9,25 @@ from function_builders import read_unseen, write_unseen
 from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
 from adacc_hf.torch_glue.opaque_functions import Result, describe_results, opaque_functions
 
+SETTINGS = SimpleNamespace(factor=3.0)  # an object that no graph can hold
+
 
 class ByAddress(torch.autograd.Function):
     """A Function that Dynamo cannot trace, because it fills memory by address."""
 
     @staticmethod
-    def forward(ctx, x, factor):
+    def forward(ctx, settings, x):
         out = torch.empty_like(x)
-        write_unseen(out, read_unseen(x) * factor)
+        write_unseen(out, read_unseen(x) * settings.factor)
         return out, x.detach().sum(0)
 
     @staticmethod
     def backward(ctx, gradient, _):
-        return gradient, None
+        return None, gradient
 
 
 def through(x):
-    out, total = ByAddress.apply(x.tanh(), 3.0)
+    out, total = ByAddress.apply(SETTINGS, x.tanh())
     return out.exp() + total
 
 
@@ -46,7 +50,7 @@ def test_a_function_that_cannot_be_traced_is_left_out_of_a_trace():
     x, before = torch.ones(5, 3, requires_grad=True), dict(vars(ByAddress))
     with pytest.raises(NotTraceableError):
         trace(scope_of(x))
-    opaque = {ByAddress: describe_results((x, 3.0), ByAddress.apply(x, 3.0))}
+    opaque = {ByAddress: describe_results((SETTINGS, x), ByAddress.apply(SETTINGS, x))}
     guards = trace(scope_of(x), opaque=opaque)
     assert dict(vars(ByAddress)) == before
     assert guards.is_partial

@@ -80,7 +80,7 @@ def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypa
     assert run(tmp_path, runners, "--device", "cuda") == 0
     names = list(runners.commands)
     assert names[:3] == ["codecs", "peers", "throughput"]
-    assert names.index("solver") > names.index("max-batch")
+    assert names.index("compiled") > names.index("max-batch")
     for name in ("throughput", "max-batch"):
         assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
     assert "--preset=gpt2-345m" not in runners.commands["table4"]
@@ -105,14 +105,14 @@ def test_the_first_slice_shows_the_most_important_figures() -> None:
 
 def test_a_stage_takes_no_more_than_its_share_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next slice measures the stage's remaining points first."""
-    share = [Stage(runner="loss", most_s=30.0), Stage(runner="solver")]
+    share = [Stage(runner="loss", most_s=30.0), Stage(runner="compiled")]
     monkeypatch.setattr(run_all, "stages_of", lambda *_: share)
     first = Runners(out_of_time="loss")
     assert run(tmp_path, first, "--resume", "--minutes", "9") == OUT_OF_TIME
-    assert list(first.commands) == ["loss", "solver"]
+    assert list(first.commands) == ["loss", "compiled"]
     minutes = {name: float(options[-1].removeprefix("--minutes=")) for name, options in first.commands.items()}
     assert 0.4 < minutes["loss"] <= 0.5
-    assert 8.9 < minutes["solver"] <= 9.0
+    assert 8.9 < minutes["compiled"] <= 9.0
     second = Runners()
     assert run(tmp_path, second, "--resume", "--minutes", "9") == 0
     assert list(second.commands) == ["loss"]
@@ -139,10 +139,10 @@ def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch
 
 def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: Path) -> None:
     """The second runner fails, and the third has no time left. The next slice begins with the third."""
-    argv = ("--runners", "loss", "solver", "table1", "lengths", "--resume", "--minutes", "9")
-    first = Runners(failing="solver", out_of_time="table1")
+    argv = ("--runners", "loss", "compiled", "table1", "lengths", "--resume", "--minutes", "9")
+    first = Runners(failing="compiled", out_of_time="table1")
     assert run(tmp_path, first, *argv) == OUT_OF_TIME
-    assert list(first.commands) == ["loss", "solver", "table1"]
+    assert list(first.commands) == ["loss", "compiled", "table1"]
     assert json.loads((tmp_path / "all.json").read_text())["meta_info"]["status"] == "running"
     second = Runners()
     assert run(tmp_path, second, *argv) == 1
@@ -215,10 +215,10 @@ def test_a_runner_that_hangs_does_not_take_the_next_slice_too(monkeypatch: pytes
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
-    assert run(tmp_path, Runners(failing="loss"), "--runners", "loss", "solver") == 1
+    assert run(tmp_path, Runners(failing="loss"), "--runners", "loss", "compiled") == 1
     assert "ended with status 1" in (tmp_path / "all.md").read_text()
     again = Runners()
-    assert run(tmp_path, again, "--runners", "loss", "solver", "--resume") == 0
+    assert run(tmp_path, again, "--runners", "loss", "compiled", "--resume") == 0
     assert list(again.commands) == ["loss"]
 
 
@@ -230,14 +230,14 @@ def test_what_needs_a_model_says_so(tmp_path: Path) -> None:
 def test_a_cut_run_goes_on_with_the_runner_that_is_missing(tmp_path: Path) -> None:
     killed = Runners()
 
-    def dies_at_solver(command: Sequence[str]) -> int:
-        return killed(["eval", "killed"]) if command[1] == "solver" else killed(command)
+    def dies_at_compiled(command: Sequence[str]) -> int:
+        return killed(["eval", "killed"]) if command[1] == "compiled" else killed(command)
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, dies_at_solver, "--runners", "loss", "solver", "codecs")
+        run(tmp_path, dies_at_compiled, "--runners", "loss", "compiled", "codecs")
     again = Runners()
-    assert run(tmp_path, again, "--runners", "loss", "solver", "codecs") == 0
-    assert list(again.commands) == ["solver", "codecs"]
+    assert run(tmp_path, again, "--runners", "loss", "compiled", "codecs") == 0
+    assert list(again.commands) == ["compiled", "codecs"]
 
 
 def test_results_are_published_in_one_folder(tmp_path: Path) -> None:
