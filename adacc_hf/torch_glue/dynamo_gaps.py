@@ -38,7 +38,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for place in places:
-                _guard_identity(args[place], by_value)
+                guard_identity(args[place], by_value)
             return original(*args, **kwargs)
 
         return call
@@ -175,7 +175,7 @@ def patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _guard_identity(variable: Any, by_value: bool) -> None:
+def guard_identity(variable: Any, by_value: bool = False) -> None:
     """Install a guard on the identity of the object that `variable` represents in Dynamo's trace.
 
     Constants and tensors get no guard here, because Dynamo itself guards them. `by_value` is True if the traced code

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import Function
 
-from adacc_hf.torch_glue.dynamo_gaps import patched_dynamo
+from adacc_hf.torch_glue.dynamo_gaps import guard_identity, patched_dynamo
 from adacc_hf.torch_glue.function_calls import has_setup
 from adacc_hf.torch_glue.private import storage_key, tree_leaves, tree_map
 from adacc_hf.torch_glue.tensors import storage_of
@@ -56,19 +56,22 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any, met: s
     """Let Dynamo take each Function in `results` (from `describe_results`) as one node inside the `with` block.
 
     `allowed` is Dynamo's set of the ids of callables that it does not trace into. Functions that a trace meets are
-    added to `met`. Arguments that no graph can hold, such as a process group, become None.
+    added to `met`. An object that is an argument becomes None, and its identity is guarded. No graph can hold it.
     """
-    from torch._dynamo.variables import AutogradFunctionVariable, ConstantVariable
-
-    before = {function: vars(function).get("forward") for function in results}
-    added = [id(function) for function in results if id(function) not in allowed]
-    original = AutogradFunctionVariable.call_method
+    from torch._dynamo.variables import AutogradFunctionVariable, ConstantVariable, UserDefinedObjectVariable
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "apply" and self.fn_cls in results:
-            args = [arg if _has_proxy(arg) else ConstantVariable(None) for arg in args]
+            args = [arg.realize() for arg in args]
+            for place, arg in enumerate(args):
+                if isinstance(arg, UserDefinedObjectVariable):
+                    guard_identity(arg)  # none is needed if traced code creates the object
+                    args[place] = ConstantVariable(None)
         return original(self, tx, name, args, kwargs)
 
+    original = AutogradFunctionVariable.call_method
+    before = {function: vars(function).get("forward") for function in results}
+    added = [id(function) for function in results if id(function) not in allowed]
     try:
         for number in added:
             allowed.add(number)
@@ -84,14 +87,6 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any, met: s
                 del function.forward
             else:
                 function.forward = forward  # type: ignore[method-assign]
-
-
-def _has_proxy(variable: Any) -> bool:
-    try:
-        variable.as_proxy()
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _answer(function: type[Function], described: Any, met: set[type[Function]]) -> Callable[..., Any]:

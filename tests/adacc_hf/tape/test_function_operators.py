@@ -59,7 +59,7 @@ def make_function(shape):
             "tensor": out,
             "pair": (out, tensors["inner"] if "inner" in shape.saved else out.clone()),
             "with number": (out, out.shape[0]),
-            "with none": (None, out, "text"),
+            "with none": (None, out),
         }[shape.result]
 
     def save(ctx, tensors):

@@ -38,10 +38,9 @@ def scope_of(x):
 def test_results_are_described_by_the_sizes_of_arguments():
     x, y = torch.ones(5, 3), torch.ones(7)
     described = describe_results((x, y), (x + 1, {"first": y, "wide": torch.ones(7, 5, 4, dtype=torch.int32)}, 2))
-    wide = Result(None, ((1, 0), (0, 0), 4), torch.int32)
     assert described == (
         Result(None, ((0, 0), (0, 1)), x.dtype),
-        {"first": Result(1, ((1, 0),), y.dtype), "wide": wide},
+        {"first": Result(1, ((1, 0),), y.dtype), "wide": Result(None, ((1, 0), (0, 0), 4), torch.int32)},
         2,
     )
 
