@@ -31,7 +31,7 @@ from adacc_hf.callbacks.preconditions import (
     warn_of_checkpointing,
 )
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, run_folder
+from adacc_hf.callbacks.trainer_loop import TrainerLoop, run_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
@@ -173,7 +173,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         phase = self._session.phase
         if model.training:
-            phase.begin_forward(inputs, partial(batch_loss, self._trainer, compute, args, kwargs))
+            phase.begin_forward(inputs)
         result = compute(model, inputs, *args, **kwargs)
         self._session.phase.note_loss(result, inputs)
         return result

@@ -5,8 +5,6 @@ tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,14 +15,6 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.price.training_step import NoSync
-from adacc_hf.torch_glue.model_state import ModelState
-
-NO_BATCH = (
-    "AdaccCallback saw no training batch: the model has to be called by keyword arguments, in train mode, with "
-    "gradients on, and its loss has to be made by the model itself or by the Trainer's compute_loss (TRL's "
-    "OnlineDPOTrainer makes the loss in training_step). Train without AdaccCallback, or in a loop of your own with "
-    "AdaccSession(..., compute_loss=...)"
-)
 
 
 class TrainerLoop(TrainingLoop):
@@ -32,8 +22,6 @@ class TrainerLoop(TrainingLoop):
 
     If `trainer` is None, the properties come from the TrainingArguments.
     """
-
-    no_batch = NO_BATCH
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
         self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
@@ -60,9 +48,6 @@ class TrainerLoop(TrainingLoop):
     def is_first_rank(self) -> bool:
         return self._is_first_rank
 
-    def profiling(self) -> AbstractContextManager[Any]:
-        return keep_figures(self._trainer)
-
     def num_prefetched(self, device: torch.device) -> int:
         # Accelerate's loader reads one batch ahead, and moves a batch to a GPU only when its turn has come.
         return int(device.type == "cpu" and self._trainer is not None)
@@ -82,45 +67,6 @@ class TrainerLoop(TrainingLoop):
         if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
             return None
         return partial(accelerator.no_sync, model=model)
-
-
-@contextmanager
-def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """Restore the attributes of `trainer`, such as collected metrics, after the model was profiled in the `with` block.
-
-    Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Some Trainers, such
-    as TRL's DPOTrainer, collect metrics in `compute_loss`, and users log metrics there. Metrics must come from training
-    alone. The Trainer's models are not restored here, because the profiler restores models.
-    """
-    if trainer is None:
-        yield
-        return
-    models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
-    before = ModelState([vars(trainer), type(trainer)], excluded=models)
-    vars(trainer)["log"] = _log_nothing
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing. Replaces `Trainer.log` while the model is profiled."""
-
-
-def batch_loss(
-    trainer: Trainer | None,
-    compute: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    model: nn.Module,
-    batch: dict[str, Any],
-) -> torch.Tensor:
-    """Return the loss of `batch`, for a profile. `compute` is the method `compute_loss` of `trainer`."""
-    assert trainer is not None  # because `compute` is its method
-    with trainer.compute_loss_context_manager():
-        result = compute(model, batch, *args, **kwargs)
-    return result[0] if isinstance(result, tuple) else result
 
 
 def run_folder(args: TrainingArguments, trainer: Trainer | None) -> str:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from adacc_hf import AdaccConfig, Policy, apply_policy, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile, Shapes
+from adacc_hf.artifacts.size_model import joined
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.estimate.integer_search import largest_fitting
 from adacc_hf.estimate.planning import with_checkpointing
@@ -35,8 +36,8 @@ from adacc_hf.eval.trials.families import FAMILIES, QWEN3, Size
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.trial import check_limit
 from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.price.profiler import profile_batch
+from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.reports.run_record import Spread, markdown_table, to_json
@@ -94,9 +95,8 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 def _measure_model(ledger: Ledger, model: str, size: Size, run: Run) -> dict[str, int]:
     """Return the longest sequence of each method. Measure each method there, and at the common length."""
     info = ledger.run_info
-    profile = LongTraining(model, size, ledger.settings.device, ledger.settings.seed).profile(
-        info["profiled"], all_sizes=True
-    )
+    training = LongTraining(model, size, ledger.settings.device, ledger.settings.seed)
+    profile = joined([training.profile(info["profiled"] * share // 4) for share in (4, 3, 2, 1)])
     longest: dict[str, int] = {}
     for method in tqdm(info["methods"], desc=f"longest, {model}", unit="method"):
         tokens = predicted_longest(profile, method, info)
@@ -269,10 +269,10 @@ class LongTraining:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def profile(self, tokens: int, all_sizes: bool = False) -> Profile:
+    def profile(self, tokens: int) -> Profile:
         """Profile one step on `tokens` tokens."""
         step = TrainingStep(optimizer=self.optimizer)
-        return profile_batch(self.model, self.batch(tokens), AdaccConfig(), step, all_sizes=all_sizes)
+        return profile_batch(self.model, self.batch(tokens), AdaccConfig(), step)
 
 
 def shapes_of(tokens: int) -> Shapes:

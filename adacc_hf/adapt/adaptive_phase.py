@@ -8,8 +8,8 @@ when they are due.
    runs again under a tighter policy.
 3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
    solver runs that began `takeover_steps` steps ago are applied; c) solver runs start where predictions have changed
-   (replanning.py); d) a profile is requested for a batch size that occurs often, or if the model now trains more blocks
-   than the profile contains, or runs other operators (profile_requests.py).
+   (replanning.py); d) a micro-batch is recorded for a batch size without a policy, or if the model now trains more
+   blocks than the profile contains, or runs other operators (profile_requests.py).
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ from adacc_hf.adapt.replanning import Replanning
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.adapt.tracking_steps import TrackingSteps, is_tracking_step
-from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks, num_ranks
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
 
-LOOK_STEPS = 16
-"""Number of steps after which all ranks decide together, by collectives, if a batch is to be profiled."""
+LOOK_STEPS, FIRST_LOOKS = 16, 8
+"""Number of steps after which all ranks decide together, by collectives, if a batch is to be recorded. They also do so
+at each of the first FIRST_LOOKS steps."""
 
 
 STATE_STEPS = 8
@@ -65,7 +64,7 @@ class AdaptivePhase(FixedPolicyPhase):
     """Phase of a run that adapts its policies to the data and to the batch sizes: the controller of the run."""
 
     def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int) -> None:
-        """Create the phase without a policy. `begin_after_step`, `begin_in_step` or `resume` adds the first policy.
+        """Create the phase without a policy. `begin_after_step` or `resume` adds the first policy.
 
         `policy_step` is the number of finished steps when the run's first policy was set.
         """
@@ -89,29 +88,13 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         shapes = self._shapes_of(profile)
-        self.choice.add(shapes, profile, policy, is_provisional, self._profiler.all_sizes)
+        self.choice.add(shapes, profile, policy, is_provisional)
         self._run.stats.estimate_early_overheads(profile, shapes)
-
-    def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
-        """Begin to follow `policy`, made for `profile`, before the forward of a step's first micro-batch.
-
-        `step` is the number of finished steps. If the budget is a limit on peak memory, the policy is replaced as soon
-        as the memory of a step has been measured.
-        """
-        bounds_peak = Budget.resolve(self._run.config.memory_budget, profile, self._run.config).limits_peak
-        shapes = self._shapes_of(profile)
-        self.choice.add(shapes, profile, policy, is_provisional=bounds_peak, expects_size_model=True)
-        self._run.stats.estimate_early_overheads(profile, shapes)
-        self.begin_step(step)
-        super().begin_micro_batch(None)
-        self.choice.choose(self._batches.shapes, self._batches.nbytes)
 
     def begin_step(self, step: int) -> None:
         self._started = time.perf_counter()
         run, context = self._run, self.context
         context.step = step + 1
-        if self._requests.sizes is not None or self._requests.num_tries:
-            self._batches.keep_last(run.model)
         self.choice.begin_step()
         self._num_begun = 0
         self._count_accumulation(run.loop.num_micro)
@@ -188,27 +171,37 @@ class AdaptivePhase(FixedPolicyPhase):
         obstacle = self.replanning.tighten(self.context.step)
         if obstacle is None:
             self.show()
-            self._batches.begin_again()
         return obstacle
 
     def advice(self) -> str:
         return advice(self.choice.shown.replanner)
 
     def end_micro_batch(self) -> None:
-        if self._profiler.inner_steps.hook is not None:  # the policy was set within this micro-batch
-            self._profiler.inner_steps.close()
+        self._profiler.end_backward()
         fallbacks = self.handle.tape_cache.fallbacks
         refuse_fallbacks(self._run.config, fallbacks)
         self._run.stats.add(*self.choice.end_micro_batch(fallbacks.counts))
 
-    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        super().begin_forward(inputs, compute_loss, is_certain)
+    def begin_forward(self, inputs: Any) -> None:
+        super().begin_forward(inputs)
         self._choose(inputs)
-        if self._batches.is_keeping:
-            self._batches.note_loss_call(inputs, compute_loss, is_certain)
+        profiler, run = self._profiler, self._run
+        if profiler.is_recording:
+            profiler.enter_forward(inputs)
+        elif self._is_to_be_recorded() and not profiler.must_wait(run.model):
+            self.choice.suspend()
+            handle = self.handle
+            profiler.begin(handle.installation, run.optimizer, inputs, handle.tape_cache, handle.head)
+
+    def _is_to_be_recorded(self) -> bool:
+        """Return True if the micro-batch that begins is to be recorded for a profile."""
+        requests, is_busy = self._requests, self._tracking.is_on or self._peaks.is_on or self._profiler.has_recorded
+        if is_busy or not self._profiler.is_turn(self._num_begun, self._run.model):
+            return False
+        return requests.is_due or requests.num_tries > 0 or self.choice.wants_profile
 
     def note_loss(self, result: Any, inputs: Any) -> None:
-        self._batches.note_loss(result)
+        self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
 
     def abandon_step(self) -> None:
         self._cancel()
@@ -217,12 +210,14 @@ class AdaptivePhase(FixedPolicyPhase):
     def _cancel(self) -> None:
         """Stop the measurements of a step that has failed, and log how long the step took if it was slow."""
         self._end_report(has_failed=True)
+        self._profiler.cancel()
         self._tracking.cancel()
         self._peaks.close()
 
     def end_backward(self) -> None:
         """End the measurement of the step's memory. The optimizer's step is left out, because policies do not affect
         its memory."""
+        self._profiler.end_backward()
         if self._peaks.is_on:
             self._peaks.end_backward()
 
@@ -256,11 +251,12 @@ class AdaptivePhase(FixedPolicyPhase):
             has_changed |= self.replanning.take_over(step)
         if self._num_without_state:
             has_changed |= self._count_state(step)
-        is_turn = (step - context.policy_step) % LOOK_STEPS == 0
-        if is_turn or cache.unplanned or self._requests.sizes is not None:
-            self._requests.end_step(is_turn)
-        if self._batches.is_keeping:
-            has_changed |= self._profile_again(step)
+        num_steps = step - context.policy_step
+        is_turn = num_steps % LOOK_STEPS == 0 or num_steps <= FIRST_LOOKS
+        if self._profiler.has_recorded or self._requests.is_due or self._requests.num_tries:
+            has_changed |= self._end_recording(step)
+        if is_turn:
+            self._requests.look()
         if has_changed:
             self.show()
         if has_changed or len(history) > num_events:
@@ -311,60 +307,54 @@ class AdaptivePhase(FixedPolicyPhase):
         if current is not None:
             current.is_fresh = False
 
-    def _profile_again(self, step: int) -> bool:
-        """Profile the finished step's batch if a profile was requested. Return True if a policy was set."""
-        if self._profiler.must_wait(self._run.model):
-            return False
-        sizes, self._requests.sizes = self._requests.sizes, None
-        if sizes is not None:
-            return self._add_size(sizes, step)
-        return self._requests.num_tries > 0 and self._restart(step)
+    def _end_recording(self, step: int) -> bool:
+        """Make a policy of the micro-batch that the step has recorded. Return True if a policy was set."""
+        requests, called = self._requests, self._profiler.called
+        is_restart, requests.is_due = requests.num_tries > 0, False
+        profile = self._profiler.take(self._run.model, self._run.optimizer, is_largest=not is_restart)
+        if is_restart:
+            return self._restart(step, profile, called)
+        return profile is not None and self._add_size(step, profile)
 
-    def _add_size(self, sizes: BatchShapes, step: int) -> bool:
-        """Profile the step's batch, resized to `sizes`, and add a policy for this size.
-
-        Return False if the batch cannot be profiled or no policy fits.
-        """
-        self._profiler.all_sizes = True
+    def _add_size(self, step: int, measured: Profile) -> bool:
+        """Add a policy for the sizes of the profile `measured`. Return False if no policy fits."""
+        cache, sizes = self.choice.cache, self._shapes_of(measured) or ()
         try:
-            with self.handle.suspend():
-                result = self._builder.for_size(sizes, self.choice, *self._batches.take())
+            profile, policy = self._builder.later(cache.with_other_sizes(measured), self.choice)
+            if policy.idle_blocks - cache.idle_blocks:
+                raise RefusedSizeError("they train fewer blocks, and a policy needs all of them")
         except RefusedSizeError as reason:
             log.warning("Adacc: batches of %s get no policy of their own: %s", describe(sizes), reason)
-            self.choice.cache.refuse(sizes)
+            cache.refuse(sizes)
             self._run.note(MemoryNoted(step=step, reason=f"{describe(sizes)}: {reason}"))
             return False
-        if result is None:
-            return False
-        shapes, profile, policy = result
-        self.choice.add(shapes, profile, policy, expects_size_model=True)
-        if shapes != sizes:  # else each batch of the bucket would request a policy that fits it better
-            self.choice.cache.refuse(sizes)
-        self._note_policy(step, f"for batches of {describe(shapes)}", policy, profile)
+        self.choice.add(sizes, profile, policy)
+        self._note_policy(step, f"for batches of {describe(sizes)}", policy, profile)
         return True
 
-    def _restart(self, step: int) -> bool:
-        """Profile the step's batch, and replace all policies of the run by a policy for this batch.
+    def _restart(self, step: int, measured: Profile | None, called: set[str]) -> bool:
+        """Replace all policies of the run by a policy of the profile `measured`.
 
-        The old policies do not fit any more, because the model now runs other operators or trains more blocks. Return
-        False if the batch cannot be profiled or no policy fits.
+        The old policies do not fit any more, because the model now runs other operators or trains more blocks. `called`
+        are the block calls that were recorded on this rank. Return False if the batch leaves out blocks or no policy
+        fits.
         """
         requests = self._requests
-        if not requests.can_restart():
+        if not requests.can_restart(called) or measured is None:
             if requests.num_tries == 0:
                 self._report_failed_restart(step, "no batch came that calls all of them")
             return False
         requests.num_tries = 0
+        cache = self.choice.cache
         try:
-            with self.handle.suspend():
-                profile, policy = self._builder.for_all_blocks(self.choice, *self._batches.take())
+            profile, policy = self._builder.later(measured, self.choice)
         except RefusedSizeError as reason:
             self._report_failed_restart(step, str(reason))
             return False
         self._cancel()
-        self.choice.cache.clear()
+        cache.clear()
         requests.restarted()
-        self.choice.add(self._shapes_of(profile), profile, policy)
+        self.choice.add(self._shapes_of(profile), cache.with_other_sizes(profile), policy)
         self._note_policy(step, requests.why, policy, profile)
         return True
 
@@ -373,22 +363,15 @@ class AdaptivePhase(FixedPolicyPhase):
         announce("Adacc: policy set, %s: %s", reason, describe_costs(policy, profile))
 
     def _report_failed_restart(self, step: int, obstacle: str) -> None:
-        """Warn that the run keeps its policies because of `obstacle`. Free the batch from which new policies were to be
-        made."""
+        """Warn that the run keeps its policies because of `obstacle`."""
         why = self._requests.why
         reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
-        self._batches.drop()
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled, or None if the sizes are unknown.
-
-        All ranks use the first rank's profile, and therefore the first rank's sizes.
-        """
-        if profile.sizes is not None:
-            return from_profile_shapes(profile.measured[0][0])
-        return broadcast_from_first_rank(lambda: self._batches.known_shapes)
+        """Return the sizes of the batch that was profiled, or None if the sizes are unknown."""
+        return from_profile_shapes(profile.measured[0][0]) or None
 
     def show(self) -> None:
         """Set the run's policy and profile to the policy and profile of the most recent micro-batch."""
@@ -455,6 +438,5 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def remove(self) -> None:
         self._cancel()
-        super().remove()
         self._profiler.remove()
-        self._batches.drop()
+        super().remove()

@@ -17,8 +17,8 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
-from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.price.memory_profile import with_missing_bytes
+from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.solver import provisional_policy, recomputing_policies, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
 

@@ -14,7 +14,6 @@ from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_pool import host_pool
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.progress import announce
 
@@ -43,18 +42,10 @@ class FixedPolicyPhase(Phase):
         """
         self._run.stats.estimate_early_overheads(profile, None)
 
-    def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
-        """Begin to follow `policy`, made for `profile`, before the forward of a step's first micro-batch.
-
-        `step` is the number of finished steps.
-        """
-        self.begin_after_step(profile, policy, is_provisional=False)
-        self.begin_micro_batch(None)
-
     def resume(self, saved: Saved) -> None:
         """Restore the state of the run from the checkpoint's state `saved`."""
 
-    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+    def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True
 
     def begin_micro_batch(self, inputs: Any) -> None:

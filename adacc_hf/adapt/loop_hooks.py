@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
@@ -23,23 +22,22 @@ log = logging.getLogger(__name__)
 class LoopHooks:
     """Hooks that call a run's current phase when the model is called on a micro-batch and when the optimizer steps."""
 
-    def __init__(self, run: RunState, compute_loss: ComputeLoss | None) -> None:
+    def __init__(self, run: RunState) -> None:
         self.is_on = False
         """True within a micro-batch."""
         self.num_forwards = 0
         """Number of forwards in the current step that run in train mode with gradients enabled."""
-        self._run, self._compute_loss = run, compute_loss
+        self._run = run
         self._batch: Any = None
-        self._is_busy = False
-        """True while the run's phase handles an event. The profiler may then call the model, and such calls must not
-        count as training."""
-        self._num_calls = 0
-        """Number of forwards in the current micro-batch that run in train mode with gradients enabled."""
         self._hooks: list[Any] = []
 
     def begin(self, watches_optimizer: bool = True) -> None:
         """Register the hooks. If `watches_optimizer` is False, an adapter must send the optimizer's events itself."""
-        self._hooks = [self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)]
+        model = self._run.model
+        self._hooks = [
+            model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True),
+            model.register_forward_hook(ModelHook(self._forward_ends)),
+        ]
         if watches_optimizer:
             self._hooks += [
                 self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
@@ -47,17 +45,8 @@ class LoopHooks:
             ]
 
     def begin_micro_batch(self, batch: Any = None) -> None:
-        """Record that a micro-batch on `batch` begins, or is tried again.
-
-        Raises TypeError if there is a `compute_loss` and `batch` is not a mapping.
-        """
-        if self._compute_loss is not None and not isinstance(batch, Mapping):
-            raise TypeError(
-                f"a batch of type {type(batch).__name__} with compute_loss: the batch of session.step, of "
-                f"session.micro_batch or of Lightning's training_step has to be a mapping (a dict of tensors), as "
-                f"profiling calls compute_loss(model, batch) with parts of it"
-            )
-        self.is_on, self._batch, self._num_calls = True, batch, 0
+        """Record that a micro-batch on `batch` begins, or is tried again."""
+        self.is_on, self._batch = True, batch
 
     def remove(self) -> None:
         """Remove the hooks from the model and the optimizer. Further calls have no effect."""
@@ -66,29 +55,15 @@ class LoopHooks:
         self._hooks, self._batch, self.is_on = [], None, False
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_on or self._is_busy or not module.training or not torch.is_grad_enabled():
+        if not self.is_on or not module.training or not torch.is_grad_enabled():
             return
         self.num_forwards += 1
-        self._num_calls += 1
-        if self._num_calls == 2 and self._compute_loss is None:
-            self._refuse_second_call()
-        inputs = self._batch if self._compute_loss is not None else by_name(module, args, kwargs)
-        if inputs is None:
-            return
-        self._run.loop.note_autocast(next(module.parameters()).device.type)
-        self._is_busy = True
-        try:
-            self._run.phase.begin_forward(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
-        finally:
-            self._is_busy = False
+        inputs = self._batch if isinstance(self._batch, Mapping) else by_name(module, args, kwargs)
+        self._run.phase.begin_forward({} if inputs is None else inputs)
 
-    def _refuse_second_call(self) -> None:
-        """Handle a second call of the model in a micro-batch: raise RuntimeError in the first step, and warn once in
-        later steps."""
-        if self._run.num_steps == 0:
-            raise RuntimeError(self._run.loop.several_calls)
-        text = "Adacc: %s; until then a step may take more than memory_budget"
-        self._run.warn_once(text, self._run.loop.several_calls)
+    def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.is_on and module.training and torch.is_grad_enabled():
+            self._run.phase.note_loss(getattr(output, "loss", None), None)
 
     def _optimizer_begins(self, *_: Any) -> None:
         self._run.has_stepped = True

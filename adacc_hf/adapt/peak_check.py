@@ -16,8 +16,8 @@ from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.price.memory_profile import missing_bytes, with_missing_bytes
+from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements, to_profile_shapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks

@@ -4,7 +4,7 @@ NOTE [Phases of a run]
 | phase | blocks run under | begins | ends |
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
-| WarmUpPhase | torch's checkpoint | a run without a policy | the first policy: before a forward, or after a step |
+| WarmUpPhase | torch's checkpoint | a run without a policy | the first policy, after a step |
 | FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
 | AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
 | CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
@@ -13,10 +13,9 @@ NOTE [Phases of a run]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from adacc_hf.adapt.adaptive_phase import AdaptivePhase
@@ -34,11 +33,9 @@ from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 from adacc_hf.torch_glue.progress import announce
 
@@ -53,22 +50,24 @@ If one batch in eight has an image, the probability that 64 steps have no image 
 
 
 class WarmUpPhase(Phase):
-    """Phase of a run before the first policy. Every block runs under torch's checkpoint until a batch is profiled."""
+    """Phase of a run before the first policy. Blocks run under torch's checkpoint, except in the micro-batch that is
+    recorded for the profile (price/live_step.py)."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
         self._checkpointing = FullRecompute(run.model, run.config)
-        self._batches.keep_last(run.model)
-        self._step = 0
-        """Number of finished steps when the current step began."""
-        self._has_tried = False
-        """True after the attempt to set a policy before the first forward."""
+        self._num_begun = 0
+        """Number of micro-batches that have begun in the current step."""
+        self._has_forward = False
+        """True after the first forward. The loop may skip batches, for example without labels."""
         self._is_checked = False
-        """True after the first step that called the model. The loop may skip batches, for example without labels."""
-        self._profile_error: torch.OutOfMemoryError | None = None
-        """Error if memory ran out while profiling before the first forward, else None."""
+        """True after the first step that called the model."""
+        self._is_too_large = False
+        """True after memory ran out in a recorded micro-batch: no other one is recorded."""
+        if run.source is None or callable(run.source):
+            announce("Adacc: memory_budget=%r: the first step is profiled while it trains", run.config.memory_budget)
 
     @property
     def activity(self) -> str:
@@ -77,139 +76,110 @@ class WarmUpPhase(Phase):
         return CHECKPOINT
 
     def begin_step(self, step: int) -> None:
-        self._step = step
+        self._num_begun = 0
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
         self._checkpointing.begin_step()
         self._profiler.inner_steps.open()
-        self._meet(inputs)
-
-    def _meet(self, inputs: Any) -> None:
-        if self._batches.read_shapes(inputs):
-            self._checkpointing.sizes.add(self._batches.shapes)
+        self._batches.read_shapes(inputs)
+        self._num_begun += 1
+        if inputs is None and self._is_to_be_recorded():  # a loop of the user's may call blocks before the model
+            self._record(None)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result.
 
-        `run` may set the first policy. If memory then runs out, call `run` again under a policy that needs less memory.
+        If memory runs out in a recorded micro-batch, call `run` again without recording.
         """
         report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
             with memory_reported(report):
                 return run()
-        try:
-            # Looked up at the time of the error, because the phase may change within `run`.
-            return run_with_retry(
-                run, self._run.model, lambda: self._run.phase.tighten(), lambda: self._run.phase.advice(), report
-            )
-        except torch.OutOfMemoryError:
-            if self._profile_error is not None:
-                raise self._profile_error from None
-            raise
+        return run_with_retry(run, self._run.model, self.tighten, self.advice, report)
+
+    def tighten(self) -> str | None:
+        if self._run.has_stepped:
+            return "the optimizer has begun to change the weights"
+        if not self._profiler.is_recording:
+            return "it ran under full recomputation already"
+        self._profiler.cancel()
+        self._is_too_large = True
+        return None
 
     def end_micro_batch(self) -> None:
+        self._profiler.end_backward()
         self._profiler.inner_steps.close()
         self._run.stats.add_early(self._batches.known_shapes)
 
-    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        self._meet(inputs)
-        if self._run.num_steps == 0 and not self._has_tried:
-            self._has_tried = True
-            self._set_policy_before_forward(inputs, compute_loss)
-        self._batches.note_loss_call(inputs, compute_loss, is_certain)
+    def begin_forward(self, inputs: Any) -> None:
+        self._batches.read_shapes(inputs)
+        self._has_forward = True
+        if self._profiler.is_recording:
+            self._profiler.enter_forward(inputs)
+        elif self._is_to_be_recorded():
+            self._record(inputs)
 
-    def _set_policy_before_forward(self, inputs: Any, compute_loss: ComputeLoss | None) -> None:
-        """Profile the first batch before its forward, run the solver, and follow the resulting policy.
+    def _is_to_be_recorded(self) -> bool:
+        """Return True if the micro-batch that begins is to be recorded."""
+        profiler, run = self._profiler, self._run
+        is_turn = profiler.is_turn(self._num_begun, run.model) and run.num_steps >= run.loop.num_unrecorded_steps
+        is_possible = is_turn and not (profiler.has_recorded or self._is_too_large)
+        return is_possible and not profiler.must_wait(run.model)
 
-        If the batch cannot be profiled, log the reason. The first steps then run under torch's checkpoint.
-        """
-        run, model = self._run, self._run.model
-        if not isinstance(inputs, Mapping):
-            self._profiler.note_unpredicted(f"inputs of type {type(inputs).__name__} are not profiled, only mappings")
-            return
-        if self._profiler.must_wait(model):
-            self._profiler.note_unpredicted("a torch profiler is active")
-            return
-        self._checkpointing.remove()
-        self._profile_error = None
-        if run.source is None or callable(run.source):
-            announce(
-                "Adacc: memory_budget=%r: profiling the first batch (%s); the first step begins when a policy is set",
-                run.config.memory_budget,
-                describe(batch_shapes(inputs)),
-            )
-        try:
-            first = self._builder.before_first_step(dict(inputs), compute_loss)
-        except BaseException as error:
-            self._profile_error = error if isinstance(error, torch.OutOfMemoryError) else None
-            self._begin_checkpointing()  # the loop may catch the error, such as an interrupt, and go on
-            raise
-        if first is None:
-            self._begin_checkpointing()
-            return
-        self._batches.drop()
-        if run.source is not None:
-            self._profiler.remove()  # a user's policy never changes
-        profile, policy = first
-        run.phase = following = follow(run, policy, profile, self._step)
-        following.begin_in_step(profile, policy, self._step)
-        run.note(PolicySet(step=self._step, **predictions(policy)))
-        run.save(changed=True)
-
-    def _begin_checkpointing(self) -> None:
-        """Install torch's checkpoint again after a profile, because there is no policy."""
-        sizes = self._checkpointing.sizes
-        self._checkpointing = FullRecompute(self._run.model, self._run.config)
-        self._checkpointing.begin_step()
-        self._checkpointing.sizes |= sizes | {self._batches.shapes}
+    def _record(self, inputs: Any) -> None:
+        checkpointing = self._checkpointing
+        self._profiler.begin(checkpointing, self._run.optimizer, inputs, head=checkpointing.head)
 
     def note_loss(self, result: Any, inputs: Any) -> None:
-        self._batches.note_loss(result)
+        self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
 
     def begin_optimizer_step(self) -> None:
+        self._profiler.end_backward()
         self._run.watch_optimizer()
 
     def end_optimizer_step(self) -> None:
         self._profiler.optimizer.end()
 
+    def end_backward(self) -> None:
+        self._profiler.end_backward()
+
     def end_step(self, step: int) -> None:
         run = self._run
-        has_called = self._batches.has_called or any(block.num_calls for block in self._checkpointing.blocks.values())
-        if has_called and not self._is_checked:
+        self._profiler.end_backward()
+        if self._has_forward and not self._is_checked:
             self._is_checked = True
             check_called(self._checkpointing)
         num_more = run.num_steps - run.config.profile_steps
-        if num_more < 0 or (num_more < MOST_STEPS and not any(gather_from_all_ranks(has_called))):
-            return
-        if self._profiler.must_wait(run.model):
-            reason, remedy = "a torch profiler is active", "let it end within the first profile_steps"
+        if self._is_too_large:
+            reason, remedy = "memory ran out while it was recorded", "use a smaller batch"
+        elif not all(gather_from_all_ranks(self._profiler.has_recorded)):
+            self._profiler.cancel()
+            if num_more < 0 or not any(gather_from_all_ranks(self._has_forward)):
+                return
+            reason, remedy = "no micro-batch was recorded", "let a torch profiler end within the first profile_steps"
         elif skipped := skipped_on_any_rank(self._checkpointing, num_more):
+            self._profiler.cancel()
             reason, remedy = (
                 f"the batch leaves out {describe_blocks(skipped)}",
                 "begin with a batch that calls every block",
             )
         else:
-            self._set_policy_after_step(step)
+            self._set_policy(step)
             return
-        refuse_uncovered(run.config, ALL_BLOCKS, f"{reason}, so it cannot be profiled", remedy)
+        if num_more >= 0:
+            refuse_uncovered(run.config, ALL_BLOCKS, f"{reason}, so it cannot be profiled", remedy)
 
-    def _set_policy_after_step(self, step: int) -> None:
-        """Profile the most recent batch, run the solver, and follow the resulting policy from the next step on."""
+    def _set_policy(self, step: int) -> None:
+        """Make the profile of the recorded micro-batch, run the solver, and follow the resulting policy from the next
+        step on."""
         run = self._run
-        announce(
-            "Adacc: memory_budget=%r: profiling after step %d; the next step begins when a policy is set",
-            run.config.memory_budget,
-            step,
-        )
-        self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
-        self._checkpointing.remove()  # the profiler's wrappers must not enclose the checkpointing wrappers
+        profile = self._profiler.take(run.model, run.optimizer)
+        assert profile is not None  # every rank has recorded a micro-batch
         try:
-            profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
-        except BaseException:  # the loop may catch the error, such as an interrupt, and go on
-            self._begin_checkpointing()
-            self._batches.keep_last(run.model)
-            raise
+            policy, is_provisional = self._builder.first(profile)
+        finally:
+            self._checkpointing.remove()
         run.phase = following = follow(run, policy, profile, step)
         following.begin_after_step(profile, policy, is_provisional)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
@@ -217,7 +187,6 @@ class WarmUpPhase(Phase):
 
     def abandon_step(self) -> None:
         self._profiler.remove()
-        self._has_tried = False  # the error that broke the step off may have broken off the profile, too
 
     def ends(self) -> None:
         num_steps, config = self._run.num_steps, self._run.config
@@ -232,9 +201,8 @@ class WarmUpPhase(Phase):
             )
 
     def remove(self) -> None:
-        self._checkpointing.remove()
         self._profiler.remove()
-        self._batches.drop()
+        self._checkpointing.remove()
 
 
 class FullRecompute(Installation):
@@ -244,7 +212,7 @@ class FullRecompute(Installation):
     """
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
-        self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
+        self.head = ChunkedHead(model) if config.heads == ("chunked",) else None
         try:
             super().__init__(model, config.block_classes)
         except BaseException:
@@ -252,8 +220,6 @@ class FullRecompute(Installation):
             raise
         for function in self.blocks.values():
             function.strategy = CheckpointStrategy()
-        self.sizes: set[BatchShapes] = set()
-        """Distinct shapes of the micro-batches that have run so far."""
         self._executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:
@@ -277,8 +243,8 @@ class FullRecompute(Installation):
         self._remove_head()
 
     def _remove_head(self) -> None:
-        if self._head is not None:
-            self._head.remove()
+        if self.head is not None:
+            self.head.remove()
 
 
 def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[str]:

@@ -2,9 +2,8 @@
 
 Sizes are grouped into size classes. Each class is 25 % larger than the class below (artifacts/size_model.py). A class
 gets a policy before the first batch of the class runs. The policy is solved for a profile that is extrapolated from a
-measured one. If the model cannot run on slices of a batch, profiles cannot be extrapolated. A batch then runs under the
-policy of the smallest profiled size that the batch fits in, or under torch's checkpoint if the batch is larger than
-each profiled size. Once batches of this size have occurred often enough, one such batch is profiled.
+measured one, once a few sizes were measured. Before, a batch runs under the policy of the smallest profiled size that
+the batch fits in, or is recorded while it trains under torch's checkpoint.
 
 Buckets (torch_glue/batch_shapes.py) group the batches that belong to no size class.
 """
@@ -17,7 +16,8 @@ from collections.abc import Hashable, Iterable
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.size_model import SizeModel
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.size_model import SizeModel, joined
 from adacc_hf.run.policy_handle import BlockPlans
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
@@ -34,6 +34,9 @@ ENOUGH_SEEN = 8
 
 A profile takes as long as tens of steps.
 """
+FEW_PROFILES, MAX_PROFILES = 6, 12
+"""Number of measured profiles up to which each new bucket is profiled at once, because profiles of a few sizes predict
+all others, and the number of profiles that are kept."""
 MAX_SIZE_POLICIES = 16
 """Maximum number of policies of a run that are adapted to the data, one per batch size. Size classes that occur later
 get untracked plans, which are not adapted to the data."""
@@ -63,8 +66,8 @@ class PolicyCache:
         self.least: Policy | None = None
         """Policy that needs the least memory, from the most recent solver run at a size at which no policy fits the
         budget."""
-        self.can_run_on_parts = True
-        """True unless a profile has shown that the model cannot run on slices of a batch."""
+        self._profiles: list[Profile] = []
+        """Measured profiles of different sizes, the latest last."""
 
     def add(self, size_policy: SizePolicy) -> None:
         """Add `size_policy`, and remove the policies that it replaces (see `_replaces_size_policy`).
@@ -176,8 +179,26 @@ class PolicyCache:
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
         bucket = bucket_of(shapes)
         if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
-            self._count(bucket, shapes, ENOUGH_SEEN if best is None and self.can_run_on_parts else 1)
+            self._count(bucket, shapes, ENOUGH_SEEN if best is None or len(self._profiles) < FEW_PROFILES else 1)
         return best
+
+    def with_other_sizes(self, profile: Profile) -> Profile:
+        """Return `profile` with the measurements of earlier profiles at other sizes, so that it predicts further sizes,
+        as soon as there are enough of them."""
+        own = profile.measured[0][0]
+        self._profiles = [other for other in self._profiles if other.measured[0][0] != own][1 - MAX_PROFILES :]
+        self._profiles.append(profile)
+        return joined(self._profiles[::-1])
+
+    @property
+    def has_wanted(self) -> bool:
+        """True if batches of a size without a policy have occurred often enough to profile one."""
+        return not self.is_full and any(count >= ENOUGH_SEEN for _, count in self.unplanned.values())
+
+    def wants(self, shapes: BatchShapes) -> bool:
+        """Return True if a batch of `shapes` is to be profiled, because its size has no policy."""
+        _, count = self.unplanned.get(bucket_of(shapes), (shapes, 0))
+        return not self.is_full and count >= ENOUGH_SEEN and self.class_of(shapes) is None
 
     def refuse(self, shapes: BatchShapes) -> None:
         """Exclude batches of about the size `shapes` (the same bucket) from further requests for a profile.
@@ -212,18 +233,3 @@ def _replaces_size_policy(new: SizePolicy, old: SizePolicy) -> bool:
         return True
     is_profiled = new.replanner.profile.sizes is None and not new.is_extrapolated
     return is_profiled and bucket_of(old.shapes) == bucket_of(new.shapes)
-
-
-def most_wanted(counts: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
-    """Return the sizes to profile next: the sizes of the bucket with the most batches, summed over all ranks.
-
-    A bucket is a group of similar batch sizes. Return None if no bucket has ENOUGH_SEEN batches. `counts` contains the
-    dict `PolicyCache.unplanned` of each rank.
-    """
-    total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
-    for rank in counts:
-        for bucket, (shapes, count) in rank.items():
-            before, counted = total.get(bucket, (shapes, 0))
-            total[bucket] = smallest_enclosing(before, shapes), counted + count
-    candidates = [(count, num_elements(shapes), shapes) for shapes, count in total.values() if count >= ENOUGH_SEEN]
-    return max(candidates, key=lambda item: item[:2])[2] if candidates else None

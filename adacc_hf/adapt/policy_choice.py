@@ -10,7 +10,7 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | in a class whose upper bounds exceed the budget | the policy for the smallest known sizes that the batch fits into |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | as in the rows above, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
-| in no class and larger than each profiled size | none: torch's checkpoint. A budget for the peak leads to a warning |
+| in no class and larger than each profiled size | none: torch's checkpoint, recorded for a policy of its own |
 """
 
 from __future__ import annotations
@@ -224,20 +224,17 @@ class PolicyChoice:
         profile: Profile,
         policy: Policy,
         is_provisional: bool = False,
-        expects_size_model: bool = False,
         is_extrapolated: bool = False,
     ) -> SizePolicy:
         """Add `policy` for batches with the sizes `shapes`, and apply the policy. Return the new `SizePolicy`.
 
         `shapes` is None if the sizes are unknown. If `is_provisional` is True, the policy is replaced once the memory
-        of a step has been measured. `expects_size_model` is True if the profiler has tried to measure other sizes too.
-        If `profile` has no size model in this case, the model cannot run on slices of a batch. `is_extrapolated` is
-        True if `profile` was predicted from the profile of another size.
+        of a step has been measured. `is_extrapolated` is True if `profile` was predicted from the profile of another
+        size.
         """
         size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
         size_policy.is_provisional = is_provisional
         self.cache.add(size_policy)
-        self.cache.can_run_on_parts = not expects_size_model or profile.sizes is not None
         self._put(size_policy, size_policy.plans)
         self.context.measure_after_steps(RECORDED_STEPS)
         self.context.must_measure |= is_provisional
@@ -293,6 +290,17 @@ class PolicyChoice:
     def _put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
         self._handle.follow(plans)
         self.current, self.plans, self._lasts = size_policy, plans, False
+
+    def suspend(self) -> None:
+        """Run the blocks of the current micro-batch under torch's checkpoint, because it is to be recorded."""
+        self._used.pop(id(self.plans), None)
+        self._put(None, None)
+        self._used[id(None)] = None
+
+    @property
+    def wants_profile(self) -> bool:
+        """True if the current micro-batch is to be recorded, because its size has no policy."""
+        return self._is_alone and self.cache.wants(self.shapes)
 
     def check_budget(self) -> None:
         """Compare the predicted peak of the next micro-batch with the budget, even if the previous micro-batch had the

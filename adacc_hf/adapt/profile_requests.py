@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from adacc_hf.adapt.policy_cache import MAX_SIZE_POLICIES, most_wanted
+from adacc_hf.adapt.policy_cache import MAX_SIZE_POLICIES
 from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.artifacts.call_names import block_of_call
 from adacc_hf.run.blocks import Installation
-from adacc_hf.torch_glue.batch_shapes import BatchShapes
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks, num_ranks
 
 MORE_BLOCKS = "more blocks are trained than before"
@@ -25,12 +25,12 @@ takes a collective."""
 
 
 class ProfileRequests:
-    """Requests for profiles during a run. A profile is requested for a batch size without a policy, or for a restart,
-    which replaces all policies."""
+    """Requests for profiles during a run: for a batch size without a policy, or for a restart, which replaces all
+    policies."""
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
-        self.sizes: BatchShapes | None = None
-        """Sizes to which the next step's batch is to be resized and profiled, or None if there is no request."""
+        self.is_due = False
+        """True if all ranks record a micro-batch of the next step, because a rank has batches without a policy."""
         self.why = ""
         """Reason for the restart (replacement of all policies) for which a batch is awaited."""
         self.num_tries = 0
@@ -40,16 +40,14 @@ class ProfileRequests:
         """Reasons for which a restart was tried. They do not lead to another restart until `restarted` removes them."""
         self._is_alone = num_ranks() == 1
 
-    def end_step(self, is_turn: bool) -> None:
-        """Decide at a step's end what to profile next. `is_turn` is True in steps at whose end all ranks decide
-        together."""
-        if is_turn or self._is_alone:
+    def look(self) -> None:
+        """Decide at a step's end, with all ranks, what to record next."""
+        if not self._is_alone:
             self._look_for_sizes()
-        if is_turn:
-            self._look_for_reasons()
+        self._look_for_reasons()
 
     def _look_for_sizes(self) -> None:
-        """Request a profile of a frequent batch size whose profile cannot be extrapolated from another size.
+        """Request a profile of a batch size whose profile cannot be extrapolated from other sizes.
 
         With several ranks, a new size class (batches of similar sizes) first gets plans that are not adapted to the
         data (`PolicyCache.untracked`), because perhaps only some ranks have batches of this class, and all ranks must
@@ -58,10 +56,7 @@ class ProfileRequests:
         cache = self._choice.cache
         if cache.is_full:
             return
-        if self._is_alone:
-            self.sizes = most_wanted([cache.unplanned]) if cache.unplanned else None
-            return
-        self.sizes = most_wanted(gather_from_all_ranks(dict(cache.unplanned)))
+        self.is_due = any(gather_from_all_ranks(cache.has_wanted))
         classes = sorted(set().union(*gather_from_all_ranks(list(cache.untracked))), key=repr)
         for sizes in classes[: MAX_SIZE_POLICIES - len(cache.all)]:
             profile = self._choice.extrapolated.profile_at(sizes)
@@ -78,18 +73,16 @@ class ProfileRequests:
                 self.why, self.num_tries = why, MOST_TRIES
                 self._tried.add(why)
 
-    def can_restart(self) -> bool:
-        """Decrement `num_tries`. Return True if a restart, which replaces all policies, can profile the most recent
-        batch of every rank.
+    def can_restart(self, called: set[str]) -> bool:
+        """Decrement `num_tries`. Return True if a restart, which replaces all policies, can use the recorded
+        micro-batch, which has made the block calls `called` on this rank.
 
-        On this batch, the model must have called every block that it has called with gradients in any step of the run
-        so far. If the reason to restart is OTHER_OPERATORS, the model must also have run operators that were not
-        profiled.
+        On it, the model must have called every block that it has called with gradients in any step of the run so far.
         """
         self.num_tries -= 1
-        is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())
-        has_operators = self._choice.diverged.has_diverged or self.why != OTHER_OPERATORS
-        return all(gather_from_all_ranks(is_whole and has_operators))
+        blocks = {block_of_call(name) for name in called}
+        is_whole = not (self._installation.blocks.keys() - blocks).difference(self._installation.uncalled())
+        return all(gather_from_all_ranks(bool(called) and is_whole))
 
     def restarted(self) -> None:
         """Record that all policies were replaced. If blocks that were not trained so far are trained later, the

@@ -27,7 +27,6 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -77,12 +76,8 @@ class Phase:
         memory."""
         return "Use a smaller batch or shorter sequences"
 
-    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Handle the start of a forward on `inputs`. If `compute_loss` is None, the model computes the loss itself.
-
-        If `is_certain` is True, a profile must use `compute_loss`. Otherwise `compute_loss` perhaps only scales the
-        loss that the model returned. If so, a profile uses the model's loss (see `LastBatch`).
-        """
+    def begin_forward(self, inputs: Any) -> None:
+        """Handle the start of a forward on `inputs` in training. A micro-batch may have several."""
 
     def note_loss(self, result: Any, inputs: Any) -> None:
         """Handle the end of a forward on `inputs` in training or evaluation.
@@ -213,12 +208,9 @@ class RunState:
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self) -> None:
-        """Begin to measure the memory of clipping and of the optimizer's step, unless this memory was measured already.
-
-        Training steps before number `profile_steps` are not measured, because the first one allocates the optimizer's
-        state.
-        """
-        if not self.profiler.optimizer.has_seen and self.num_steps >= self.config.profile_steps - 1:
+        """Begin to measure the memory of clipping and of the optimizer's step, unless this memory was measured
+        already."""
+        if not self.profiler.optimizer.has_seen:
             self.profiler.optimizer.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:

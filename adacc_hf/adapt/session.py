@@ -27,7 +27,6 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
@@ -64,10 +63,9 @@ RETRY = (
 class AdaccSession:
     """Memory budget for a model in any training loop.
 
-    Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
-    run on parts) and solves for a policy. If the first batch cannot be profiled (`AdaccConfig.profile_steps` lists the
-    reasons), the first `profile_steps` steps run under torch's checkpoint, and the policy is made afterwards. Each
-    batch size gets its own policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer.
+    The first step runs as under gradient checkpointing, and is profiled while it trains: nothing of the loop runs an
+    extra time. From the second step on, the blocks follow the solved policy. Each batch size gets its own policy, and
+    policies are adapted to the data. AdaccCallback does the same in a Trainer.
     A model compiled as a whole (torch.compile) is supported only by the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
@@ -91,7 +89,6 @@ class AdaccSession:
         config: AdaccConfig | None = None,
         *,
         policy: PolicySource | None = None,
-        compute_loss: ComputeLoss | None = None,
         folder: str | Path | None = None,
         loop: TrainingLoop | None = None,
         **overrides: Any,
@@ -105,10 +102,6 @@ class AdaccSession:
             config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
             policy: a Policy, the path of a policy file, or a function that makes a Policy from a Profile. The
                 policy is used instead of the solver, and never changes during the run.
-            compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
-                output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
-                about 8 times, with the batch that was passed to `step` or `micro_batch`, or with parts of this batch.
-                The batch must be a mapping.
             folder: the folder for the files that `adacc report` and `adacc explain` read. None writes no files.
             loop: for adapters of other trainers, which send the events themselves. If None, the session registers hooks
                 on model and optimizer instead.
@@ -126,7 +119,7 @@ class AdaccSession:
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
         self.state = RunState(self.config, policy, model, optimizer, loop)
         """State of the run. Public, because adapters may define their own phases."""
-        self.hooks = LoopHooks(self.state, compute_loss)
+        self.hooks = LoopHooks(self.state)
         """Hooks on model and optimizer, which send the events of a user's own loop. Adapters may use the hooks too."""
         self._num_micro = 0
         """Number of micro-batches that have begun in the current step."""
@@ -223,7 +216,8 @@ class AdaccSession:
         """Run one micro-batch in the `with` block: forward and backward.
 
         The optimizer's step belongs in the `with` block of a step's last micro-batch, or right after this block.
-        `batch` is needed only with a `compute_loss`.
+        `batch` is a mapping of tensors, whose sizes choose the policy. Without it, the sizes are those of the model's
+        arguments.
         """
         if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")

@@ -7,7 +7,6 @@ TrainingLoop itself is for a user's own loop. The subclass of TrainingLoop for t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,26 +24,12 @@ if TYPE_CHECKING:
     from adacc_hf.adapt.policy_builder import PolicySource
     from adacc_hf.adapt.session import AdaccSession
 
-NO_BATCH = (
-    "AdaccSession saw no batch: within session.step(batch), the model has to be called once, in train mode, with "
-    "gradients on and with keyword arguments, and its output needs a .loss. Pass labels=... to the model (and not "
-    "return_dict=False), or give the function that makes the loss: "
-    "AdaccSession(..., compute_loss=lambda model, batch: ...)"
-)
-
-SEVERAL_CALLS = (
-    "the model is called a second time within one micro-batch, but the policy is for one call: to profile all calls, "
-    "pass the function that computes the loop's loss, AdaccSession(..., compute_loss=lambda model, batch: ...)"
-)
-
 
 class TrainingLoop:
-    """Properties of a user's own training loop, and contexts for profiling within the loop."""
+    """Properties of a user's own training loop."""
 
-    no_batch = NO_BATCH
-    """Message of the error that is raised if no batch can be profiled."""
-    several_calls = SEVERAL_CALLS
-    """Message of the error and the warning if the model is called twice in a micro-batch."""
+    num_unrecorded_steps = 0
+    """Number of first steps that differ from later ones, so that no micro-batch of them is profiled."""
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro
@@ -52,9 +37,11 @@ class TrainingLoop:
         the first step."""
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
-        self.autocast: tuple[torch.dtype, bool] | None = None
-        """(dtype, True if casts are cached) of the autocast around the model's last call, or None without autocast."""
-        self._device_type = "cpu"
+
+    @property
+    def recorded_micro_batch(self) -> int:
+        """Number of the micro-batch that is profiled, counted from 1: the second finds gradients."""
+        return min(2, self.num_micro)
 
     @property
     def precision(self) -> str:
@@ -70,19 +57,6 @@ class TrainingLoop:
     def is_first_rank(self) -> bool:
         """True on the first rank, which writes the run's files."""
         return is_first_rank()
-
-    def note_autocast(self, device_type: str) -> None:
-        """Record the current autocast setting of `device_type`. The model is profiled under the same setting."""
-        self._device_type, is_on = device_type, torch.is_autocast_enabled(device_type)
-        self.autocast = (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()) if is_on else None
-
-    def profiling(self) -> AbstractContextManager[Any]:
-        """Return the context in which the profiler runs the model. The context uses the autocast setting of the
-        training loop."""
-        if self.autocast is None:
-            return nullcontext()
-        dtype, caches = self.autocast
-        return torch.autocast(self._device_type, dtype=dtype, cache_enabled=caches)
 
     def num_prefetched(self, device: torch.device) -> int:
         """Return the number of batches that the loop has already moved to `device` for later steps."""

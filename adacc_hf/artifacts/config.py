@@ -123,11 +123,9 @@ class AdaccConfig:
     """Size in bytes, 0 to 2^40, below which activations are never compressed, because a kernel launch costs more than
     the freed memory is worth."""
     profile_steps: int = 2
-    """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch cannot be
-    profiled before the first step. Possible reasons are that the model skips blocks on this batch, a torch profiler is
-    active on a CPU, or ranks communicate within forward and cannot run common parts of their batches (SyncBatchNorm,
-    Ulysses, sharded parameters with batches that contain more than texts). Use at least 2 with a budget in bytes,
-    because the first optimizer step allocates the optimizer's state."""
+    """Training steps, 1 to 1000, that may run under torch's checkpoint before the first policy if `on_uncovered` is
+    "error". Usually there is one, which is profiled. There are more if the model skips blocks on the first batches, or
+    if a torch profiler is active on a CPU."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
     for the same tape, shapes, dtypes, device, versions and settings. The codec errors then come from the data of the
@@ -144,8 +142,8 @@ class AdaccConfig:
     """Head: how the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for one
     chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the budget
     cannot be met otherwise, or if chunked is faster. "auto" considers the chunked head only if "compress" is allowed,
-    because the chunked head is not bit-equal. "auto" measures both heads. The first steps and the profile therefore
-    need the memory of whole logits. "chunked" never allocates whole logits."""
+    because the chunked head is not bit-equal. "auto" trains the first step with the chunked head.
+    "chunked" never allocates whole logits."""
     max_error: float | None = None
     """Largest relative L2 round-trip error of a compressed activation, and largest relative error of a sampled block's
     gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
@@ -182,7 +180,7 @@ class AdaccConfig:
     """Reaction to blocks that train without a policy for their activations: blocks that can only run plainly or under
     torch's checkpoint, and calls that do not follow the policy. "warn" trains these blocks anyway, and reports them
     when training ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known:
-    before the first step, or in the micro-batch. Up to `profile_steps` steps before the first policy are allowed. Also
+    after the first step, or in the micro-batch. Up to `profile_steps` steps before the first policy are allowed. Also
     allowed is a single call that fills a table (such as a position table) or differs from its record, because the
     block's next call is recorded. If a policy is passed in without its profile, only calls that do not follow the
     policy are known."""

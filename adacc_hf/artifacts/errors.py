@@ -122,8 +122,3 @@ class RankFailedError(AdaccError):
 
 class FakeDeviceError(AdaccError, RuntimeError):
     """Error raised if fake tensors (tensors without memory) cannot be created for a device on this machine."""
-
-
-class NoEstimateError(Exception):
-    """Error raised if the profile of a batch cannot be predicted from small parts of the batch. The message says
-    why."""

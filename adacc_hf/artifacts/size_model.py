@@ -169,6 +169,26 @@ class SizeModel:
         return replace(_with_times(profile, _map_numbers(profile, scale), ratio), measured=())
 
 
+def joined(profiles: Sequence[Profile]) -> Profile:
+    """Return the first of `profiles`, measured at different sizes, with the measurements of all that have its
+    structure, so that it predicts further sizes.
+
+    Three profiles are needed for one independent size, and two more for each further one. Return the first profile
+    itself if there are fewer.
+    """
+    first = profiles[0]
+    structure, names = profile_structure(first), [name for name, _ in first.measured[0][0]]
+    same = [
+        profile
+        for profile in profiles
+        if [name for name, _ in profile.measured[0][0]] == names and profile_structure(profile) == structure
+    ]
+    measured = tuple((profile.measured[0][0], tuple(size_dependent_numbers(profile))) for profile in same)
+    symbols = independent_sizes([_batch_dimensions(shapes) for shapes, _ in measured])
+    is_determined = bool(symbols) and len(measured) > 2 * len(symbols or ())
+    return replace(first, measured=measured) if is_determined else first
+
+
 @lru_cache(maxsize=8)
 def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
     """Return the size model fitted to `measured`, the value of `Profile.measured`. Models are cached, because the fit

@@ -38,7 +38,7 @@ from adacc_hf.price.codec_selection import (
     outlier_codecs,
 )
 from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement, detach_inputs
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.operator_effects import DESCRIBED, DeclaredRngUse, operator_argument
 from adacc_hf.tape.replay import stand_in, takes_device, view
@@ -145,7 +145,7 @@ class FakeMeasurement(Measurement):
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         with at_most_chunks(None), SumOfTimes(self.device) as times:
-            FakeBackward().run(compute(detach_inputs(loss)))
+            FakeBackward().run(compute(loss.detached()))
         return times.total_ms
 
     def meter(self, device: torch.device) -> MemoryMeter:

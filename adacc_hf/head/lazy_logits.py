@@ -87,6 +87,25 @@ class LossCall:
         """Return a copy of this loss for other `rows`, `weight` and `bias`."""
         return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
+    def part(self, num_rows: int) -> LossCall:
+        """Return the loss of the first `num_rows` rows."""
+        return replace(self, rows=self.rows[:num_rows], target=self.target[:num_rows])
+
+    def without_weight_gradient(self) -> LossCall:
+        """Return this loss as that of a layer whose parameters are frozen."""
+        bias = self.call.bias
+        return self.on(self.rows, self.call.weight.detach(), None if bias is None else bias.detach())
+
+    def detached(self) -> LossCall:
+        """Return a copy of this loss whose inputs are leaf tensors, so that its backward ends at them."""
+        rows, weight, bias = (
+            None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in (self.rows, self.call.weight, self.call.bias)
+        )
+        assert rows is not None
+        assert weight is not None
+        return self.on(rows, weight, bias)
+
     def chunked(self) -> Tensor:
         """Compute the loss in chunks."""
         return chunked_cross_entropy(

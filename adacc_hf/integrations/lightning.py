@@ -21,20 +21,10 @@ from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.torch_glue.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-NO_BATCH = (
-    "AdaccLightningCallback saw no batch: training_step has to call the model once, in train mode, with gradients on "
-    "and with keyword arguments, and the model's output needs a .loss. Pass labels=... to the model, or give the "
-    "function that makes the loss: AdaccLightningCallback(..., compute_loss=lambda model, batch: ...)"
-)
-SEVERAL_CALLS = (
-    "training_step calls the model a second time, but the policy is for one call: to profile all calls, pass the "
-    "function that makes training_step's loss, AdaccLightningCallback(..., compute_loss=lambda model, batch: ...)"
-)
 NO_FORWARD = (
     "a step without a call of %s in train mode and with gradients on: the step is not counted, and no policy is used"
 )
@@ -67,7 +57,6 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         *,
         model: nn.Module | None = None,
         policy: PolicySource | None = None,
-        compute_loss: ComputeLoss | None = None,
         **overrides: Any,
     ) -> None:
         """
@@ -77,14 +66,12 @@ class AdaccLightningCallback(SessionAdapter, Callback):
                 the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
             policy: a Policy, the path of a policy file, or a function that makes a Policy from a Profile. The
                 policy is used instead of the solver, and never changes during the run.
-            compute_loss: function (model, batch) that returns `training_step`'s loss, for profiling. `batch` is a part
-                of the dict of tensors that `training_step` gets. Needed if `training_step` calls the model several
-                times, or if the model's output has no loss.
+
 
         Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
         super().__init__(config, policy, overrides)
-        self._model, self._compute_loss = model, compute_loss
+        self._model = model
         self._files: dict[str, bytes] = {}
         """Contents of the session's files, by file name. Before a run, the files of the loaded checkpoint. After a run,
         the files that the run has written last."""
@@ -102,9 +89,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         folder = trainer.log_dir if trainer.loggers else None
         warn_of_model_checkpointing(model, self.config.memory_budget)
         loop = LightningLoop(trainer.accumulate_grad_batches, folder)
-        self._session = AdaccSession(
-            model, trainer.optimizers[0], self.config, policy=self._source, compute_loss=self._compute_loss, loop=loop
-        )
+        self._session = AdaccSession(model, trainer.optimizers[0], self.config, policy=self._source, loop=loop)
         if trainer.global_step == 0:
             self._files = {}  # a new run of a callback that has served another one
         if not self._resumes(self._session):
@@ -190,13 +175,10 @@ class AdaccLightningCallback(SessionAdapter, Callback):
 class LightningLoop(TrainingLoop):
     """Properties of the training loop of Lightning's Trainer with automatic optimization."""
 
-    no_batch = NO_BATCH
-    several_calls = SEVERAL_CALLS
+    num_unrecorded_steps = 1  # Lightning zeroes the last step's gradients only after the forward
 
     def __init__(self, accumulate_grad_batches: int, folder: str | None) -> None:
-        # Lightning zeroes the last step's gradients only after the forward. So at least two micro-batches are assumed:
-        # gradients are then live when a forward begins.
-        super().__init__(max(2, accumulate_grad_batches), folder)
+        super().__init__(accumulate_grad_batches, folder)
 
     @property
     def clips(self) -> bool:

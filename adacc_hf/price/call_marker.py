@@ -21,7 +21,7 @@ class CallMarker:
     If other modules have a backward after that of all blocks, a mark with the label "tail" separates the two.
     The mark "tail" belongs to the first call whose result requires a gradient. To find this call, all markers of a
     model share `trained_calls`, the names of such calls in the current forward. The first call (`is_first`) clears
-    them.
+    them. `before_backward` is called before a mark of a backward.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class CallMarker:
         *,
         is_first: bool,
         trained_calls: set[str],
+        before_backward: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.inner = inner
@@ -40,6 +41,7 @@ class CallMarker:
         self.measurement = measurement
         self.is_first = is_first
         self.trained_calls = trained_calls
+        self.before_backward = before_backward
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_first:
@@ -58,6 +60,11 @@ class CallMarker:
         `tree` is complete. Return False if `tree` has no such tensor."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))
+                self.measurement.on_gradient(leaf, lambda: self._mark(label))
                 return True
         return False
+
+    def _mark(self, label: tuple[str, str]) -> None:
+        if self.before_backward is not None:
+            self.before_backward()
+        self.meter.mark(label)

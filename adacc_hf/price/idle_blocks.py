@@ -100,7 +100,7 @@ def describe_uncalled(installation: Installation, uncalled: list[str], when: str
     return (
         f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "
         f"every block (with an image, for a vision model). If the training loop itself calls a block, such as an "
-        f"encoder whose output it passes to the model, set compute_loss to a function that makes all these calls. If a "
+        f"encoder whose output it passes to the model, make all these calls within the step. If a "
         f"patch replaced the forward of the blocks' class, or the model never uses some blocks, set "
         f"AdaccConfig(block_classes={tuple(called_classes) or '...'})"
     )

@@ -170,26 +170,11 @@ def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tu
 
     The inputs and parameters are detached first, so the model's own gradients do not change.
     """
-    detached_loss = detach_inputs(loss)
+    detached_loss = loss.detached()
     with torch.enable_grad():
         value = compute(detached_loss)
     leaves = (detached_loss.rows, detached_loss.call.weight, detached_loss.call.bias)
     return torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad])
-
-
-def detach_inputs(loss: LossCall) -> LossCall:
-    """Return a copy of `loss` whose inputs are leaf tensors, so that backward of the copy ends at the output layer's
-    inputs."""
-    bias = loss.call.bias
-    return loss.on(
-        _detached_leaf(loss.rows), _detached_leaf(loss.call.weight), None if bias is None else _detached_leaf(bias)
-    )
-
-
-def _detached_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the elements of `tensor`, but is a leaf of a new autograd graph. It requires a
-    gradient if `tensor` does."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def full_logits_loss(loss: LossCall) -> Tensor:

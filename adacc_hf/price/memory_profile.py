@@ -16,13 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindProfile
 from adacc_hf.artifacts.memory_simulator import simulate_policy
+from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.batch import Batch
 from adacc_hf.price.block_memory import BlockMemory
 from adacc_hf.price.call_marker import CallMarker
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.model_recording import ModelRecording, recompute_outcome
+from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.profiled_model import ProfiledModel
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
 from adacc_hf.run.blocks import BlockFunction, LaterCall
@@ -73,7 +74,7 @@ def measure_step(profiled: ProfiledModel, batch: Batch, recording: ModelRecordin
     recording.set_full_recompute_strategies(functions)
     profiled.installation.begin_step()
     accumulates, no_sync = profiled.step.gradient_accumulation_steps > 1, profiled.step.no_sync
-    earlier_bytes = _gradient_bytes(model) if profiled.step.leaves_gradients else 0
+    earlier_bytes = gradient_bytes(model) if profiled.step.leaves_gradients else 0
     if accumulates and not earlier_bytes:
         with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
             measurement.backward(profiled.forward_loss(batch))
@@ -94,7 +95,7 @@ def measure_step(profiled: ProfiledModel, batch: Batch, recording: ModelRecordin
         ms = 1e3 * (measurement.seconds_at(device) - begin_seconds)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
-        gradient_bytes = _gradient_bytes(model)
+        new_bytes = gradient_bytes(model)
         if not profiled.step.leaves_gradients:
             model.zero_grad(set_to_none=True)
     for name, function in functions.items():
@@ -102,8 +103,8 @@ def measure_step(profiled: ProfiledModel, batch: Batch, recording: ModelRecordin
     outcomes = {block.name: recording.outcomes[block.kind] for block in recording.blocks}
     stored = {name: outcome.stored_bytes for name, outcome in outcomes.items()}
     live = {name: outcome.live_bytes for name, outcome in outcomes.items()}
-    readings = _StepReadings(meter.points, list(functions), stored, live)
-    return readings.layout(loss_bytes, gradient_bytes, earlier_bytes, ms)
+    readings = StepReadings(meter.points, list(functions), stored, live)
+    return readings.layout(loss_bytes, new_bytes, earlier_bytes, ms)
 
 
 def with_step(recording: ModelRecording, step: StepLayout) -> ModelRecording:
@@ -120,8 +121,10 @@ def _with_step(recording: ModelRecording, kind: KindProfile, name: str, step: St
     if kind.untrusted is not None:
         extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])
         in_forward = max(0, step.forward_peaks[name] - kind.generator_bytes)
+        if recording.plan_of is not recompute_plan:  # the first forward was recorded, and the second one measured
+            in_forward = max(in_forward, (extra_bytes or 0) + max((v.nbytes for v in kind.values[1:]), default=0))
         return with_untrusted_backward(with_untrusted_forward(kind, in_forward), extra_bytes)
-    outcome = recompute_outcome(kind)
+    outcome = recording.outcome_of(kind)
     backward_peak = 0 if peak is None else peak + outcome.stored_bytes
     is_followed = name in recording.calls_after_rest  # by the backward of the rest, as its forward follows the rest's
     memory = BlockMemory(forward=kind.forward, backward=kind.backward).with_more(
@@ -139,7 +142,7 @@ def _with_step(recording: ModelRecording, kind: KindProfile, name: str, step: St
     return replace(kind, forward=forward, backward=backward)
 
 
-def _gradient_bytes(model: nn.Module) -> int:
+def gradient_bytes(model: nn.Module) -> int:
     return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
@@ -157,7 +160,7 @@ def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: s
 
 
 @dataclass
-class _StepReadings:
+class StepReadings:
     """Readings of a memory meter in a measured step, and the bytes that each block stored in the step."""
 
     points: Sequence[MemoryPoint]

@@ -18,8 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from adacc_hf.artifacts.call_names import call_name, split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.artifacts.kind_profile import unpack_order
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.batch import Batch
 from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block, refuse_backward
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
@@ -150,6 +151,8 @@ class ModelRecorder:
         self.tape_cache = tape_cache
         self._tilings = tilings
         self.blocks: list[RecordedBlock] = []
+        self.trains = False
+        """True if the recorded calls are those of a training step, so that no call of the user's code runs again."""
         self.is_sharded = False
         """True if the model's parameters are sharded among ranks, so that its forward needs all ranks."""
         self._config = config
@@ -163,7 +166,7 @@ class ModelRecorder:
         """Memory by (digest of the call's tape, True if the parameters have gradients when the backward begins)."""
         self._calls_again = calls_again
         """True if blocks are called several times in a step, so that some backwards find gradients."""
-        self._leaves_gradients = False
+        self.leaves_gradients = False
         self._freed_keys: set[int] | None = None
         """Keys of those storages of blocks' inputs that were freed when the head ran. None before."""
         self._outside_storages: dict[int, StorageWeakRef] = {}
@@ -186,23 +189,30 @@ class ModelRecorder:
             function.strategy = RecordingStrategy(name, self)
         state_keys = state_storages(model)
         batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
-        self._leaves_gradients = profiled.step.leaves_gradients
+        self.leaves_gradients = profiled.step.leaves_gradients
         torch.clear_autocast_cache()
         with (
             torch.autograd.graph.saved_tensors_hooks(self._save_outside, refuse_backward),
-            profiled.heads.calling(self._note_freed),
+            profiled.heads.calling(self.note_freed),
         ):
             loss = profiled.forward_loss(batch)
+        self.end_forward(state_keys, batch_keys)
+        del loss
+
+    def end_forward(self, state_keys: set[int], batch_keys: set[int]) -> None:
+        """Record which saved tensors are alive, while the loss keeps the graph that backward will walk alive.
+
+        `state_keys` and `batch_keys` are the storages of the model's state and of the batch.
+        """
         if self._freed_keys is None:
-            self._note_freed()
+            self.note_freed()
         self._previous_results = []
         for block in self.blocks:
-            block.note_liveness()  # while the loss keeps the graph that backward will walk alive
+            block.note_liveness()
         if any(block.externally_held for block in self.blocks):
             gc.collect()  # free the values that only reference cycles hold
             for block in self.blocks:
                 block.note_liveness()
-        del loss
         self._shared_tensors = SharedTensors(self.blocks, self._outside_storages.keys(), state_keys, batch_keys)
 
     def recording(self) -> ModelRecording:
@@ -219,7 +229,7 @@ class ModelRecorder:
         return replace(recording, tile_memory=self.tile_memory)
 
     @torch.compiler.disable  # inside a compiled model, Dynamo would trace it
-    def _note_freed(self) -> None:
+    def note_freed(self) -> None:
         inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
         self._freed_keys = {note.key for note in inputs if note.storage.expired()}
 
@@ -237,44 +247,50 @@ class ModelRecorder:
         called = in_tiles(block, tiling, fn)
         arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         recording = Recording(name, block, args, kwargs, self._measurement.rng_use)
-        result = recording.run(called)
+        result = self._run(recording, called, key is not None)
         if key is None and known_shapes.leave_out(recording.recorder.function_results):
             key = known_shapes.key(block, fn, args, kwargs, tiling)
         for tensor in arguments.values():
             if tensor.is_leaf and tensor.requires_grad:  # `enable_input_require_grads` makes some, and autograd holds
-                self._note_outside_storage(tensor)
+                self.note_outside_storage(tensor)
         tensors = [*arguments.values(), *block.parameters()]
         states = self._measurement.random_states({tensor.device for tensor in tensors})
         recorder = recording.recorder
         tape = self.tape_cache.verified_tape(recorder)
         if key is None and tape.untrusted is None:
             tape.untrusted = f"Dynamo, which reads the code of blocks, stops: {known_shapes.untraced}"
+        if key is not None:
+            known_shapes.compare_graph(tape, fn, args)
+        graph = known_shapes.graph_of(tape, fn, args) if key is not None and tiling is None else None
         outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder, outliers, partial(called, *args))
+            run_again = partial(called, *args)
+            self._prices[tape.digest] = self._price(tape, recorder, outliers, run_again, graph)
         errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
         if tiling is not None and tape.digest not in self.tile_memory:
             self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
         if key is not None:
-            known_shapes.compare_graph(tape, fn, args)
             self.tape_cache.remember(tape, key, name)
             known_shapes.add(key, KnownShape(tape, num_calls=2))
         num_results = _num_results(result, arguments.values())
-        graph = known_shapes.graph_of(tape, fn, args) if tiling is None else None
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
         casts = {} if tape.untrusted else _saved_casts(recorder, tape)
         previous_keys = {*map(storage_key_of, self._previous_results)}
         notes = {value: TensorNote.of(recorder.bases[value]) for value in input_values}
         internal_storages = _internal_storages(recorder, tape, outputs.keys() | casts.keys())
-        slot_refs = recording.discard()
+        slot_refs = recording.references()
+        self._release(recording, tape)
+        recording.close()
         del recorder, tensors
         if tape.untrusted is None:
             overwrites = any(tape.values[value].overwritten for value in input_values)
             of_block = partial(RepeatedCall.of_block, block, fn, args, tiling, num_results, overwrites)
             repeated = of_block() if graph is None else RepeatedCall.of_graph(*graph, num_results, overwrites)
-            measure = partial(measure_block, of_block(is_forward=True), repeated, tape)
-            self._measure_memory(measure, tape, (block, fn), slot_refs)
+            forward = repeated if graph is not None and self.trains else of_block(is_forward=True)
+            roots = () if forward is repeated else (block, fn)
+            self._measure_memory(partial(measure_block, forward, repeated, tape), tape, roots, slot_refs)
+            recording.reschedule()
         self.blocks.append(
             RecordedBlock(
                 name=name,
@@ -296,7 +312,23 @@ class ModelRecorder:
         states.restore()
         return result
 
-    def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_again: Callable[[], Any]) -> Prices:
+    def _run(self, recording: Recording, called: Callable[..., Any], has_key: bool) -> Any:
+        """Run and record a block's call, and return its result. `has_key` is True if Dynamo has traced the call."""
+        return recording.run(called)
+
+    def _release(self, recording: Recording, tape: Tape) -> None:
+        """Free the saved tensors of a recorded call, or hand them over to a plan."""
+        recording.discard()
+
+    def _price(
+        self,
+        tape: Tape,
+        recorder: Recorder,
+        outliers: dict[int, int],
+        run_again: Callable[[], Any],
+        graph: tuple[Callable[..., Any], tuple[Any, ...]] | None,
+    ) -> Prices:
+        """Measure the times and codec costs of a recorded call, which `run_again` or the traced `graph` repeats."""
         bases = recorder.bases
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
@@ -317,14 +349,15 @@ class ModelRecorder:
         """Measure the memory of a block's call by `measure`, if no call with the same tape was measured."""
         dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
         states = partial(self._measurement.random_states, [tape.values[0].device] if tape.values else [])
-        for has_gradients in {self._leaves_gradients, self._leaves_gradients or self._calls_again}:
+        for has_gradients in {self.leaves_gradients, self.leaves_gradients or self._calls_again}:
             if (tape.digest, has_gradients) in self._memory:
                 continue
             memory = BlockMemory()
             if tape.values:
-                with NoTrace(roots, states, SMALL_COPY):
+                with NoTrace(roots, states, SMALL_COPY) if roots else nullcontext():
                     memory = measure(dead_slots, self._measurement, has_gradients)
             self._memory[tape.digest, has_gradients] = memory
+            self.tape_cache.learn_order(tape, unpack_order(memory.backward))
 
     def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
@@ -344,10 +377,10 @@ class ModelRecorder:
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record the storage of a tensor that autograd saves outside the blocks. Used as a saved-tensor hook while
         profiling."""
-        self._note_outside_storage(tensor)
+        self.note_outside_storage(tensor)
         return tensor.detach()
 
-    def _note_outside_storage(self, tensor: torch.Tensor) -> None:
+    def note_outside_storage(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
         if storage_key(storage) not in self._outside_storages:
             self._outside_storages[storage_key(storage)] = StorageWeakRef(storage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from adacc_hf.artifacts.call_names import calls_per_block, split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
 from adacc_hf.artifacts.plans import recompute_plan
+from adacc_hf.artifacts.policy import Plan
 from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.block_memory import BlockMemory
 from adacc_hf.price.cost_model import Prices
@@ -49,6 +50,8 @@ class ModelRecording:
     """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the block's
     tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row from that row
     alone."""
+    plan_of: Callable[[KindProfile], Plan] = recompute_plan
+    """Plan of each kind in the measured step."""
 
     @staticmethod
     def of(
@@ -103,7 +106,11 @@ class ModelRecording:
     @cached_property
     def outcomes(self) -> list[BlockOutcome]:
         """Memory and time of a recomputed block, one `BlockOutcome` for each kind of block."""
-        return [recompute_outcome(kind) for kind in self.kinds]
+        return [self.outcome_of(kind) for kind in self.kinds]
+
+    def outcome_of(self, kind: KindProfile) -> BlockOutcome:
+        """Return the memory and time of a block of `kind` in the measured step."""
+        return run_block(kind, self.plan_of(kind))
 
     def set_full_recompute_strategies(self, functions: Mapping[str, BlockFunction | LaterCall]) -> None:
         """Set each block call to be recomputed in backward."""

@@ -33,20 +33,6 @@ class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
         self.nbytes = max(0, self._meter.peak_bytes - end_bytes)
 
 
-def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> int:
-    """Clip the gradients to `max_norm`, if given, and take the optimizer's step. Return the peak of temporary bytes.
-
-    In one training step, call this function in place of clipping and `optimizer.step()`. Pass the result to
-    `profile_model(optimizer_step_bytes=...)`.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with OptimizerMeter(parameters[0].device) as meter:
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-        optimizer.step()
-    return meter.nbytes
-
-
 def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
     """Compute the norm of the present gradients, as clipping does, and return the peak of temporary bytes.
 

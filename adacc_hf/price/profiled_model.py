@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.batch import Batch
 from adacc_hf.price.heads import HeadProfiler, ModelWithLoss
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.training_step import TrainingStep

@@ -12,16 +12,13 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
-from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.batch import Batch
 from adacc_hf.price.caching_measurement import CachingMeasurement
-from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.measured_profile import measure_profile
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.training_step import NoSync, TrainingStep
-from adacc_hf.torch_glue.distributed import num_ranks
-from adacc_hf.torch_glue.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,6 @@ def profile_model(
     optimizer_state_bytes: int = 0,
     compute_loss: ComputeLoss | None = None,
     no_sync: NoSync | None = None,
-    all_sizes: bool = False,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of the model's forward, labels included.
 
@@ -48,14 +44,12 @@ def profile_model(
     loss calls the model again, the profile lists the block once per call. A block that runs only without gradients
     needs no decision.
 
-    Profiling takes the memory of one block's activations on top of a step in which every block is recomputed. If memory
-    runs out, and the run has one process, `estimate_profile` estimates the profile from small parts of the batch, and a
-    warning is logged.
+    Profiling takes the memory of one block's activations on top of a step in which every block is recomputed.
 
     Args:
         optimizer: if given, the optimizer's state counts as static memory, and the optimizer's step as a part of the
             training step. Take a training step before, which creates the state, or pass `optimizer_state_bytes`.
-        optimizer_step_bytes: temporary bytes of clipping and the optimizer's step (`measure_optimizer_step`).
+        optimizer_step_bytes: temporary bytes of clipping and the optimizer's step, on top of gradients and state.
         optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more.
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
             the gradients of the first one.
@@ -64,8 +58,6 @@ def profile_model(
             `no_sync` of FSDP). Until the exchange, each rank holds whole gradients.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
             loss to train on. `batch` is any mapping that the function needs. The function is called about 8 times.
-        all_sizes: measure the memory of three parts of the batch too, so that `Profile.sizes` predicts batches of any
-            size, if the model accepts parts of a batch. The measurement takes as long as four more steps.
         measurement: the source of the readings, by default real runs. The measured times and codec costs of real runs
             are cached in the folder that `adacc profiles` shows.
 
@@ -74,7 +66,7 @@ def profile_model(
     the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, ProfilerConflictError on a
     CPU while a torch profiler is active, UnrestorableError for a model whose forward changes state that cannot be
     restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a library's own out-of-memory error,
-    if even parts of the batch do not fit or the model does not accept parts of the batch.
+    if the batch does not fit.
     """
     check_type("profile_model: model", model, nn.Module, "pass the torch.nn.Module to train")
     step = TrainingStep(
@@ -86,7 +78,7 @@ def profile_model(
         compute_loss=compute_loss,
         no_sync=no_sync,
     )
-    return profile_batch(model, batch, config or AdaccConfig(), step, measurement, all_sizes)
+    return profile_batch(model, batch, config or AdaccConfig(), step, measurement)
 
 
 def profile_batch(
@@ -95,25 +87,9 @@ def profile_batch(
     config: AdaccConfig,
     step: TrainingStep,
     measurement: Measurement | None = None,
-    all_sizes: bool = False,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, a micro-batch of `step`, as `profile_model` describes."""
     measurement = measurement or CachingMeasurement(ProfileCache())
     whole = Batch(batch)
     config = config.for_rows(whole.num_tokens)
-    try:
-        return measure_profile(model, whole, config, step, measurement, all_sizes)
-    except Exception as error:
-        if not is_out_of_memory(error) or num_ranks() > 1:
-            raise
-        out_of_memory = error.with_traceback(None)  # the frames hold the tensors that exceeded the memory
-    try:
-        profile = estimate_profile(model, batch, config, step, measurement)
-    except Exception as reason:
-        raise out_of_memory from reason
-    log.warning(
-        "Adacc: not enough memory to profile the whole batch (%s): estimating its profile from small parts of it. To "
-        "measure the profile, use a smaller batch",
-        out_of_memory,
-    )
-    return profile
+    return measure_profile(model, whole, config, step, measurement)

@@ -18,7 +18,7 @@ from adacc_hf.artifacts.kind_profile import KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import MEASURED_TILES, ModuleTiles, RowTiles, Tiling
-from adacc_hf.price.batch_subsampling import Batch
+from adacc_hf.price.batch import Batch
 from adacc_hf.price.codec_selection import with_outliers
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import MemoryOnlyMeasurement

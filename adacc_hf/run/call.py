@@ -30,7 +30,8 @@ from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, runs_compiled_code
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source
-from adacc_hf.torch_glue.private import current_autograd_node, version_of
+from adacc_hf.torch_glue.compat import checkpoint_call
+from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
 from adacc_hf.torch_glue.second_run import checksum, report_other_bits
 from adacc_hf.torch_glue.tensors import (
@@ -186,6 +187,10 @@ class Call:
                 f"block's operators vary at one shape: {BLOCK_CLASSES_HINT}"
             )
         self._cells = {}
+
+    def reschedule(self) -> None:
+        """Use the plan's latest schedule. Call this before backward."""
+        self._schedule = self.plan.schedule
 
     def has(self, value: int) -> bool:
         """Return True if this call has already stored `value` in its cell."""
@@ -359,13 +364,15 @@ class RecordedSlot:
     """Object that autograd stores instead of one tensor that a recorded call saves for backward.
 
     `content` is first the tensor itself. After `Recording.hand_over`, `content` is the stored form that the execution
-    plan chooses, for example the payload of a codec.
+    plan chooses, for example the payload of a codec. `checkpointed` is what torch's checkpoint stores of the tensor, or
+    None if the call does not run under torch's checkpoint.
     """
 
-    __slots__ = ("__weakref__", "content")
+    __slots__ = ("__weakref__", "checkpointed", "content")
 
-    def __init__(self, slot: int, tensor: torch.Tensor) -> None:
+    def __init__(self, slot: int, tensor: torch.Tensor, checkpointed: Any = None) -> None:
         self.content: PackedSlot = (slot, without_gathered_memory(tensor), version_of(tensor), None)
+        self.checkpointed = checkpointed
 
 
 class Recording:
@@ -389,6 +396,25 @@ class Recording:
         self._parameters = dict(block.named_parameters(remove_duplicate=False))
         self._packed: list[RecordedSlot] = []
         self._call: Call | None = None
+        self._checkpoint: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        """The saved-tensor hooks of torch's checkpoint, if the call runs under it."""
+
+    def run_checkpointed(self, fn: Callable[..., Any]) -> Any:
+        """Run and record a block's call under torch's checkpoint, and return its result.
+
+        Until `discard`, the saved tensors stay stored. Afterwards, backward runs the call again.
+        """
+        has_run = False
+
+        def run(*args: Any) -> Any:
+            nonlocal has_run
+            if has_run:
+                return fn(*args)
+            has_run = True
+            self._checkpoint = outer_hooks()
+            return self.run(fn)
+
+        return checkpoint_call(run, *self._arguments[0], block=self.block)
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """Run and record a block's call under the plan, and return its result."""
@@ -420,16 +446,19 @@ class Recording:
         self._call.finish()
         return self._call.unpacked_slots
 
-    def discard(self) -> list[weakref.ref[RecordedSlot]]:
-        """Free the recorder and the saved tensors of a call that will have no backward.
-
-        Return one weak reference per saved tensor. A reference is dead as soon as autograd has freed this tensor.
-        """
+    def discard(self) -> None:
+        """Free the saved tensors of a call that has no backward, or whose backward runs the call again."""
         for packed in self._packed:
             packed.content = (packed.content[0], None, None, None)
-        references = [weakref.ref(packed) for packed in self._packed]
-        self.close()
-        return references
+
+    def references(self) -> list[weakref.ref[RecordedSlot]]:
+        """Return one weak reference per saved tensor, which is dead as soon as autograd has freed this tensor."""
+        return [weakref.ref(packed) for packed in self._packed]
+
+    def reschedule(self) -> None:
+        """Follow the order of unpacks that the plan has learned since `hand_over`. Call this before backward."""
+        if self._call is not None:
+            self._call.reschedule()
 
     def close(self) -> None:
         """Free the recorder and the arguments.
@@ -459,7 +488,8 @@ class Recording:
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
         """Saved-tensor hook for forward: record `tensor` as the next saved tensor of the block's call."""
-        packed = RecordedSlot(self.recorder.save(tensor), tensor)
+        checkpointed = None if self._checkpoint is None else self._checkpoint[0](tensor)
+        packed = RecordedSlot(self.recorder.save(tensor), tensor, checkpointed)
         self._packed.append(packed)
         return packed
 
@@ -467,6 +497,8 @@ class Recording:
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version, _ = packed.content
+        if tensor is None and self._checkpoint is not None:
+            return self._checkpoint[1](packed.checkpointed)
         if version_of(tensor) != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
         return saved_tensor(tensor)

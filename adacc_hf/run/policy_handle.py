@@ -56,8 +56,7 @@ R14 Indices that are chosen from data (an expert's tokens, a row order) are neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +123,11 @@ class PolicyHandle:
             self.remove()
             raise
 
+    @property
+    def head(self) -> ChunkedHead | None:
+        """The chunked head, which may be switched off. None if no policy so far had it."""
+        return self._head
+
     def replace(self, policy: Policy) -> None:
         """Run the blocks under another policy from the next forward on."""
         self.follow(self.prepare(policy, self.plans))
@@ -175,27 +179,6 @@ class PolicyHandle:
                 raise PolicyMismatchError(f"the policy has a chunked head, and {error}") from error
         if self._head is not None:
             self._head.is_on = is_on
-
-    @contextmanager
-    def suspend(self) -> Iterator[None]:
-        """Remove the policy from the model inside the `with` block, for example to run a profile.
-
-        Apply the policy again afterwards.
-        """
-        previous, head = self.installation, self._head
-        self._uninstall()
-        self._head = None
-        try:
-            yield
-        finally:
-            self.tape_cache.take(profiled_tapes(previous.model))
-            self.installation = Installation(previous.model, self._block_classes)
-            self.installation.expect(previous.functions)
-            self._chunk_head(head is not None and head.is_on)
-            for name, function in self.installation.functions.items():
-                function.strategy = previous.functions[name].strategy
-            for name, block in self.installation.blocks.items():
-                block.num_calls = previous.blocks[name].num_calls
 
     def remove(self) -> None:
         """Remove the policy from the model. Further calls have no effect."""

@@ -1,4 +1,4 @@
-"""Shapes of the tensors in a batch: rounding to buckets, comparison of batches, and resizing."""
+"""Shapes of the tensors in a batch: rounding to buckets, and comparison of batches."""
 
 from __future__ import annotations
 
@@ -125,53 +125,6 @@ def smallest_enclosing(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
 def num_elements(shapes: BatchShapes) -> int:
     """Return the total number of elements of all tensors with these shapes."""
     return sum(prod(shape.size) for shape in shapes)
-
-
-def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
-    """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
-
-    The batch may have further tensors that are not in `after`, such as one that a collator has added later. In such a
-    tensor, each dimension is resized whose size equals a number of samples or a length in `before`. If the tensor lists
-    the boundaries of packed documents, the boundaries are cut or extended to the new length.
-    """
-    sizes = {s.name: s.size for s in after}
-    mapping = {
-        old: new
-        for s, t in zip(before, after, strict=True)
-        for old, new in zip(s.size[:2], t.size[:2], strict=True)  # number of samples, and number of tokens of a sample
-    }
-    return {
-        name: _resize_boundaries(value, mapping)
-        if name not in sizes and _is_boundary_list(value, mapping)
-        else _resize_tensor(value, sizes.get(name), mapping)
-        for name, value in batch.items()
-    }
-
-
-def _is_boundary_list(value: Any, mapping: Mapping[int, int]) -> bool:
-    """Return True if `value` lists the boundaries of documents: increasing positions from 0 to a key of `mapping`."""
-    if not isinstance(value, torch.Tensor) or value.dim() != 1 or len(value) < 2 or not _has_integers(value):
-        return False
-    return int(value[0]) == 0 and int(value[-1]) in mapping and bool((value.diff() >= 0).all())
-
-
-def _resize_boundaries(value: torch.Tensor, mapping: Mapping[int, int]) -> torch.Tensor:
-    end = mapping[int(value[-1])]
-    return torch.cat([value[:-1].clamp(max=end), value.new_tensor([end])])
-
-
-def _resize_tensor(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
-    """Return the tensor `value`, cut or repeated to `size`. Return any other `value` unchanged.
-
-    If `size` is None, resize each dimension whose present size is a key of `mapping` to the mapped size.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    size = size if size is not None else tuple(mapping.get(n, n) for n in value.shape)
-    for dim, (old, new) in enumerate(zip(value.shape, size, strict=True)):
-        if old != new:
-            value = value.index_select(dim, torch.arange(new, device=value.device) % old)
-    return value
 
 
 def describe(shapes: BatchShapes) -> str:

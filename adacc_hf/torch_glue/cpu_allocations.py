@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,24 +67,26 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
         variable.value = before
 
 
-def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
-    """Return the live bytes after each CPU allocator event that `profiler` recorded, in order of time.
+def allocator_readings(sessions: Sequence[profile], mark: str) -> list[int | None]:
+    """Return the live bytes after each CPU allocator event that the profiler recorded in `sessions`, in order of time.
 
     The list contains None at the place of each `record_function` with the name `mark`. The bytes are relative to the
     first event. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next
-    listed event.
+    listed event. The first event of each session after the first one is listed, so that it shows what was allocated
+    between the sessions.
     """
     events = []
-    assert profiler.kineto_results is not None  # the profiler has ended
-    nodes: list[Any] = list(profiler.kineto_results.experimental_event_tree())
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        name = node.name
-        if name == mark:
-            events.append((node.start_time_ns, None))
-        elif name == "[memory]":
-            events.append((node.start_time_ns, node.extra_fields))
+    for session in sessions:
+        assert session.kineto_results is not None  # the session has ended
+        nodes: list[Any] = list(session.kineto_results.experimental_event_tree())
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children
+            name = node.name
+            if name == mark:
+                events.append((node.start_time_ns, None))
+            elif name == "[memory]":
+                events.append((node.start_time_ns, node.extra_fields))
     events.sort(key=lambda event: event[0])
     first = next((event for _, event in events if event is not None), None)
     start = 0 if first is None else first.total_allocated - first.alloc_size

@@ -118,26 +118,6 @@ def fail_together() -> Iterator[None]:
     _raise_on_all(error)
 
 
-@contextmanager
-def end_process_if_out_of_memory() -> Iterator[None]:
-    """Turn an out-of-memory error inside the `with` block into RankFailedError if there are several ranks.
-
-    A RankFailedError is not retried, so the process ends. The context is for code with collectives, in which the other
-    ranks may be waiting, and cannot be notified. The launcher stops the other ranks when this process has ended.
-    """
-    try:
-        yield
-    except OutOfMemoryOnRankError:
-        raise
-    except torch.OutOfMemoryError as error:
-        if num_ranks() == 1:
-            raise
-        raise RankFailedError(
-            f"rank {dist.get_rank()} ran out of memory while the other ranks wait for its part of the parameters. This "
-            f"process must end, so that the launcher stops the other ranks ({error})"
-        ) from error
-
-
 def _raise_on_all(error: Exception | None) -> None:
     """Exchange the errors of all ranks, and raise an error on each rank if any rank has failed."""
     is_oom = isinstance(error, torch.OutOfMemoryError)
@@ -164,9 +144,9 @@ def check_same_policy(policy: Policy) -> None:
         )
 
 
-def common_profile(profile: Profile) -> Profile:
-    """Exchange `profile` between ranks: return the first rank's profile, with the least available memory, on every
-    rank.
+def common_profile(profile: Profile, preference: int = 0) -> Profile:
+    """Exchange `profile` between ranks: return the profile of the first rank with the largest `preference`, with the
+    least available memory, on every rank.
 
     Available memory is the least of all ranks and of their hosts. Measured costs and outliers differ between ranks, but
     decisions based on them, such as when to solve for a policy, must be equal. A rank that starts the solver alone
@@ -176,7 +156,11 @@ def common_profile(profile: Profile) -> Profile:
         return profile
     own = (profile.available_bytes, profile.host_free_bytes)
     available, host_free = (min(nbytes) for nbytes in zip(*gather_from_all_ranks(own), strict=True))
-    return replace(broadcast_from_first_rank(lambda: profile), available_bytes=available, host_free_bytes=host_free)
+    preferences = gather_from_all_ranks(preference)
+    source = preferences.index(max(preferences))
+    chosen = gather_from_all_ranks(profile if dist.get_rank() == source else None)[source]
+    assert chosen is not None
+    return replace(chosen, available_bytes=available, host_free_bytes=host_free)
 
 
 def broadcast_from_first_rank(make: Callable[[], T]) -> T:

@@ -151,11 +151,16 @@ _BUSY = (
 class CpuMemoryMeter(MemoryMeter):
     """Memory meter for the CPU, which reads allocator events from torch's profiler.
 
-    Meters of other threads wait until this meter is closed.
+    Meters of other threads wait until this meter is closed. Inside the `with` block of another meter of this thread,
+    the other meter stands still: its peaks do not include what happens in the inner block, and it goes on with the live
+    bytes that the inner block leaves.
 
     On entry, raise ProfilerConflictError if another profiler is running. If another profiler starts during the
     measurement, the measurement ends, and the meter raises ProfilerConflictError on exit.
     """
+
+    _is_starting = False
+    """True while a meter itself starts a session of the profiler."""
 
     def __init__(self) -> None:
         self._context = ExitStack()
@@ -166,24 +171,23 @@ class CpuMemoryMeter(MemoryMeter):
         """Identifier of the profiled thread, which enters the `with` block."""
         self._foreign_labels: deque[tuple[Any, ...]] = deque()
         """Labels of the marks that other threads have set since the last mark of the profiled thread."""
-        # The base class of torch.profiler.profile. The derived class warns in torch 2.11, or makes Python objects of
-        # all events.
-        self._profile = profile(use_kineto=True, profile_memory=True)
-        self._thread_counting = count_all_threads()
+        self._sessions: list[profile] = []
+        """Ended and running sessions of the profiler, one more than inner meters have interrupted this meter."""
 
     def __enter__(self) -> CpuMemoryMeter:
         self._thread = threading.get_ident()
         with ExitStack() as context:
             context.enter_context(_session_lock)
-            if is_profiling():
+            if _open_meters:
+                _open_meters[-1]._end_session()
+            elif is_profiling():
                 raise ProfilerConflictError(_BUSY.format("is running"))
-            context.enter_context(self._thread_counting)
-            with _silenced_stderr():
-                self._profile.__enter__()
-            context.callback(self._end_session)
+            context.callback(self._leave)
+            context.enter_context(count_all_threads())
+            _open_meters.append(self)
+            self._begin_session()
             context.enter_context(before_profilers_start(self._interrupt))
             self._context = context.pop_all()
-        torch.empty(1, device="cpu")  # the first event defines the start of the count
         self.is_open = True
         self.mark(("start",))
         return self
@@ -191,7 +195,7 @@ class CpuMemoryMeter(MemoryMeter):
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         # The profiler records nothing of other threads. Gloo's threads set marks when they are the last to free a
         # tensor: their marks are set at the next mark of the profiled thread, as their frees are counted there.
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or _open_meters[-1] is not self:
             self._foreign_labels.append(label)
             return
         while self._foreign_labels:
@@ -204,13 +208,35 @@ class CpuMemoryMeter(MemoryMeter):
         with record_function(_MARK):
             pass
 
+    def _begin_session(self) -> None:
+        CpuMemoryMeter._is_starting = True
+        # The base class of torch.profiler.profile. The derived class warns in torch 2.11, or makes Python objects of
+        # all events.
+        self._sessions.append(profile(use_kineto=True, profile_memory=True))
+        with _silenced_stderr():
+            self._sessions[-1].__enter__()
+        CpuMemoryMeter._is_starting = False
+        torch.empty(1, device="cpu")  # the first event defines the start of the count
+
     def _end_session(self) -> None:
         with _silenced_stderr():
-            self._profile.__exit__(None, None, None)
+            self._sessions[-1].__exit__(None, None, None)
+
+    def _leave(self) -> None:
+        """End this meter's session, and let the meter around it go on."""
+        if _open_meters and _open_meters[-1] is self:
+            _open_meters.pop()
+            self._end_session()
+        if _open_meters:
+            _open_meters[-1]._begin_session()
 
     def _interrupt(self) -> None:
-        self._was_interrupted, self.is_open = True, False
-        self._context.close()
+        if self._is_starting or not _open_meters:
+            return
+        for meter in reversed(_open_meters):
+            meter._was_interrupted, meter.is_open = True, False
+        _open_meters[-1]._end_session()
+        _open_meters.clear()
 
     def __exit__(self, error_type: object, *exception: object) -> None:
         self.is_open = False
@@ -221,7 +247,7 @@ class CpuMemoryMeter(MemoryMeter):
                 raise ProfilerConflictError(_BUSY.format("was started during the measurement"))
             return
         live = live_at_mark = maximum = 0
-        for reading in allocator_readings(self._profile, _MARK):
+        for reading in allocator_readings(self._sessions, _MARK):
             if reading is None:
                 self._add_point(live_at_mark, maximum)
                 live_at_mark = maximum = live - self._dying_bytes[len(self.points) - 1]
@@ -240,6 +266,10 @@ class CpuMemoryMeter(MemoryMeter):
         index = len(self.points)
         label = self._labels[index - 1] if index else ()
         self.points.append(MemoryPoint(label, live_bytes, max_bytes))
+
+
+_open_meters: list[CpuMemoryMeter] = []
+"""Open meters of the thread that holds `_session_lock`, the innermost last. Only the innermost one has a session."""
 
 
 @contextmanager

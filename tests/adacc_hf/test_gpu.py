@@ -17,7 +17,6 @@ from adacc_hf.head.chunked_loss import chunked_cross_entropy
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.kernels._host_sizes import ALIGNMENT, MOST_TENSORS
 from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.replay_check import verify
@@ -187,7 +186,9 @@ def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, tok
     bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
     with sdpa_kernel([getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"), SDPBackend.MATH]):
         with bf16():
-            profile = estimate_profile(model, batch, CONFIG)
+            for rows, length in ((2, 32), (3, 48), (4, 64)):
+                part = {name: tensor[:rows, :length] for name, tensor in batch.items()}
+                profile = profile_model(model, part, CONFIG)
         if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
             pytest.skip(f"this GPU has no attention by {kernel}")
         policy = uniform_policy(profile, "recompute")

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import Trainer
 
-import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback
+from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.solve.simple_policies import uniform_policy
 
 
@@ -78,15 +78,14 @@ def failing(*fails):
 
 
 def refuse_profiles_of(length, monkeypatch):
-    """Let profiles of batches with sequences of `length` run out of memory."""
-    original = profiler_module.profile_batch
+    """Let no batch with sequences of `length` be recorded."""
+    original = RunProfiler.begin
 
-    def profile(model, batch, *args, **kwargs):
-        if batch["input_ids"].shape[1] == length:
-            raise torch.OutOfMemoryError("no room to profile")
-        return original(model, batch, *args, **kwargs)
+    def begin(profiler, installation, optimizer, inputs, *args, **kwargs):
+        if inputs["input_ids"].shape[1] != length:
+            original(profiler, installation, optimizer, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(profiler_module, "profile_batch", profile)
+    monkeypatch.setattr(RunProfiler, "begin", begin)
 
 
 class SpikeLoss(Trainer):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forked_runs import run_forked
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-import adacc_hf.adapt.policy_builder as maker_module
+from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
@@ -175,7 +175,7 @@ def write_rank_results(folder: Path, results: Any) -> None:
 def late_policy(monkeypatch):
     """Let the first steps run under torch's checkpoint and profile a later batch, like runs whose first batch skips
     blocks."""
-    monkeypatch.setattr(maker_module.PolicyBuilder, "before_first_step", lambda *_: None)
+    monkeypatch.setattr(TrainingLoop, "num_unrecorded_steps", 1)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from transformers.trainer_utils import HPSearchBackend
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.artifacts.files import POLICY_FILE
 from adacc_hf.callbacks import trainer_guard, trainer_loop, trainer_mixin, training_log
-from adacc_hf.callbacks.trainer_loop import keep_figures
 
 RELEASES = f"Transformers {transformers.__version__} and Accelerate {accelerate.__version__}"
 HOLDERS = {
@@ -76,53 +74,6 @@ def test_the_trainer_has_every_name(make_trainer):
 def test_one_that_is_gone_is_named(make_trainer):
     """A Trainer that has not trained yet lacks the attribute of the last logged step."""
     assert missing_names(make_trainer([])) == [f"Trainer.{training_log.LAST_LOGGED}"]
-
-
-def trainer_with_figures():
-    train = defaultdict(list, {"reward": [1.0]})
-    return SimpleNamespace(
-        metrics={"train": train, "eval": {}}, num_tokens=7, texts=deque(["a"], maxlen=2), model=object()
-    )
-
-
-def test_what_was_gathered_in_between_is_gone():
-    trainer = trainer_with_figures()
-    train, texts = trainer.metrics["train"], trainer.texts
-    with keep_figures(trainer):
-        train["reward"].append(2.0)
-        train["margin"].append(3.0)
-        trainer.metrics["other"] = {}
-        texts += ["b", "c"]
-        trainer.num_tokens += 5
-        trainer.window = 1
-    expected = trainer_with_figures()
-    expected.model = trainer.model
-    assert trainer == expected
-    assert trainer.metrics["train"] is train
-    assert trainer.texts is texts
-
-
-def test_what_was_taken_out_is_back():
-    trainer = trainer_with_figures()
-    with keep_figures(trainer):
-        del trainer.metrics["train"]
-        del trainer.num_tokens
-    assert trainer.metrics["train"]["reward"] == [1.0]
-    assert trainer.num_tokens == 7
-
-
-def test_nothing_is_logged_in_between():
-    logged = []
-    trainer = SimpleNamespace(log=logged.append)
-    with keep_figures(trainer):
-        trainer.log({"loss": 1.0})
-    trainer.log({"loss": 2.0})
-    assert logged == [{"loss": 2.0}]
-
-
-def test_without_a_trainer_there_is_nothing_to_keep():
-    with keep_figures(None):
-        pass
 
 
 def test_the_trials_of_a_search_have_folders_of_their_own(make_trainer, lossless, tmp_path, monkeypatch):

@@ -10,11 +10,9 @@ from run_builders import InOrder
 
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt import phases as profiling
-from adacc_hf.adapt.run_profiler import profile_resized
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
-from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
 SMALL, WIDE, LARGE = (1, 4, 4), (1, 4, 8), (1, 8, 8)
 """Sizes of images in patches: frames, rows, columns. Four patches make one token."""
@@ -145,35 +143,3 @@ def test_without_any_image_it_says_what_to_set(run, lossless, monkeypatch):
     callback = AdaccCallback(**lossless, block_classes=("Qwen2VLDecoderLayer",))
     run(TABLE["qwen2_vl"].build(), batches, [callback])
     assert callback.policy is not None
-
-
-class TestProfileAt:
-    """The batch sizes that a profile is taken at."""
-
-    batch_sizes = batch_shapes(two_images(0, SMALL, WIDE))
-    batch = two_images(0, SMALL, WIDE)
-
-    def profile_resized(self, requested, profile):
-        return profile_resized(batch_shapes(requested), self.batch, self.batch_sizes, torch.nn.Linear(1, 1), profile)
-
-    def test_the_wanted_ones_if_the_model_takes_them(self):
-        requested = two_images(1, SMALL, LARGE)
-        shapes, resized = self.profile_resized(requested, lambda batch: batch)
-        assert shapes == batch_shapes(resized) == batch_shapes(requested)
-
-    @pytest.mark.parametrize(("sizes", "does"), [((WIDE, WIDE), True), ((LARGE, LARGE), False)])
-    def test_those_of_the_batch_in_the_same_bucket_if_not(self, sizes, does):
-        def profile(batch):
-            if batch_shapes(batch) != self.batch_sizes:
-                raise RuntimeError("such images there are not")
-            return "profile"
-
-        assert self.profile_resized(two_images(1, *sizes), profile) == ((self.batch_sizes, "profile") if does else None)
-
-    @pytest.mark.parametrize("error", [torch.OutOfMemoryError, UncalledBlocksError, KeyError])
-    def test_errors_that_another_batch_does_not_mend_are_raised(self, error):
-        def profile(batch):
-            raise error("why")
-
-        with pytest.raises(error):
-            self.profile_resized(two_images(1, WIDE, WIDE), profile)

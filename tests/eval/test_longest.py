@@ -19,12 +19,13 @@ def predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predict peaks of 100 bytes a token, with a divisor for each method, in place of a profile."""
     divisors = dict(zip(longest.METHODS, (1, 2, 4, 8, 2, 16), strict=True))
     monkeypatch.setattr(longest, "LongTraining", lambda *args: Stub())
+    monkeypatch.setattr(longest, "joined", lambda profiles: None)
     monkeypatch.setattr(longest, "peak_at", lambda profile, method, tokens: 100 * tokens // divisors[method])
 
 
 class Stub:
-    def profile(self, tokens: int, all_sizes: bool) -> None:
-        assert all_sizes
+    def profile(self, tokens: int) -> None:
+        """Measure nothing."""
 
 
 def run_main(tmp_path: Path, run, *options: str) -> tuple[int, dict, str]:

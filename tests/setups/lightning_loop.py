@@ -65,7 +65,7 @@ def train_lightning(
     """Train for `steps` steps, with the Adacc callback if its settings are given, and call `after_step(loss, norm)`."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = SetupModule(trainer)
-    adacc = None if settings is None else AdaccLightningCallback(**settings, compute_loss=module.compute_loss)
+    adacc = None if settings is None else AdaccLightningCallback(**settings)
     fit = LightningTrainer(
         max_steps=steps,
         max_epochs=-1,

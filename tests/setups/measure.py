@@ -20,7 +20,7 @@ from own_loop import train_own_loop
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import run_profiler
+from adacc_hf.price.live_step import LiveStep
 
 LOSSLESS = ("retain", "recompute")
 
@@ -79,7 +79,7 @@ class LogRecorder(logging.Handler):
 
 
 def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
-    """Return a list that grows with each profile: of a whole batch, or of parts of the first batch."""
+    """Return a list that grows with each recorded call of a block, and with each profile made of them."""
     profiles: list[dict[str, Any]] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +92,8 @@ def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
 
         return call
 
-    run_profiler.profile_batch = counted("whole batch", run_profiler.profile_batch)
-    run_profiler.estimate_profile = counted("parts", run_profiler.estimate_profile)
+    LiveStep.run = counted("recorded call", LiveStep.run)
+    LiveStep.profile = counted("profile", LiveStep.profile)
     return profiles
 
 

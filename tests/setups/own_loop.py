@@ -47,7 +47,7 @@ def train_own_loop(
 
     session = None
     if session_settings is not None:
-        session = AdaccSession(model, optimizer, compute_loss=compute_loss, **session_settings)
+        session = AdaccSession(model, optimizer, **session_settings)
     data = batches_of(trainer)
     for _ in range(steps):
         total = 0.0

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, AdaccConfig, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
@@ -25,6 +24,7 @@ from adacc_hf.adapt.checkpoint_files import (
 )
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
@@ -39,8 +39,8 @@ def profilings(monkeypatch):
         calls.append(1)
         return original(*args, **kwargs)
 
-    original = profiler_module.estimate_profile
-    monkeypatch.setattr(profiler_module, "estimate_profile", counting)
+    original = LiveStep.profile
+    monkeypatch.setattr(LiveStep, "profile", counting)
     return calls
 
 

@@ -9,7 +9,7 @@ from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.adapt import extrapolated_policies
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.artifacts.size_model import SizeModel
-from adacc_hf.price.estimated_profile import resize_profile
+from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.solver import least_policy
 
 

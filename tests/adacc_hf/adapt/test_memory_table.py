@@ -13,8 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from adacc_hf import AdaccConfig, profile_model, solve_policy
 from adacc_hf.adapt.memory_table import NUM_LARGEST, OTHER, LiveMemory, memory_table
 from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.size_model import joined
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.price.estimated_profile import resize_profile
+from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import checkpoint_policy
 
 MIB = 2**20
@@ -72,7 +73,8 @@ def profiled() -> Any:
     model = GPT2LMHeadModel(config).train()
     tokens = torch.randint(100, (8, 32))
     settings = AdaccConfig(actions=("retain", "recompute"))
-    return model, profile_model(model, {"input_ids": tokens, "labels": tokens}, settings, all_sizes=True)
+    parts = [tokens[:samples, :length] for samples, length in ((8, 32), (8, 16), (2, 8), (3, 24), (4, 32))]
+    return model, joined([profile_model(model, {"input_ids": ids, "labels": ids}, settings) for ids in parts])
 
 
 @pytest.mark.parametrize("num_samples", [2, 5])

@@ -3,14 +3,10 @@ training."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
-from adacc_hf.adapt.micro_batches import LastBatch
 from adacc_hf.callbacks import AdaccCallback
 
 
@@ -59,64 +55,3 @@ def test_the_measured_step_is_the_trainers(train, lossless):
     assert memory_events
     # The Trainer keeps a few scalars as well. They are within the 1 % below which no cost is corrected.
     assert not any(event["corrected"] for event in memory_events)
-
-
-@pytest.mark.parametrize(
-    ("make", "is_own"),
-    [
-        pytest.param(lambda output: output.loss, True, id="the very loss"),
-        pytest.param(lambda output: (output.loss / 2 * 3, output), True, id="a multiple, with the outputs"),
-        pytest.param(lambda output: output.scores.sum(), False, id="of other outputs"),
-        pytest.param(lambda output: output.loss + output.scores.sum(), False, id="of both"),
-    ],
-)
-def test_what_the_trainer_makes_of_the_models_outputs_decides(make, is_own):
-    """TRL's trainers of preferences let the model compute a loss, and train on another one."""
-    model = torch.nn.Linear(2, 2)
-    scores = model.forward
-    model.forward = lambda input: SimpleNamespace(loss=scores(input).square().mean(), scores=scores(input))
-    last = LastBatch(model)
-    last.note_loss_call({"texts": 1}, lambda *_: None)
-    last.note_loss(make(model(input=torch.ones(2, 2))))
-    assert (last.compute_loss is None) is is_own
-    assert list(last.batch) == (["input"] if is_own else ["texts"])
-    last.remove()
-
-
-def test_the_models_own_loss_comes_first():
-    """If the model computes a loss, the Trainer's `compute_loss` is called no more often than by training."""
-    model = torch.nn.Linear(2, 2)
-    last = LastBatch(model)
-    last.note_loss_call({"input": 1}, lambda *_: None)
-    model.forward = lambda input: type("Output", (), {"loss": input.sum()})()
-    model(input=torch.ones(2, 2))
-    assert last.compute_loss is None
-    assert list(last.batch) == ["input"]
-    last.remove()
-    assert last.batch is None
-    assert not model._forward_hooks
-
-
-def model_with_loss(loss):
-    """Return a model that accepts positional and named arguments and returns `loss` and scores."""
-    model = torch.nn.Linear(2, 2)
-    model.forward = lambda input, scale=1, *positional, **more: SimpleNamespace(loss=loss, scores=input * scale)
-    return model
-
-
-def test_arguments_without_a_name_get_that_of_the_model():
-    model = model_with_loss(loss=torch.ones(()))
-    last = LastBatch(model)
-    model(torch.ones(2, 2), scale=3, labels=4)
-    assert list(last.batch) == ["input", "scale", "labels"]
-    model(torch.ones(2, 2), 3, 5, labels=4)  # the argument 5 has no name
-    assert last.batch is None
-
-
-def test_what_makes_no_loss_is_no_batch():
-    """TRL's OnlineDPOTrainer calls the model in `training_step`, and computes the loss there."""
-    model = model_with_loss(loss=None)
-    last = LastBatch(model)
-    model(torch.ones(2, 2), scale=3)
-    assert last.batch is None
-    assert last.compute_loss is None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from run_builders import InOrder, Lengths, events, refuse_profiles_of
 
-import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt.step_timer import StepMeter
+from adacc_hf.price.live_step import LiveStep
 
 
 def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
@@ -41,15 +41,13 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     """The profile is falsified by `missed` bytes in every phase of the step."""
     from adacc_hf.adapt.profile_updates import with_more_memory
 
-    original = profiler_module.profile_batch
+    original = LiveStep.profile
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
     make_trainer([probe], max_steps=6).train()
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(
-        profiler_module, "profile_batch", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
-    )
+    monkeypatch.setattr(LiveStep, "profile", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes))
     budget = honest["peak_bytes"] - missed_bytes
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.adapt.policy_cache import ENOUGH_SEEN, MAX_UNPLANNED, PolicyCache, most_wanted
+from adacc_hf.adapt.policy_cache import ENOUGH_SEEN, FEW_PROFILES, MAX_UNPLANNED, PolicyCache
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
@@ -40,25 +40,26 @@ def test_sizes_of_which_no_profile_tells_run_under_the_smallest_around(profiled)
     assert profiled.around(ids(65)) is None
 
 
-def test_a_size_that_fits_in_none_wants_a_profile_at_once_unless_none_could_tell_of_all_sizes(profiled):
-    profiled.around(ids(20))
-    assert most_wanted([profiled.unplanned]) is None
+def test_a_size_that_fits_in_none_wants_a_profile_at_once_and_one_that_fits_only_while_profiles_are_few(profiled):
     profiled.around(ids(40))
-    assert most_wanted([profiled.unplanned]) == ids(40)
-    profiled.can_run_on_parts = False
-    profiled.around(ids(100))
-    assert most_wanted([profiled.unplanned]) == ids(40)
+    assert profiled.wants(ids(40))
+    profiled.around(ids(14))
+    assert profiled.wants(ids(14))
+    profiled._profiles = [None] * FEW_PROFILES
+    for _ in range(ENOUGH_SEEN - 1):
+        profiled.around(ids(7))
+    assert not profiled.wants(ids(7))
+    profiled.around(ids(7))
+    assert profiled.wants(ids(7))
+    assert profiled.has_wanted
+    profiled.refuse(ids(7))
+    assert not profiled.wants(ids(7))
 
 
 def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
-    profiled.can_run_on_parts = False
     for length in range(5000):
         assert profiled.around(parts(1000 + length)) is None
     assert len(profiled.unplanned) == MAX_UNPLANNED
-    assert most_wanted([profiled.unplanned]) is None
-    for length in range(ENOUGH_SEEN * 100):
-        profiled.around(parts(length % 100))
-    assert most_wanted([profiled.unplanned]) is not None
 
 
 def test_a_batch_runs_under_the_smallest_policy_around_it_if_none_fits_its_class(profiled):

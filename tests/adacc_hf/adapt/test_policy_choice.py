@@ -10,7 +10,7 @@ from adacc_hf import AdaccCallback
 from adacc_hf.adapt import extrapolated_policies, policy_cache
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.price.estimated_profile import resize_profile
+from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 

@@ -12,12 +12,7 @@ from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from adacc_hf import AdaccConfig, AdaccSession, profile_model, remove_policy
-from adacc_hf.adapt import run_profiler
-from adacc_hf.adapt.adaptive_phase import AdaptivePhase
-from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
-from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.run_profiler import RunProfiler
-from adacc_hf.artifacts.errors import InfeasibleBudgetError, NoEstimateError, UncalledBlocksError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -258,17 +253,10 @@ def from_embeddings(model, batch):
     return model(inputs_embeds=embeddings, labels=batch["labels"]).loss
 
 
-@pytest.mark.parametrize("is_estimated", [True, False])
-def test_a_loop_that_computes_the_embeddings(monkeypatch, is_estimated):
-    """The backward of a profile does not free the graph of the embeddings, which the loop's backward needs."""
-    if not is_estimated:
-        monkeypatch.setattr(run_profiler, "estimate_profile", refuse_to_estimate)
+def test_a_loop_that_computes_the_embeddings():
+    """The graph of the embeddings, which the loop has computed, stays for the loop's backward."""
     run = train_as_plain(from_embeddings, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
-
-
-def refuse_to_estimate(*args):
-    raise NoEstimateError("none of the parts is accepted")
 
 
 class UserError(Exception):
@@ -417,7 +405,7 @@ with_own_loss = stepping(own_loss)
 
 
 def test_a_loss_that_the_loop_makes():
-    run = train_as_plain(with_own_loss, compute_loss=own_loss, **HALF)
+    run = train_as_plain(with_own_loss, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
@@ -428,36 +416,9 @@ def loss_of_two_calls(model, batch):
 twice = stepping(loss_of_two_calls)
 
 
-@pytest.mark.parametrize("budget", [0.5, "1GiB"])
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [(with_own_loss, r"saw no batch: .* compute_loss="), (twice, "called a second time .* compute_loss=")],
-    ids=["no loss", "two calls"],
-)
-def test_it_asks_for_what_makes_a_loss(step, message, budget):
-    with pytest.raises(RuntimeError, match=message):
-        train(step, **(HALF | {"memory_budget": budget}))
-
-
-def test_a_second_call_in_mid_training_is_said_once(caplog):
-    def step(session, model, optimizer, batch, losses):
-        (one_step if len(losses) % 5 < 3 else twice)(session, model, optimizer, batch, losses)
-
-    with caplog.at_level(logging.WARNING):
-        train_as_plain(step, **HALF)
-    assert caplog.text.count("called a second time within one micro-batch") == 1
-
-
 def test_a_model_that_is_called_twice():
-    run = train_as_plain(twice, compute_loss=loss_of_two_calls, **HALF)
+    run = train_as_plain(twice, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
-
-
-def test_what_makes_a_loss_is_given_a_mapping():
-    session = begin(compute_loss=own_loss, **HALF)[2]
-    with pytest.raises(TypeError, match="batch of type Tensor with compute_loss"), session.step(torch.ones(2)):
-        pass
-    session.close()
 
 
 def test_a_saved_session_goes_on(tmp_path):
@@ -501,7 +462,7 @@ def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
 
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
     policy = train(one_step, **HALF).session.policy
-    monkeypatch.setattr(run_profiler, "profile_batch", None)
+    monkeypatch.setattr(RunProfiler, "begin", None)
     run = train_as_plain(one_step, policy=policy, **LOSSLESS)
     assert run.session.policy == policy
 
@@ -753,100 +714,9 @@ after_the_encoder = stepping(loss_after_the_encoder)
 
 
 def test_a_loop_that_calls_the_encoder_itself():
-    """A profile calls the encoder only by `compute_loss`. Without this function, an error asks for it."""
     batches = [pair_of(0)] * 3
-    with pytest.raises(UncalledBlocksError, match=r"were not called.* set compute_loss to a function"):
-        train(after_the_encoder, batches, make=make_t5, **HALF)
-    run = train_as_plain(after_the_encoder, batches, make_t5, compute_loss=loss_after_the_encoder, **HALF)
+    run = train_as_plain(after_the_encoder, batches, make_t5, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
-
-
-def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch):
-    """No batch is profiled whole, whichever comes first: the budget may be too small for the next one."""
-    batches = [pair_of(seed) for seed in range(16)]
-    largest = max(batches, key=lambda batch: batch["input_ids"].numel())
-    largest_run = train(one_step, [largest] * 5, make=make_t5, **HALF)
-    budget = int(0.6 * uniform_policy(largest_run.session.profile, "retain").predicted_peak_bytes)
-    monkeypatch.setattr(run_profiler, "profile_batch", None)
-    run = train_as_plain(one_step, batches, make_t5, memory_budget=budget, **LOSSLESS)
-    measured_peaks = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
-    assert len(measured_peaks) >= 2
-    assert max(measured_peaks) <= budget
-    assert run.session.history[0]["step"] == 0
-
-
-@pytest.mark.parametrize(("first", "new"), [(0, 7), (4, 0)])
-def test_the_first_step_at_a_new_size_has_room_to_compare_bits(first, new):
-    """That step runs each operator twice, while the results of the first run are live."""
-    batches = [pair_of(first)] * 3 + [pair_of(new)]
-    largest = train(one_step, batches[3:] * 2, make=make_t5, **HALF).session.profile
-    budget = int(0.6 * uniform_policy(largest, "retain").predicted_peak_bytes)
-    session = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS).session
-    new_size = next(event for event in session.history if event.get("step") == 4 and event["event"] == "memory")
-    assert new_size["measured_peak_bytes"] <= min(new_size["peak_bytes"], budget)
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_first_step_has_room_to_compare_bits_at_the_least_budget(monkeypatch, optimizer_class):
-    """The comparison may take the memory of AdamW's state, which does not exist yet. SGD has no state."""
-    ids = torch.randint(1, 61, (4, 48), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    begin = AdaptivePhase.begin_in_step
-
-    def first_peak(memory_budget):
-        model, meter = make_t5(), CpuMemoryMeter()
-        optimizer = optimizer_class(model.parameters(), lr=1e-3)
-
-        def begin_metered(*args):
-            begin(*args)
-            meter.__enter__()  # after profiling
-
-        monkeypatch.setattr(AdaptivePhase, "begin_in_step", begin_metered)
-        live_bytes = static_bytes(model, batch, optimizer)
-        with AdaccSession(model, optimizer, memory_budget=memory_budget, **LOSSLESS) as session, session.step(batch):
-            model(**batch).loss.backward()
-            meter.__exit__(None, None, None)
-        return live_bytes + meter.peak_bytes
-
-    with pytest.raises(InfeasibleBudgetError) as error:
-        first_peak(65536)
-    least = error.value.smallest_budget_bytes
-    assert first_peak(least) <= least
-
-
-def test_the_room_to_compare_bits_is_used_after_the_first_step_at_a_new_size(monkeypatch):
-    monkeypatch.setattr(ExtrapolatedPolicies, "solver_ms", 0.0)
-    batches = [pair_of(4)] * 3 + [pair_of(7)] * 3
-    largest = train(one_step, batches[3:5], make=make_t5, **HALF).session.profile
-    budget = int(0.7 * uniform_policy(largest, "retain").predicted_peak_bytes)
-    session = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS).session
-    events = [event for event in session.history if event["event"] == "policy" and event["step"] >= 4]
-    first, later = events[0], events[-1]
-    assert (first["step"], later["step"]) == (4, 5)
-    assert later["overhead_ms"] < first["overhead_ms"]
-    assert later["peak_bytes"] <= budget
-
-
-def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_off():
-    """Switched-off codecs are off at a size that first occurs before a step was measured.
-
-    The least-memory policy of that size differs from the first size's.
-    """
-    probe = train(one_step, [batch_of(0, 8, 40)] * 4, **HALF).session.profile
-    budget = int(1.2 * uniform_policy(probe, "retain").predicted_peak_bytes)
-    config = {"memory_budget": budget, "head": "plain", "min_compress_bytes": 0}
-    model, optimizer, session = begin(**config)
-    with session:
-        one_step(session, model, optimizer, batch_of(0, 8, 40), [])
-        phase, profile = session.phase, session.profile
-        lossy = lossy_options(profile, [block.name for block in profile.blocks])
-        phase.context.guard.switched_off = in_all_blocks(profile, lossy)
-        assert phase.context.switched_off
-        one_step(session, model, optimizer, batch_of(1, 24, 60), [])
-        _, larger = phase.choice.cache.all
-        assert larger.is_provisional
-        codecs = {c.codec for plan in larger.replanner.policy.plans for _, c in plan.choices if c.codec}
-        assert codecs <= {"bitmask"}, "what is lossless"
 
 
 def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):

@@ -27,29 +27,6 @@ def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
     assert loop.num_prefetched(torch.device(device)) == 0
 
 
-@pytest.mark.parametrize(("dtype", "caches"), [(torch.bfloat16, True), (torch.float16, False)])
-def test_a_profile_runs_under_the_autocast_of_the_last_forward(dtype, caches):
-    loop = TrainingLoop()
-    with torch.autocast("cpu", dtype=dtype, cache_enabled=caches):
-        loop.note_autocast("cpu")
-        inside = autocast_state()
-    outside = autocast_state()
-    assert outside[0] is False
-    with loop.profiling():
-        assert autocast_state() == inside == (True, dtype, caches)
-    assert autocast_state() == outside
-
-
-def test_a_forward_without_autocast_ends_that_of_earlier_ones():
-    loop = TrainingLoop()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loop.note_autocast("cpu")
-    loop.note_autocast("cpu")
-    assert loop.autocast is None
-    with loop.profiling():
-        assert not torch.is_autocast_enabled("cpu")
-
-
 def test_an_adapter_is_shown_with_its_settings_and_its_policy():
     adapter = SessionAdapter(None, None, {"memory_budget": 0.5, "head": "plain"})
     assert repr(adapter) == "SessionAdapter(memory_budget=0.5, head='plain')"

@@ -340,16 +340,6 @@ def test_blocks_that_are_called_once_get_no_hooks(tiny_gpt2, token_batch):
         assert list(handle.installation.functions) == list(handle.installation.blocks)
 
 
-def test_a_handle_that_was_taken_off_for_a_while_goes_on(pairs, run_steps, assert_same_steps):
-    with apply_policy(pairs.model, pairs.random(5), pairs.config) as handle:
-        run_steps(pairs.step, pairs.batch, num_steps=1)
-        strategies = {name: function.strategy for name, function in handle.installation.functions.items()}
-        with handle.suspend():
-            profile_model(pairs.model, pairs.batch, pairs.config, compute_loss=contrastive_loss)
-        assert {name: function.strategy for name, function in handle.installation.functions.items()} == strategies
-        assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
-
-
 def test_a_policy_for_more_or_fewer_calls_may_follow(pairs, run_steps, assert_same_steps):
     once = profile_model(
         pairs.model,

@@ -295,17 +295,6 @@ def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
     assert "chunked head (25.00 ms, " in report
 
 
-def test_a_profile_in_mid_run_leaves_the_chunked_head_on(wide):
-    model, batch = wide
-    profile = profile_model(model, batch, CHUNKED)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
-        with handle.suspend():
-            assert type(model(**batch).logits) is torch.Tensor
-            profile_model(model, batch, CONFIG)
-        assert type(model(**batch).logits) is not torch.Tensor
-    assert "forward" not in model.lm_head.__dict__
-
-
 def test_more_memory_is_added_to_both_heads(gpt2_like_profile, add_chunked_head):
     profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100)
     more = with_more_memory(profile, 64)

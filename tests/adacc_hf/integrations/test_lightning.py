@@ -423,29 +423,13 @@ class TwoCalls(Module):
         return model(**batch).loss + model(**half).loss
 
 
-def test_two_calls_of_the_model_need_the_function_of_the_loss(fit):
-    with pytest.raises(RuntimeError, match=r"training_step calls the model a second time.* compute_loss=lambda"):
-        fit([AdaccLightningCallback(**HALF)], module=TwoCalls())
-
-
 def test_two_calls_of_the_model_are_planned_together(fit):
     plain, _ = fit(module=TwoCalls(), max_steps=5)
-    callback = AdaccLightningCallback(**HALF, compute_loss=TwoCalls.loss_of)
+    callback = AdaccLightningCallback(**HALF)
     module, _ = fit([callback], module=TwoCalls(), max_steps=5)
     assert_equal_training(module, plain)
     assert len(callback.profile.blocks) == 2 * 3
     assert "fallback" not in {event["event"] for event in callback.history}
-
-
-def test_a_batch_that_is_no_dict_is_refused_with_a_function_of_the_loss(fit):
-    class Pairs(Module):
-        def training_step(self, batch, batch_idx):
-            return self.model(input_ids=batch[0], labels=batch[1]).loss
-
-    loader = [tuple(batch.values()) for batch in batches(3)]
-    callback = AdaccLightningCallback(**HALF, compute_loss=lambda model, batch: model(**batch).loss)
-    with pytest.raises(TypeError, match=r"type list with compute_loss: .* training_step has to be a mapping"):
-        fit([callback], module=Pairs(), loader=loader)
 
 
 def test_a_model_in_eval_mode_is_reported(fit, caplog):

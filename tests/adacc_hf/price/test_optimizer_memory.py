@@ -4,12 +4,22 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
-from adacc_hf.price.optimizer_memory import measure_clipping, measure_optimizer_step, state_bytes
+from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping, state_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes, forward_loss
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 MAX_NORM = 0.1
+
+
+def measure_optimizer_step(optimizer, max_norm=None):
+    """Clip the gradients, take the optimizer's step, and return the peak of temporary bytes."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with OptimizerMeter(parameters[0].device) as meter:
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        optimizer.step()
+    return meter.nbytes
 
 
 def train_step(model, batches, optimizer):

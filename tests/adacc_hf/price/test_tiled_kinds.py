@@ -5,6 +5,7 @@ import torch
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.policy import BlockAction
+from adacc_hf.artifacts.size_model import joined
 from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.training_step import TrainingStep
 
@@ -61,7 +62,7 @@ def test_other_sizes_are_predicted_with_their_tiles(one_thread, few_rows, tiny_l
         return {"input_ids": ids, "labels": ids}
 
     config = AdaccConfig(actions=("retain", "recompute", "tile"))
-    profile = profile_batch(model, batch(48), config, TrainingStep(), all_sizes=True)
+    profile = joined([profile_batch(model, batch(length), config, TrainingStep()) for length in (48, 24, 40)])
     expected = profile_batch(model, batch(32), config, TrainingStep())
     sizes = tuple((name, (4, 32)) for name in ("input_ids", "labels"))
     predicted = profile.sizes.profile_at(profile, sizes)

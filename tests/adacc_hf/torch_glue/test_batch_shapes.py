@@ -9,7 +9,6 @@ from adacc_hf.torch_glue.batch_shapes import (
     bucket_of,
     fits_in,
     has_same_tensors,
-    resize_batch,
     shapes_from_json,
     shapes_to_json,
 )
@@ -70,13 +69,6 @@ def test_sizes_go_into_a_checkpoint_and_back():
     assert shapes_from_json([["input_ids", [2, 8], 2]]) == (TensorShape("input_ids", (2, 8)),)  # older format
 
 
-def test_a_batch_made_to_another_size():
-    shapes = [batch_shapes(rollouts(4, 6, 9)), batch_shapes(rollouts(3, 7, 5))]
-    resized = resize_batch(rollouts(4, 6, 9), *shapes)
-    assert batch_shapes(resized) == shapes[1]
-    assert resized["beta"] == 0.1
-
-
 def test_a_batch_may_lack_tensors_of_a_larger_one():
     """A batch without the images of a larger one is covered by it: text alone needs less memory."""
     ids, patches = torch.ones(2, 8, dtype=torch.long), torch.zeros(12, 3)
@@ -114,11 +106,3 @@ def test_the_number_of_documents_in_a_row_is_no_size():
 def test_one_dimension_of_data_is_a_size(batch):
     names = [shape.name for shape in batch_shapes(batch)]
     assert names == sorted(batch.keys() - {"boundaries"})
-
-
-@pytest.mark.parametrize(("length", "boundaries"), [(10, [0, 5, 8, 10]), (6, [0, 5, 6, 6]), (20, [0, 5, 8, 20])])
-def test_boundaries_end_with_the_resized_text(length, boundaries):
-    batch = packed([5, 3, 8])
-    before = batch_shapes(batch)
-    after = tuple(TensorShape(shape.name, (1, length)) for shape in before)
-    assert resize_batch(batch, before, after)["cu_seq_lens_q"].tolist() == boundaries

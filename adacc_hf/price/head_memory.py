@@ -1,0 +1,94 @@
+"""Memory and time of both heads (output layer and loss), from the losses of a micro-batch that trains with the chunked
+head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from adacc_hf.head.head import ChunkedHead
+from adacc_hf.head.lazy_logits import LossCall
+from adacc_hf.price.measurement import PRICED_HEADS, Measurement, full_logits_loss
+from adacc_hf.price.memory_profile import StepLayout
+
+MEASURED_SHARES = (4, 8)
+"""Whole logits of all rows may not fit the budget, so they are measured for a quarter and for an eighth of the rows.
+Bytes are linear in the number of rows, and times are proportional to it."""
+
+
+class HeadMeter:
+    """Meter of the losses that `head` computes in chunks in one micro-batch."""
+
+    def __init__(self, head: ChunkedHead, measurement: Measurement) -> None:
+        self._head, self._measurement = head, measurement
+        self.times: dict[str, float] = dict.fromkeys(PRICED_HEADS, 0.0)
+        """Milliseconds of each head, forward and backward."""
+        self._more = [0, 0, 0]
+        """Bytes that whole logits take more than chunks: stored for backward, and at the peaks of forward and
+        backward."""
+        self._before = head.num_losses, head.num_full_logits
+        self._was_on, self._was_trial = head.is_on, head.is_trial
+        head.is_on = head.is_trial = True
+        head.on_loss = self._note
+
+    def close(self) -> None:
+        """Stop reading losses."""
+        self._head.is_on, self._head.is_trial, self._head.on_loss = self._was_on, self._was_trial, None
+
+    @property
+    def is_chunked(self) -> bool:
+        """True if the model has computed its losses in chunks, and never the full logits."""
+        num_losses, num_full_logits = self._before
+        return self._head.num_losses > num_losses and self._head.num_full_logits == num_full_logits
+
+    def with_plain_head(self, layout: StepLayout) -> StepLayout:
+        """Return the memory of the step with whole logits, from `layout`, its memory with the chunked head."""
+        stored, forward, backward = self._more
+        return replace(
+            layout,
+            outside_stored_bytes=layout.outside_stored_bytes + stored,
+            outside_peak_bytes=layout.outside_peak_bytes + forward,
+            loss_peak_bytes=layout.loss_peak_bytes + backward,
+        )
+
+    def _note(self, loss: LossCall) -> None:
+        num_rows = loss.rows.shape[0]
+        larger, smaller = (loss.part(max(1, num_rows // share)) for share in MEASURED_SHARES)
+        ratio = num_rows / larger.rows.shape[0]
+        # The saved-tensor hooks around the model's forward must not see these losses.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            with self._measurement.meter(loss.rows.device):  # no part of the step's memory
+                for name, compute in PRICED_HEADS.items():
+                    self.times[name] += ratio * self._measurement.head_ms(larger, compute)
+            chunked = self._bytes(loss, LossCall.chunked)
+            # The backward has two peaks. That of the softmax grows with the rows alone, so it is measured without the
+            # weight's gradient.
+            whole = [self._extrapolated(num_rows, larger, smaller, has_weight) for has_weight in (True, False)]
+        more = [max(plain) - own for *plain, own in zip(*whole, chunked, strict=True)]
+        # The layer keeps its input for backward, unless it casts the input.
+        kept = loss.rows.nbytes if loss.rows.dtype is loss.call.dtype else 0
+        stored, forward, backward = self._more
+        self._more = [stored + more[0] + kept, max(forward, more[1]), max(backward, more[2] + kept)]
+
+    def _extrapolated(self, num_rows: int, larger: LossCall, smaller: LossCall, has_weight: bool) -> list[int]:
+        """Return the bytes of whole logits of `num_rows` rows, from those of two parts."""
+        at_larger, at_smaller = (
+            self._bytes(part if has_weight else part.without_weight_gradient(), full_logits_loss)
+            for part in (larger, smaller)
+        )
+        count, fewer = larger.rows.shape[0], smaller.rows.shape[0]
+        slope = (num_rows - count) / max(1, count - fewer)
+        return [int(more + slope * (more - less)) for more, less in zip(at_larger, at_smaller, strict=True)]
+
+    def _bytes(self, loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[int, int, int]:
+        """Return the bytes that a loss stores for backward, and its peaks in forward and backward."""
+        with self._measurement.meter(loss.rows.device) as meter:
+            value = compute(loss.detached())
+            meter.mark(("stored",))
+            self._measurement.backward(value)
+            del value
+        *forward, stored = meter.points
+        return stored.live_bytes, max(point.max_bytes for point in forward), stored.max_bytes

@@ -1,0 +1,412 @@
+"""Profile of a micro-batch, recorded and measured while the micro-batch trains.
+
+Nothing of the user's runs for it. Each block's call is recorded, and then follows the plan that recomputes all it can,
+as under gradient checkpointing. Times are those of single operators and codecs, and the memory of a block is that of
+its traced graph, both measured right after the call. The memory of the rest of the step is measured in the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.block_walk import BlockOutcome
+from adacc_hf.artifacts.call_names import call_name
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import ChunkedHeadError
+from adacc_hf.artifacts.kind_profile import KindProfile
+from adacc_hf.artifacts.plans import recompute_plan
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.head.head import ChunkedHead
+from adacc_hf.price.assembled_profile import Readings, StepBase, assemble
+from adacc_hf.price.batch import Batch
+from adacc_hf.price.call_marker import CallMarker
+from adacc_hf.price.cost_model import Prices
+from adacc_hf.price.head_memory import HeadMeter
+from adacc_hf.price.idle_blocks import with_idle_blocks
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.memory_profile import StepLayout, StepReadings, gradient_bytes, with_step
+from adacc_hf.price.model_recorder import ModelRecorder, state_storages
+from adacc_hf.price.shared_storage import storage_key_of
+from adacc_hf.price.training_step import TrainingStep
+from adacc_hf.run.blocks import Installation
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.execution_plan import unfit_values
+from adacc_hf.tape.inputs import argument_tensors
+from adacc_hf.tape.recorder import HIDDEN, Recorder
+from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
+from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape_cache import TapeCache
+from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.private import outer_hooks, version_of
+from adacc_hf.torch_glue.tensors import kept_by_autograd
+
+log = logging.getLogger(__name__)
+
+
+class LiveStep:
+    """A micro-batch of training from which a profile is made.
+
+    Call `begin` before the model's forward, `end` after backward, and `profile` after the optimizer's step, or `cancel`
+    if the step is broken off. `installation` contains the model's blocks, whose strategies are replaced.
+    """
+
+    def __init__(
+        self,
+        installation: Installation,
+        config: AdaccConfig,
+        measurement: Measurement,
+        tape_cache: TapeCache,
+        head: ChunkedHead | None = None,
+    ) -> None:
+        self._installation, self._measurement, self._tape_cache = installation, measurement, tape_cache
+        self._config, self._head = config, head
+        self._own_head: ChunkedHead | None = None
+        self._stack = ExitStack()
+        self._hooks = _OutsideHooks(self)
+        self._has_forward_ended = False
+        self.is_open = False
+        """True from `begin` to `end` or `cancel`."""
+
+    def begin(self, batch: Batch, step: TrainingStep) -> None:
+        """Begin before the forward of a micro-batch on `batch`, a part of `step`. An empty batch may be replaced by
+        `note_batch`."""
+        model = self._installation.model
+        self._step, self.is_open = step, True
+        self._config = self._config.for_rows(batch.num_tokens)
+        self._device = next(model.parameters()).device
+        self._earlier_bytes = gradient_bytes(model)
+        self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer)
+        self._state_keys = state_storages(model)
+        self._note(batch)
+        self._recorder = _LiveRecorder(self._config, self._measurement, self._tape_cache, {}, calls_again=False)
+        self._recorder.is_sharded = is_sharded(model)
+        self._recorder.leaves_gradients = self._earlier_bytes > 0
+        self._meter = self._measurement.meter(self._device)
+        self._prepare_head(model)
+        installation = self._installation
+        self._strategies = {name: function.strategy for name, function in installation.functions.items()}
+        installation.expect(installation.blocks)
+        trained_calls: set[str] = set()
+        for index, (name, function) in enumerate(installation.blocks.items()):
+            function.strategy = _LiveStrategy(name, self, trained_calls, is_first=index == 0)
+        self._stack.enter_context(self._meter)
+        self._begin_seconds = self._measurement.seconds_at(self._device)
+        self.recording_seconds = 0.0
+        self.enter_forward()
+
+    def note_batch(self, batch: Batch) -> None:
+        """Set the batch of a micro-batch that began before its batch was known. Do nothing if it was known."""
+        if not self._sizes:
+            self._note(batch)
+            if self._device.type == "cpu":  # where the bytes in use are the sum of the known tensors
+                self._static_bytes += batch.nbytes
+
+    def _note(self, batch: Batch) -> None:
+        self._sizes, self._batch_bytes = batch.sizes, batch.nbytes
+        self._batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
+
+    def enter_forward(self) -> None:
+        """Enter the saved-tensor hooks around a call of the model, in which autograd saves tensors."""
+        if outer_hooks() is None:  # else each block refuses the hooks around it, unless they are these
+            self._hooks.begin()
+
+    def _prepare_head(self, model: nn.Module) -> None:
+        """Chunk the head in the micro-batch, if the config allows it: the plain head's memory is known from its
+        sizes."""
+        self._head_meter: HeadMeter | None = None
+        if "chunked" not in self._config.heads or (self._recorder.is_sharded and len(self._config.heads) > 1):
+            return
+        if self._head is None:
+            try:
+                self._head = self._own_head = ChunkedHead(model)
+            except ChunkedHeadError as error:
+                if self._config.heads == ("chunked",):
+                    raise
+                log.info("Adacc: the head uses full logits (head='plain'): %s", error)
+                return
+        self._head_meter = HeadMeter(self._head, self._measurement)
+        self._head.on_call = self._recorder.note_freed
+
+    def note_outside(self, tensor: torch.Tensor) -> None:
+        """Record that autograd saves `tensor` outside the blocks."""
+        self._recorder.note_outside_storage(tensor)
+
+    def run(self, name: str, block: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run and record one call of a block."""
+        started = time.perf_counter()
+        try:
+            with self._measurement.meter(self._device):  # what recording takes is no part of the step's memory
+                return self._recorder.record_call(name, block, fn, args, kwargs)
+        finally:
+            self.recording_seconds += time.perf_counter() - started
+
+    @property
+    def meter(self) -> Any:
+        """Meter of the step's memory."""
+        return self._meter
+
+    @property
+    def measurement(self) -> Measurement:
+        """Source of the readings."""
+        return self._measurement
+
+    def end_forward(self) -> None:
+        """End the forward, when backward begins. Further calls have no effect."""
+        if self._has_forward_ended or not self.is_open:
+            return
+        self._has_forward_ended = True
+        self._meter.mark(("loss",))
+        self._recorder.end_forward(self._state_keys, self._batch_keys)
+
+    def leave_forward(self, loss: Any = None) -> None:
+        """Leave the saved-tensor hooks around the model's forward, which has computed `loss` if this is a tensor."""
+        self._hooks.end()
+        if self.is_open and isinstance(loss, torch.Tensor) and loss.requires_grad:
+            self._measurement.on_gradient(loss, self.end_forward)
+
+    def end(self) -> None:
+        """End after the micro-batch's backward."""
+        self.leave_forward()
+        self.end_forward()
+        seconds = self._measurement.seconds_at(self._device) - self._begin_seconds - self.recording_seconds
+        self._step_ms = 1e3 * seconds
+        self._gradient_bytes = gradient_bytes(self._installation.model)
+        self._close()
+
+    def cancel(self) -> None:
+        """Stop without a result. Further calls have no effect."""
+        self._hooks.end()
+        self._close()
+
+    def _close(self) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        if self._head_meter is not None:
+            self._head_meter.close()
+        if self._head is not None:
+            self._head.on_call = None
+        if self._own_head is not None:
+            self._own_head.remove()
+            self._head = self._own_head = None
+        installation = self._installation
+        if installation.modules:
+            if list(installation.functions) != list(self._strategies):
+                installation.expect(self._strategies)
+            for name, strategy in self._strategies.items():
+                installation.functions[name].strategy = strategy
+        self._stack.close()
+
+    @property
+    def called(self) -> set[str]:
+        """Names of the calls that were recorded."""
+        return {block.name for block in self._recorder.blocks}
+
+    def profile(self, optimizer_step_bytes: int = 0, optimizer_state_bytes: int = 0) -> Profile:
+        """Return the profile of the micro-batch. Call this method after `end`.
+
+        `optimizer_step_bytes` are the temporary bytes of the optimizer's step, and `optimizer_state_bytes` those of the
+        state that the optimizer has created since `begin`.
+        """
+        step = replace(
+            self._step, optimizer_step_bytes=optimizer_step_bytes, optimizer_state_bytes=optimizer_state_bytes
+        )
+        recorder, measurement = self._recorder, self._measurement
+        recording = replace(recorder.recording(), plan_of=live_plan)
+        outcomes: dict[str, BlockOutcome] = {b.name: recording.outcomes[b.kind] for b in recording.blocks}
+        readings = StepReadings(
+            self._meter.points,
+            [block.name for block in recording.blocks],
+            {name: outcome.stored_bytes for name, outcome in outcomes.items()},
+            {name: outcome.live_bytes for name, outcome in outcomes.items()},
+        )
+        casts = [cached_casts_bytes(recording.kinds[block.kind]) for block in recording.blocks]
+        in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
+        layout = readings.layout(0, self._gradient_bytes, self._earlier_bytes, self._step_ms + in_blocks_ms)
+        layout = recorder.with_forgotten_casts(layout, casts)
+        recording = with_step(recording, layout)
+        layouts, head_ms = self._layouts(layout)
+        base = StepBase(
+            model=self._installation.model,
+            step=step,
+            config=self._config,
+            measurement=measurement,
+            base_bytes=self._static_bytes - self._earlier_bytes - self._batch_bytes,
+            sizes=self._sizes,
+            batch_bytes=self._batch_bytes,
+            other_batches_bytes=step.other_batches_bytes(self._batch_bytes),
+        )
+        profile = assemble(base, recording, Readings(layouts=layouts, step_ms=layout.ms, head_ms=head_ms))
+        return with_idle_blocks(profile, self._installation)
+
+    def _layouts(self, layout: StepLayout) -> tuple[dict[str, StepLayout], dict[str, float]]:
+        """Return the memory of the step with each head that a policy may choose, and the heads' times."""
+        meter = self._head_meter
+        if meter is None or not meter.is_chunked:
+            return {"plain": layout}, {}
+        if self._config.heads == ("chunked",):
+            return {"chunked": layout}, {}
+        return {"plain": meter.with_plain_head(layout), "chunked": layout}, meter.times
+
+
+def live_plan(kind: KindProfile) -> Plan:
+    """Return the plan under which calls of `kind` train while they are recorded: without codecs."""
+    plan = recompute_plan(kind)
+    if plan.is_checkpointed or kind.untrusted is not None:
+        return plan
+    choices = tuple((value.index, RECOMPUTE if value.recomputable else RETAIN) for value in kind.activations)
+    return replace(plan, choices=choices)
+
+
+def cached_casts_bytes(kind: KindProfile) -> int:
+    """Return the bytes of the casts of parameters that a call of `kind` leaves in autocast's cache."""
+    return sum(value.nbytes for value in kind.values if value.cached and value.producer is not None)
+
+
+class _LiveStrategy:
+    """Strategy that records the calls of one block while the model trains."""
+
+    expects_outer_hooks = True
+
+    def __init__(self, name: str, live: LiveStep, trained_calls: set[str], is_first: bool) -> None:
+        self.name, self.live, self.trained_calls, self.is_first = name, live, trained_calls, is_first
+        self.num_calls = 0
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.num_calls += 1
+        name = call_name(self.name, self.num_calls)
+        marker = CallMarker(
+            name,
+            _Recorded(name, self.live),
+            self.live.meter,
+            self.live.measurement,
+            is_first=self.is_first and self.num_calls == 1,
+            trained_calls=self.trained_calls,
+            before_backward=self.live.end_forward,
+        )
+        return marker.run(block, fn, args, kwargs)
+
+
+class _Recorded:
+    """Strategy of one call that is recorded."""
+
+    def __init__(self, name: str, live: LiveStep) -> None:
+        self.name, self.live = name, live
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.live.run(self.name, block, fn, args, kwargs)
+
+
+class _LiveRecorder(ModelRecorder):
+    """Recorder of a forward that trains: each recorded call follows a plan that recomputes all it can."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trains = True
+        self._is_checkpointed = False
+        self._run_ms = 0.0
+        self._clears = [0]
+        """Numbers of calls that were recorded when autocast's cache was cleared."""
+
+    def _measure_memory(self, measure: Any, tape: Tape, roots: tuple[Any, ...], slot_refs: list[Any]) -> None:
+        num_measured = len(self._memory)
+        super()._measure_memory(measure, tape, roots, slot_refs)
+        if len(self._memory) > num_measured and torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # of the casts of copies, which only autocast would free
+            self._clears.append(len(self.blocks) + 1)
+
+    def with_forgotten_casts(self, layout: StepLayout, casts: list[int]) -> StepLayout:
+        """Return `layout` with the casts that stay in autocast's cache in a step that nothing clears. `casts` are the
+        bytes of each recorded call."""
+        forgotten = [sum(casts[: max(n for n in self._clears if n <= place)]) for place in range(len(casts))]
+        names = [block.name for block in self.blocks]
+        bases = {name: layout.forward_bases[name] + n for name, n in zip(names, forgotten, strict=True)}
+        in_all = sum(casts[: self._clears[-1]])
+        return replace(layout, forward_bases=bases, outside_peak_bytes=layout.outside_peak_bytes + in_all)
+
+    def _run(self, recording: Recording, called: Callable[..., Any], has_key: bool) -> Any:
+        started = time.perf_counter()
+        self._is_checkpointed = not has_key
+        result = recording.run(called) if has_key else recording.run_checkpointed(called)
+        self._run_ms = 1e3 * (time.perf_counter() - started)
+        return result
+
+    def _release(self, recording: Recording, tape: Tape) -> None:
+        if self._is_checkpointed:
+            if not tape.verified or is_reproducible(tape):
+                recording.discard()
+            return
+        if tape.untrusted is not None:
+            return
+        saved = [value for value in tape.saved_values() if tape.values[value].source is None]
+        recomputable = obtainable_values(tape, tape.recomputable, set(tape.saved_values()))
+        inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+        choices = dict.fromkeys(inputs, RETAIN)
+        choices |= {value: RECOMPUTE if value in recomputable else RETAIN for value in saved}
+        choices |= dict.fromkeys(unfit_values(choices, tape), RETAIN)
+        plan = self.tape_cache.execution_plan(tape, choices, frozenset())
+        if not plan.is_plain:
+            recording.hand_over(plan, {})
+
+    def _price(
+        self,
+        tape: Tape,
+        recorder: Recorder,
+        outliers: dict[int, int],
+        run_again: Callable[[], Any],
+        graph: tuple[Callable[..., Any], tuple[Any, ...]] | None,
+    ) -> Prices:
+        if not tape.values:
+            return Prices([], [])
+        if tape.untrusted in HIDDEN and not tape.has_collectives:
+            return Prices([self._run_ms], [0])
+        run = None if graph is None or tape.has_collectives else lambda: graph[0](*graph[1])
+        return self._measurement.price(tape, recorder.bases, self._config, outliers, run)
+
+
+class _OutsideHooks:
+    """Saved-tensor hooks around a forward, which note each tensor that autograd saves outside the blocks, and when the
+    first one is unpacked."""
+
+    def __init__(self, live: LiveStep) -> None:
+        self._live = weakref.ref(live)  # the graph of the step keeps these hooks alive
+        self._hooks: Any = None
+
+    def begin(self) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+
+    @torch.compiler.disable
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        live = self._live()
+        if live is not None:
+            live.note_outside(tensor)
+        return kept_by_autograd(tensor), version_of(tensor)
+
+    @torch.compiler.disable
+    def _unpack(self, packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        live = self._live()
+        if live is not None:
+            live.end_forward()
+        tensor, version = packed
+        if version_of(tensor) != version:
+            raise RuntimeError(
+                "a tensor needed for backward was changed in place after the forward: change it after backward, or "
+                "change a copy"
+            )
+        return tensor

@@ -1,0 +1,145 @@
+"""A micro-batch that is profiled while it trains."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.price.batch import Batch
+from adacc_hf.price.live_step import LiveStep
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.training_step import TrainingStep
+from adacc_hf.run.blocks import Installation
+from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.tape.tape_cache import TapeCache
+from adacc_hf.torch_glue.memory import measure_step
+
+TABLE = architectures()
+LOSSLESS = AdaccConfig(actions=("retain", "recompute"), min_compress_bytes=0)
+LAYOUT = ("static_bytes", "outside_peak_bytes", "loss_peak_bytes", "tail_peak_bytes", "outside_live_bytes")
+
+
+def train(model, batch, config=None, autocast=False, num_micro=1, block_classes=None):
+    """Train on one micro-batch, profiled if `config` is given. Return (loss, profile)."""
+    live = None
+    if config is not None:
+        installation = Installation(model, block_classes)
+        live = LiveStep(installation, config, Measurement(), TapeCache())
+        live.begin(Batch(batch), TrainingStep(gradient_accumulation_steps=num_micro))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
+    if live is not None:
+        live.leave_forward(loss)
+    loss.backward()
+    value = loss.detach().clone()
+    del loss
+    if live is None:
+        return value, None
+    live.end()
+    profile = live.profile()
+    installation.remove()
+    return value, profile
+
+
+def grads_of(model):
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def are_equal(first, second):
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "bert", "vit", "albert", "switch_transformers"])
+def test_it_trains_bit_for_bit_as_without_a_profile(name, autocast, one_thread):
+    """The step's loss, gradients and random numbers are those of plain training. Nothing is left on the model."""
+    plain, profiled = TABLE[name].build().train(), TABLE[name].build().train()
+    batch = TABLE[name].make_batch(0)
+    torch.manual_seed(1)
+    loss, _ = train(plain, batch, autocast=autocast)
+    drawn = torch.rand(4)
+    torch.manual_seed(1)
+    own_loss, profile = train(profiled, batch, LOSSLESS, autocast, block_classes=TABLE[name].block_classes)
+    assert torch.equal(drawn, torch.rand(4))
+    assert torch.equal(loss, own_loss)
+    assert are_equal(grads_of(plain), grads_of(profiled))
+    assert [set(vars(m)) for m in plain.modules()] == [set(vars(m)) for m in profiled.modules()]
+    assert len(profile.blocks) >= 2
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "bert"])
+def test_the_profile_is_that_of_extra_runs(name, autocast, one_thread, without_onednn):
+    """A profile from a step that trains has the bytes of `profile_model`, which runs the model by itself."""
+    batch = TABLE[name].make_batch(0)
+    _, live = train(TABLE[name].build().train(), batch, LOSSLESS, autocast=autocast)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        extra = profile_model(TABLE[name].build().train(), batch, LOSSLESS)
+    assert [block.name for block in live.blocks] == [block.name for block in extra.blocks]
+    assert [kind.digest for kind in live.kinds] == [kind.digest for kind in extra.kinds]
+    assert [getattr(live, field) for field in LAYOUT] == [getattr(extra, field) for field in LAYOUT]
+    assert [kind.backward for kind in live.kinds] == [kind.backward for kind in extra.kinds]
+    for action in ("retain", "recompute"):
+        policies = [uniform_policy(profile, action) for profile in (live, extra)]
+        assert policies[0].predicted_peak_bytes == policies[1].predicted_peak_bytes
+        # The loss itself, and numbers that its division keeps, count as stored here.
+        assert policies[0].predicted_stored_bytes == pytest.approx(policies[1].predicted_stored_bytes, abs=16)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_both_heads_are_known_from_one_step(name, one_thread, without_onednn):
+    """The step trains with the chunked head, and predicts the peak with whole logits from parts of the rows."""
+    config = AdaccConfig(min_compress_bytes=0)
+    batch = {key: value.repeat(4, 1) for key, value in TABLE[name].make_batch(0).items()}
+    _, profile = train(TABLE[name].build().train(), batch, config)
+    assert profile.heads == ("plain", "chunked")
+    for head in profile.heads:
+        policy = uniform_policy(profile.with_head(head), "retain")
+        model = TABLE[name].build().train()
+        with apply_policy(model, policy):
+            measure_step(model, batch)
+            peak = measure_step(model, batch).peak_bytes
+        # The peak of whole logits is that of the loss alone on top of the rest, which overlap by the chunks' bytes.
+        assert peak <= policy.predicted_peak_bytes <= (1.06 if head == "plain" else 1.0) * peak
+
+
+def test_gradients_of_earlier_micro_batches_are_counted(tiny_gpt2, token_batch, without_onednn):
+    model = tiny_gpt2()
+    train(model, token_batch())
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    _, profile = train(model, token_batch(), LOSSLESS, num_micro=2)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert profile.static_bytes >= parameters + gradients + 2 * sum(t.nbytes for t in {*token_batch().values()})
+
+
+def test_an_error_in_the_step_leaves_the_model_as_it_was(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    installation = Installation(model)
+    strategies = {name: function.strategy for name, function in installation.functions.items()}
+    live = LiveStep(installation, LOSSLESS, Measurement(), TapeCache())
+    live.begin(Batch(token_batch()), TrainingStep())
+    with pytest.raises(RuntimeError, match="tensor"):
+        model(token_batch()["input_ids"].float())
+    live.cancel()
+    assert {name: function.strategy for name, function in installation.functions.items()} == strategies
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    installation.remove()
+    loss, _ = train(model, token_batch())
+    assert torch.isfinite(loss)
+
+
+def test_the_batch_is_freed_with_the_step(tiny_gpt2, token_batch):
+    """A recorded batch is freed by reference counts: a step would otherwise have less memory by its size."""
+    model, batch = tiny_gpt2(), {name: ids.clone() for name, ids in token_batch().items()}
+    gc.collect()
+    gc.disable()
+    try:
+        train(model, batch, LOSSLESS)
+        references = [weakref.ref(tensor) for tensor in batch.values()]
+        del batch
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
