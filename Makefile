@@ -90,7 +90,7 @@ test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++ compiler is all it needs)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/emulated_cuda -m pytest -m gpu \
 		tests/adacc_hf/test_gpu.py tests/adacc_hf/compiler tests/callbacks/test_gpu.py \
-		tests/eval/trials/test_contenders.py tests/eval/trials/test_trial.py
+		tests/eval/trials/test_gradients.py tests/eval/trials/test_trial.py
 
 # pip takes a tag of a platform literally, so each is named that a wheel may have.
 BUNDLE := build/gpu-bundle
@@ -122,8 +122,8 @@ $(FETCHED): $(INSTALLED) tests/others/packages.txt tests/others/sources.txt
 test-others: $(FETCHED) ## Run others' scripts and tests with the callback and without, and compare
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others
 
-# Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU, '--publish DIR' keeps the results.
-eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval
+# Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU.
+eval: $(INSTALLED) ## Run the measurements of eval/ at the demo's scale, into runs/eval
 	HF_HUB_OFFLINE=1 $(BIN)/adacc eval all $(EVAL_OPTIONS)
 
 tables: $(INSTALLED) ## Write the tables of README and docs/, and tables and plots next to records, from the JSON in eval/results

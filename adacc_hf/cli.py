@@ -267,18 +267,9 @@ RUNNERS = {
     "loss": ("loss", "validation loss over training, by method (Figure 6)"),
     "peers": ("peers", "tokens/s against peak, compared with other methods that save activation memory"),
     "longest": ("longest", "longest sequence within a memory limit, and its time per token, by method"),
-    "lengths": ("lengths", "step times if every batch has another size, and the time of the first step at each size"),
-    "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
-    "cloze": ("cloze", "accuracy of one model on cloze passages from any text"),
-    "codecs": ("repository.codecs", "gradient error, round-trip error and bandwidth of the codecs"),
-    "compact": ("repository.compact", "CompAct's memory and step time, compared with GaLore, Adacc and its paper"),
-    "compact-training": ("repository.compact_training", "validation loss by CompAct, AdamW, GaLore and APOLLO"),
-    "compiled": ("repository.compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
-    "peak-accuracy": ("repository.peak_accuracy", "predicted and measured peaks, over models and budgets"),
+    "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the paper's data sets (Table 4)"),
     "published": ("repository.predictions", "predictions of `adacc plan` compared with published measurements"),
-    "table1": ("repository.table1", "recompute and compression time of every activation (Table 1)"),
-    "table4": ("repository.table4", "train by every method, then score all of them (Table 4)"),
-    "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
+    "all": ("repository.run_all", "every runner above but downstream, at the demo's scale, one after the other"),
 }
 """Experiments that `adacc eval` runs, by name: (module in `adacc_hf.eval`, description). Only a source checkout has the
 modules in `repository`, which measure the numbers on the repository's pages."""

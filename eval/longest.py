@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, solve_policy
 from adacc_hf.artifacts.policy import Action
@@ -32,10 +32,9 @@ from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import PlotPoint, curves
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.trials.families import FAMILIES, QWEN3, Size
 from adacc_hf.eval.trials.isolation import run_isolated
+from adacc_hf.eval.trials.model_under_test import Batch
 from adacc_hf.eval.trials.trial import check_limit
-from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.price.timing import seconds_of
@@ -77,7 +76,6 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         layers=arguments.layers,
         heads=arguments.heads,
         vocabulary=arguments.vocabulary,
-        batch=1,
         tokens=arguments.most,
     )
     names = ("models", "methods", "profiled", "most", "multiple", "rounds", "clock")
@@ -192,8 +190,38 @@ def save_plot(ledger: Ledger) -> None:
 
 # Models, methods with their policies, and one measured trial.
 
-MODELS = {"llama": FAMILIES["llama"], "qwen3": QWEN3}
-"""Model families with rotary positions, by their names on the command line."""
+MODELS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+"""Configurations of models with rotary positions, by their names on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of a model, and the length of its longest sequence."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    tokens: int
+
+    def model(self, name: str, device: str, seed: int) -> PreTrainedModel:
+        """Return the model `name` in MODELS in train mode, without a cache of keys and values."""
+        config = MODELS[name](
+            num_hidden_layers=self.layers,
+            hidden_size=self.width,
+            intermediate_size=3 * self.width,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads // 2,
+            head_dim=self.width // self.heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.tokens,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device).train()
+
 
 Solve = Callable[[Profile, int | None], Policy]
 """Function of (profile, budget in bytes) that returns a method's policy, with the least peak if the budget is None."""
@@ -248,11 +276,10 @@ class LongTraining:
     """Training of one model on one sequence."""
 
     def __init__(self, model: str, size: Size, device: str, seed: int) -> None:
-        """Build the model `size` of the family `model` in MODELS, and train one short step, which creates the
-        optimizer's state."""
+        """Build the model, and train one short step, which creates the optimizer's state."""
         self._size = size
         self._device = device
-        self.model: PreTrainedModel = MODELS[model].model(size, "sdpa", device, seed)
+        self.model: PreTrainedModel = size.model(model, device, seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.step(self.batch(16))
 

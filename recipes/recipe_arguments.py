@@ -67,13 +67,6 @@ class DataArguments:
         default=2000, metadata={"help": "Number of documents held out, from the start of the stream (--dataset pile)."}
     )
     max_eval_sequences: int = field(default=1000, metadata={"help": "Maximum number of validation sequences."})
-    cloze_passages: int = field(
-        default=0,
-        metadata={
-            "help": "Number of cloze passages to make from held-out documents. They are saved in the run folder for "
-            "`adacc eval cloze`."
-        },
-    )
     cache_dir: str = field(
         default="runs/cache", metadata={"help": "Folder for prepared text and trained tokenizers; safe to delete."}
     )
@@ -84,8 +77,6 @@ class DataArguments:
         for name in ("tokenizer_documents", "validation_documents", "max_eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)} must be at least 1")
-        if self.cloze_passages < 0:
-            raise ValueError(f"--cloze_passages={self.cloze_passages} must be 0 (none) or more, say 500")
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloze_passages import CLOZE_FILE, cloze_passages, save_passages
 from recipe_arguments import RecipeArguments
 from text_data import TextData, load_text_data
 from text_packing import stack_sequences
@@ -30,8 +29,6 @@ class PreparedRun:
     args: RecipeArguments
     data: TextData
     seq_len: int
-    cloze: list[str]
-    """Passages of a cloze test, whose last word is to be guessed, from the documents that are not used for training."""
 
     def fresh_model(self) -> PreTrainedModel:
         """Build an untrained model. All calls return equal weights, from the seed in the settings."""
@@ -69,9 +66,7 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
     if has_policy and args.method.report and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report needs matplotlib: pip install 'adacc-hf[plot]', or pass --report false")
     data = load_text_data(args.data, seq_len, args.training.main_process_first)
-    num_passages = args.data.cloze_passages
-    cloze = cloze_passages((row["text"] for row in data.held_out), num_passages) if num_passages else []
-    return PreparedRun(args=args, data=data, seq_len=seq_len, cloze=cloze)
+    return PreparedRun(args=args, data=data, seq_len=seq_len)
 
 
 def _check_method(args: RecipeArguments) -> None:
@@ -128,8 +123,6 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
     trainer.save_model()
     trainer.save_metrics("all", metrics)
     trainer.save_state()
-    if run.cloze and trainer.is_world_process_zero():
-        save_passages(run.cloze, Path(output_dir, CLOZE_FILE))
     callback = callbacks[0] if callbacks else None
     if callback is not None and callback.policy is None:
         log.warning("training ended after %d steps, before a policy was set: raise --max_steps", results["steps"])

@@ -20,7 +20,6 @@ INK = "#7a818a"
 
 STYLES = {
     "plain": (INK, "s"),
-    "AdamW": (INK, "s"),
     "HF gradient checkpointing": ("#009E73", "^"),
     "naive quantization": ("#C77C00", "D"),
     "selective checkpointing": ("#8C7335", "P"),
@@ -30,13 +29,6 @@ STYLES = {
     "Adacc lossless": ("#D55E00", "X"),
     "Adacc w/o outlier": ("#2A939F", "p"),
     "Adacc in torch.compile": ("#8064D6", "*"),
-    "GaLore n/4": ("#C77C00", "D"),
-    "GaLore n/4 layer-wise": ("#8C7335", "P"),
-    "APOLLO n/4": ("#009E73", "^"),
-    "CompAct n/2": ("#1F83C4", "o"),
-    "CompAct n/4": ("#D55E00", "X"),
-    "CompAct n/8": ("#B8558F", "v"),
-    "CompAct n/4 with Adacc": ("#8064D6", "*"),
 }
 """Colour and marker by the beginning of a series' name, without commas."""
 SPARE_STYLES = (("#1F83C4", "o"), ("#D55E00", "X"), ("#009E73", "^"), ("#8064D6", "*"), ("#B8558F", "v"))

@@ -1,9 +1,8 @@
-"""Run of all runners in sequence, each in its own process and folder.
+"""Run of all runners that need no trained model in sequence, each in its own process and folder.
 
 The scale is the demo's on a CPU, and the paper's GPT-345M on a GPU, most important measurements first.
 
     adacc eval all
-    adacc eval all --device cuda --publish eval/results/my-gpu
     adacc eval all --device cuda --minutes 9 --report DIR --resume
 
 An interrupted run resumes at the interrupted runner, and within the runner at its last point. With --minutes the run
@@ -14,7 +13,6 @@ is set.
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 import sys
 import time
@@ -34,14 +32,8 @@ from adacc_hf.eval.repository.points import points_text, save_points
 from adacc_hf.eval.trials.isolation import end_process, failure
 from adacc_hf.reports.run_record import markdown_table
 
-CLOCKED = ("throughput", "peers", "compiled", "lengths", "longest", "compact")
-UNCLOCKED = (
-    "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published", "table4", "compact-training",
-)  # fmt: skip
-SCORED = ("cloze", "downstream")
-"""Runners that need a trained model. The runner table4 trains the model."""
-
-NAMES = (*CLOCKED, *UNCLOCKED, *SCORED)
+CLOCKED = ("throughput", "peers", "longest")
+NAMES = (*CLOCKED, "max-batch", "loss", "published")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +44,6 @@ class Stage:
     part: str = ""
     """Suffix that distinguishes stages of the same runner."""
     options: str = ""
-    most_s: float = math.inf
-    """Time limit in seconds within a slice, however many points remain."""
 
     @property
     def key(self) -> str:
@@ -70,13 +60,6 @@ below the limit for hanging runners."""
 _METHODS = "--methods adacc full adacc_lossless quantization"
 
 ON_GPU: tuple[Stage, ...] = (
-    Stage(
-        runner="codecs",
-        part="bandwidth",
-        most_s=60.0,
-        # Each tensor has many times the bytes of a GPU cache, 50 MiB.
-        options="--only=bandwidth --model=gpt2-345m --dtype=bfloat16 --tokens=65536",
-    ),
     Stage(
         runner="peers",
         part="half",
@@ -99,7 +82,6 @@ ON_GPU: tuple[Stage, ...] = (
     ),
     Stage(runner="throughput", part="more", options=f"{_GPT} --limit=24GiB --batches 16 64 {_METHODS}"),
     Stage(runner="max-batch", options=f"{_GPT} --limit=24GiB --methods adacc full none adacc_lossless"),
-    Stage(runner="peak-accuracy", options="--family gpt2 llama --budgets=3"),
     Stage(
         runner="longest",
         options="--models=llama --width=1024 --layers=16 --heads=16 --vocabulary=32768 --limit=16GiB "
@@ -112,18 +94,12 @@ ON_GPU: tuple[Stage, ...] = (
         # At a fixed share, only one compilation is needed. Matching a peer's peak takes up to five compilations.
         options=f"{_COMPILED} --peers adacc_compiled --variant-budgets 0.5",
     ),
-    Stage(runner="codecs", part="gradient", options="--only=gradient"),
-    Stage(runner="table1"),
     Stage(runner="throughput", part="all", options="--preset=gpt2-345m --precision=bf16 --batches 16 64"),
     Stage(runner="loss", options="--preset=gpt2-345m --precision=bf16"),
 )
 """Stages that run first on a GPU, in this order. The time on a GPU may end at any point, so the most important
 measurements come first. Most of the runners' defaults would leave a GPU idle. Where a limit is set, plain training
 exceeds it. With 32 sequences in 24 GiB and 64 in 32 GiB, checkpointing exceeds it too."""
-
-SAMPLE_ROWS = Path(__file__).parent / "sample_rows"
-"""Folder with a few rows of our own in the schema of Table 4's data sets: enough to run `downstream`, but not to rank
-models."""
 
 Execute = Callable[[Sequence[str]], int]
 
@@ -140,10 +116,6 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     parser = runner_parser("all", __doc__)
     parser.add_argument("--runners", nargs="+", choices=NAMES, help="runners, in this order (default: all)")
     parser.add_argument(
-        "--data_dir", type=Path, default=SAMPLE_ROWS, help="data sets for downstream (default: a few sample rows)"
-    )
-    parser.add_argument("--publish", type=Path, metavar="DIR", help="also copy records, tables and plots into DIR")
-    parser.add_argument(
         "--report",
         type=Path,
         metavar="DIR",
@@ -151,18 +123,12 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     )
     arguments, settings = parse(parser, argv, clock=True)
     stages = stages_of(settings.device, arguments.runners)
-    run_info = {
-        "runners": [stage.key for stage in stages],
-        "clock": arguments.clock,
-        "data_dir": str(arguments.data_dir),
-    }
+    run_info = {"runners": [stage.key for stage in stages], "clock": arguments.clock}
     # A stage resumes in the next slice, however long it takes: the runners themselves watch the time.
     with open_ledger(replace(settings, until=math.inf), run_info, arguments.resume) as ledger:
         is_over = not run_stages(ledger, stages, settings.until, arguments.report, execute)
         if not is_over:
             ledger.finish()
-        if arguments.publish is not None:
-            publish(ledger, arguments.publish)
         ledger.publish(report_text(ledger))
         if arguments.report is not None:
             save_points(settings.output.parent, arguments.report)
@@ -187,25 +153,18 @@ def stages_of(device: str, runners: Sequence[str] | None = None) -> list[Stage]:
 def run_stages(
     ledger: Ledger, stages: Sequence[Stage], until: float, report: Path | None, execute: Execute | None
 ) -> bool:
-    """Measure the missing stages. Return True if all are measured before the time is over.
-
-    A stage that has used up its share of the slice resumes in the next slice, so that other stages get time.
-    """
-    are_all_measured = True
+    """Measure the missing stages. Return True if all are measured before the time is over."""
     for stage in tqdm(stages, desc="all", unit="runner"):
         if until != math.inf and stage.key in ledger.points:
             continue  # skips failed stages too, because the time is for stages that were not tried
         if time.monotonic() >= until:
             return False
-        stage_until = until if until == math.inf else min(until, time.monotonic() + stage.most_s)
-        run = execute or partial(_execute, stage, ledger, stage_until, report)
+        run = execute or partial(_execute, stage, ledger, until, report)
         try:
-            ledger.measure(stage.key, partial(measure, ledger, stage, run, stage_until))
+            ledger.measure(stage.key, partial(measure, ledger, stage, run, until))
         except OutOfTimeError:
-            if stage_until == until:
-                return False
-            are_all_measured = False
-    return are_all_measured
+            return False
+    return True
 
 
 def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.inf) -> Figures:
@@ -216,13 +175,6 @@ def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.
         command += ["--clock", ledger.run_info["clock"]]
     if until != math.inf:
         command += ["--resume", f"--minutes={max(0.0, until - time.monotonic()) / 60:.3f}"]
-    if name in SCORED:
-        model = trained_model(ledger)
-        if model is None:
-            return {"status": Status.ERROR.value, "reason": "needs the model that table4 trains: run table4 first"}
-        command += ["--model", str(model)]
-    if name == "downstream":
-        command += ["--data_dir", ledger.run_info["data_dir"]]
     start = time.perf_counter()
     status = execute(command)
     if status == OUT_OF_TIME:
@@ -250,15 +202,6 @@ def _shared_options(ledger: Ledger) -> list[str]:
     settings = ledger.settings
     options = {name: getattr(settings, name) for name in ("seed", "threads", "device", "notes")}
     return [f"--{name}={value}" for name, value in options.items()]
-
-
-def trained_model(ledger: Ledger) -> Path | None:
-    """Return the folder of the model that table4 trained plainly, or None if table4 has not trained one."""
-    path = record_path(ledger, "table4")
-    if not path.is_file():
-        return None
-    training = Ledger.load(path).points.get("none/training", {})
-    return path.parent / training["folder"] if "folder" in training else None
 
 
 HANGING = -1
@@ -293,17 +236,6 @@ def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, co
 def _modified_ns(path: Path) -> int | None:
     """Return the file's time of modification in ns, or None if the file does not exist."""
     return path.stat().st_mtime_ns if path.is_file() else None
-
-
-def publish(ledger: Ledger, folder: Path) -> None:
-    """Copy the record, table and plot of each runner that succeeded."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, point in ledger.points.items():
-        if point["status"] == Status.MEASURED.value:
-            path = record_path(ledger, name)
-            for file in (path.with_suffix(suffix) for suffix in (".json", ".md", ".svg")):
-                if file.is_file():
-                    shutil.copy(file, folder)
 
 
 def report_text(ledger: Ledger) -> str:

@@ -24,9 +24,6 @@ from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.reports.run_record import Spread, markdown_table
 
-ELSEWHERE = {"cloze": "downstream", "demo_comparison": "repository.tables"}
-"""Modules of reports that are not in their runner's own module, by runner."""
-
 REGION = re.compile(
     r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))? -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
 )
@@ -79,7 +76,9 @@ def report(path: Path) -> str:
 
 def reporter(runner: str) -> Callable[[Ledger], str]:
     """Return the function that renders a runner's record as Markdown."""
-    module = ELSEWHERE.get(runner) or RUNNERS[runner.replace("_", "-")][0]
+    if runner == "demo_comparison":
+        return report_text
+    module = RUNNERS[runner.replace("_", "-")][0]
     return import_module(f"adacc_hf.eval.{module}").report_text
 
 

@@ -1,4 +1,4 @@
-"""Data sets of the paper's Table 4, and cloze passages, as tasks of lm-eval: from the hub or from local files.
+"""Data sets of the paper's Table 4 as tasks of lm-eval: from the hub or from local files.
 
 Prompts, targets and metrics are lm-eval's own definitions. Only the origin of the rows is set here.
 """
@@ -29,9 +29,8 @@ class TaskSource:
     """Columns that prompt and target use."""
 
 
-LAMBADA = TaskSource(definition="lambada/lambada_openai.yaml", split="test", columns=("text",))
 SOURCES = {
-    "lambada_openai": LAMBADA,
+    "lambada_openai": TaskSource(definition="lambada/lambada_openai.yaml", split="test", columns=("text",)),
     "arc_easy": TaskSource(definition="arc/arc_easy.yaml", split="test", columns=("question", "choices", "answerKey")),
     "sciq": TaskSource(
         definition="sciq/sciq.yaml",
@@ -45,9 +44,6 @@ SOURCES = {
     ),
 }
 PAPER_TASKS = tuple(SOURCES)
-CLOZE = "cloze"
-CLOZE_FILE = "cloze.jsonl"
-"""Name of the file of passages in the run folder of a recipe."""
 
 
 def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, ConfigurableTask]:
@@ -63,16 +59,6 @@ def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, Configu
         return {name: _hub_task(name) for name in names}
     files = {name: local_files(data_dir, name) for name in names}  # all must exist before the first is read
     return {name: _local_task(name, SOURCES[name], files[name]) for name in names}
-
-
-def cloze_task(passages: Path) -> ConfigurableTask:
-    """Return the task of predicting the last word of each {"text": passage}, with the definition and metrics of
-    LAMBADA."""
-    if not passages.is_file():
-        raise FileNotFoundError(
-            f"--passages={passages} does not exist; see `adacc eval cloze --help` for how to create it"
-        )
-    return _local_task(CLOZE, LAMBADA, [passages])
 
 
 def local_files(data_dir: Path, name: str) -> list[Path]:

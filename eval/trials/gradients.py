@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adacc_hf.eval.records.records import WrongResultError
-from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.eval.trials.model_under_test import Batch
 from adacc_hf.torch_glue.memory import backward, forward_loss
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 

@@ -13,15 +13,6 @@ CPU_LIMIT = "256MiB"
 """Default limit on a CPU, where the machine's memory is not a useful limit. Plain training of the demo fits up to batch
 2."""
 
-ROUNDING_SHARE = {"cpu": 0.0, "cuda": 0.01}
-"""Fraction by which the bytes that a GPU's allocator counts may exceed the tensors' bytes, because the allocator rounds
-up."""
-
-
-def fits_budget(nbytes: int, budget: int, device: str) -> bool:
-    """Return True if the bytes measured on `device` are at most `budget`, up to the allocator's rounding."""
-    return nbytes <= budget * (1.0 + ROUNDING_SHARE[device])
-
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     """Add the option that limits the memory of a training step."""

@@ -17,10 +17,8 @@ from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.eval.trials.contenders import uses_lossy_codec
-from adacc_hf.eval.trials.model_under_test import Subject
-from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.kernels.codecs import baseline_codec
+from adacc_hf.eval.trials.model_under_test import Batch, Subject
+from adacc_hf.kernels.codecs import baseline_codec, get_codec
 from adacc_hf.solve.baselines import quantize_everything
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
@@ -105,6 +103,12 @@ def install_checkpointing(bench: Bench, budget: Budget | None, **options: Any) -
     """Install the checkpointing of Transformers, as TrainingArguments enable it."""
     switch_checkpointing(bench.model, on=True, **options)
     return InstalledMethod(call=bench.model, promise=Promise.EXACT)
+
+
+def uses_lossy_codec(policy: Policy) -> bool:
+    """Return True if decoding changes any activation."""
+    codecs = {(choice.codec, choice.options) for plan in policy.plans for _, choice in plan.choices}
+    return any(codec is not None and not get_codec(codec, **dict(options)).lossless for codec, options in codecs)
 
 
 def install_policy(

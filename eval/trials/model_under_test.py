@@ -1,11 +1,14 @@
-"""Subject of a trial: a model by preset, the shape of its batch, its precision, and its training step."""
+"""Subject of a trial: a model by preset, its batch of the standard library's text, its precision and training step."""
 
 from __future__ import annotations
 
 import argparse
+import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +17,12 @@ from transformers import PreTrainedModel
 
 from adacc_hf.estimate.model_presets import checked_seq_len, context_length, fresh_model, load_config
 from adacc_hf.eval.records.command_line import positive_int
-from adacc_hf.eval.trials.workload import Batch, random_text
 from adacc_hf.torch_glue.memory import backward, forward_loss
 
+Batch = dict[str, torch.Tensor]
+
+TEXT_BYTES = 4 * 2**20
+"""Length of the text. A demo model sees a fraction of it in a few hundred steps."""
 PRECISIONS = ("fp32", "bf16")
 LONGEST_DEFAULT = 1024
 """Default tokens per sequence, as for the paper's GPT models. Models with a shorter context get their context
@@ -99,6 +105,21 @@ def subject_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "attention": arguments.attention,
         "seed": arguments.seed,
     }
+
+
+@cache
+def library_bytes() -> torch.Tensor:
+    """Return uint8 [TEXT_BYTES]: the running Python's own modules, in alphabetical order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    return torch.frombuffer(bytearray(text[:TEXT_BYTES]), dtype=torch.uint8)
+
+
+def random_text(batch: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw ids [batch, tokens]: bytes of the library's text, each row from a random position."""
+    text = library_bytes()
+    starts = torch.randint(len(text) - tokens, (batch,), generator=generator).tolist()
+    return torch.stack([text[start : start + tokens] for start in starts]).long()
 
 
 def first_sequences(batch: Batch, count: int) -> Batch:

@@ -14,8 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from adacc_hf.callbacks.paper_methods import method_callbacks
 from adacc_hf.eval.records.records import Figures
-from adacc_hf.eval.trials.model_under_test import Subject
-from adacc_hf.eval.trials.workload import library_bytes
+from adacc_hf.eval.trials.model_under_test import Subject, library_bytes
 
 HELD_OUT = 0.1
 """Fraction of the text, at its end, that is used for validation only."""

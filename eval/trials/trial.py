@@ -19,7 +19,6 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.command_line import CLOCKS
 from adacc_hf.eval.records.records import Figures, WrongResultError
 from adacc_hf.eval.trials import methods, peer_methods
-from adacc_hf.eval.trials.contenders import GATE_STEPS
 from adacc_hf.eval.trials.gradients import (
     MAX_GRADIENT_ERROR,
     NOISE_RUNS,
@@ -32,8 +31,7 @@ from adacc_hf.eval.trials.gradients import (
 )
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError
 from adacc_hf.eval.trials.methods import Bench, Budget, InstalledMethod, Method, Promise
-from adacc_hf.eval.trials.model_under_test import Subject, first_sequences
-from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.eval.trials.model_under_test import Batch, Subject, first_sequences
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
 from adacc_hf.torch_glue.compat import switch_checkpointing
@@ -148,6 +146,10 @@ def _speed_figures(bench: Bench, installed: InstalledMethod, rounds: int, now: C
 # The reference gradients come from plain training on the same model and batch. If plain training does not fit into
 # memory, HF gradient checkpointing gives the reference. If that does not fit either, the batch is reduced to fewer
 # sequences.
+
+GATE_STEPS = 3
+"""Steps whose gradients are checked: the first records the blocks, the second learns the order of backward, and the
+third is steady. These steps also serve as warm-up."""
 
 LOSS_CHANGE = 0.02
 """Change of the loss, in each direction, for comparing its slope with the gradient: far above the rounding of a

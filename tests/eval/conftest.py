@@ -1,4 +1,4 @@
-"""Workloads so small that a runner completes in seconds, with models and a few rows of every data set for lm-eval."""
+"""Tiny models and a few rows of every data set for lm-eval."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 from transformers.modeling_outputs import CausalLMOutput
 
 import adacc_hf
-from adacc_hf.eval.trials.workload import Workload
 
 ROOT = Path(adacc_hf.__file__).resolve().parents[1]
 
@@ -205,9 +204,3 @@ def _restore_threads() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def tiny() -> Workload:
-    """Return a workload whose larger activations are at least 64 KiB, so that they may be compressed."""
-    return Workload(width=32, layers=2, heads=2, batch=4, tokens=128)

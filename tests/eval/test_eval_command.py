@@ -8,16 +8,16 @@ import pytest
 
 from adacc_hf import cli
 from adacc_hf.cli import RUNNERS, main
-from adacc_hf.eval.repository import peak_accuracy
+from adacc_hf.eval import max_batch
 
 
-@pytest.mark.parametrize("name", ["peak-accuracy", "peak_accuracy"])
+@pytest.mark.parametrize("name", ["max-batch", "max_batch"])
 @pytest.mark.parametrize("status", [0, 1])
 def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, name: str, status: int) -> None:
     calls = []
-    monkeypatch.setattr(peak_accuracy, "main", lambda argv: calls.append(argv) or status)
-    assert main(["eval", name, "--budgets", "3", "--output", "x"]) == status
-    assert calls == [["--budgets", "3", "--output", "x"]]
+    monkeypatch.setattr(max_batch, "main", lambda argv: calls.append(argv) or status)
+    assert main(["eval", name, "--most", "3", "--output", "x"]) == status
+    assert calls == [["--most", "3", "--output", "x"]]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -38,7 +38,7 @@ def test_help_names_every_runner(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "peak_accuracy", "--threads", "0"]) == 2
+    assert main(["eval", "max_batch", "--threads", "0"]) == 2
     assert capsys.readouterr().err == "adacc eval: error: --threads=0 must be 1 or more\n"
 
 
@@ -53,5 +53,5 @@ def test_what_a_wheel_lacks_is_refused_with_the_reason(monkeypatch, capsys):
         raise ModuleNotFoundError(f"No module named {name!r}", name="adacc_hf.eval.repository")
 
     monkeypatch.setattr(cli, "import_module", missing)
-    assert main(["eval", "compiled"]) == 2
+    assert main(["eval", "published"]) == 2
     assert "run it from a source checkout (pip install -e .)" in capsys.readouterr().err

@@ -15,11 +15,10 @@ from checkpoint_plugin import Record, checkpoint_by_replay
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
-from adacc_hf.eval.trials.families import FAMILIES
-from adacc_hf.eval.trials.workload import Workload
+from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
-SMALL = Workload(width=16, layers=2, heads=2, batch=2, tokens=8)
+ZOO = architectures()
 
 
 @pytest.fixture(autouse=True)
@@ -43,23 +42,24 @@ def trained(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[torc
     return results
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "num_blocks"), [("gpt2", 2), ("llama", 2), ("t5", 4), ("bert", 2)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_that_transformers_enables_is_ours(record: Record, family: str, use_reentrant: bool) -> None:
-    workload = Workload(width=16, layers=2, heads=2, batch=2, tokens=8, family=family)
-    model, batch = workload.model(), next(workload.batches())
+def test_checkpointing_that_transformers_enables_is_ours(
+    record: Record, name: str, num_blocks: int, use_reentrant: bool
+) -> None:
+    model, batch = ZOO[name].build(), ZOO[name].make_batch(0)
     plain = trained(model, batch)
     switch_checkpointing(model, on=True, torch_options={"use_reentrant": use_reentrant})
     ours = trained(copy.deepcopy(model), batch)
     assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
-    assert record.num_calls == 3 * workload.layers
+    assert record.num_calls == 3 * num_blocks
     assert record.num_replayed > 0
     assert record.num_left == record.num_untrusted == 0
 
 
 def test_a_forward_behind_a_mock_is_found(record: Record) -> None:
     """Transformers' tests wrap the forward in a mock, to count its calls. Dynamo cannot trace it."""
-    model, batch = SMALL.model(), next(SMALL.batches())
+    model, batch = ZOO["gpt2"].build(), ZOO["gpt2"].make_batch(0)
     switch_checkpointing(model, on=True)
     layer, forward_mock = model.transformer.h[0], mock.Mock()
     inner = layer._gradient_checkpointing_func

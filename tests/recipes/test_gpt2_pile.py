@@ -121,7 +121,6 @@ def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(
         ({"resume_from_checkpoint": "nowhere"}, "--resume_from_checkpoint=nowhere is not a checkpoint folder"),
         ({"method": "compare", "resume_from_checkpoint": CHECKPOINT}, "drop --resume_from_checkpoint"),
         ({"method": "compare", "max_steps": 2}, "--max_steps=2 leaves --method=compare no steps to measure"),
-        ({"cloze_passages": -1}, "--cloze_passages=-1 must be 0 (none) or more"),
         ({"no_such_setting": 1}, "--no_such_setting"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -147,13 +146,3 @@ def test_the_script_starts_from_any_folder(tmp_path: Path):
     )
     assert "--memory_budget" in process.stdout
     assert "--per_device_train_batch_size" in process.stdout
-
-
-def test_a_cloze_set_comes_from_held_out_documents_only(tiny_run: list[str], texts: list[str], tmp_path: Path):
-    run = gpt2_pile.prepare_run(gpt2_pile.parse_arguments(with_setting(tiny_run, method="none", cloze_passages=3)))
-    held_out = [row["text"] for row in run.data.held_out]
-    assert 0 < len(held_out) < len(texts)
-    gpt2_pile.train(run)
-    passages = [json.loads(line)["text"] for line in (tmp_path / "run" / "cloze.jsonl").read_text().splitlines()]
-    assert passages == run.cloze
-    assert all(any(passage in text for text in held_out) for passage in passages)

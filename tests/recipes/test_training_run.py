@@ -65,7 +65,6 @@ def test_all_models_of_a_run_have_equal_weights(tiny_run: list[str]):
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert run.seq_len == 64
-    assert run.cloze == []
 
 
 def test_a_run_that_ends_before_its_policy_has_no_callback(

@@ -16,8 +16,7 @@ from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.eval.records.records import OUT_OF_TIME
 from adacc_hf.eval.repository import run_all
-from adacc_hf.eval.repository.run_all import NAMES, ON_GPU, SAMPLE_ROWS, Stage, stages_of
-from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
+from adacc_hf.eval.repository.run_all import NAMES, ON_GPU, Stage, stages_of
 
 
 class Runners:
@@ -34,9 +33,8 @@ class Runners:
             raise KeyboardInterrupt
         self.commands[name] = options
         output = Path(options[options.index("--output") + 1])
-        points = {"none/training": {"folder": "none-0123"}} if name == "table4" else {}
         info = {"runner": output.stem, "seed": 0, "threads": 1, "device": "cpu"}
-        write_json(output, {"run_info": info, "train_info": {"points": points}, "meta_info": {"notes": ""}})
+        write_json(output, {"run_info": info, "train_info": {"points": {}}, "meta_info": {"notes": ""}})
         output.with_suffix(".md").write_text(name)
         return OUT_OF_TIME if name == self.out_of_time else int(name == self.failing)
 
@@ -59,16 +57,12 @@ def test_every_runner_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     assert {"--seed=0", "--threads=1", "--device=cpu", "--notes=busy day"} <= set(options)
     assert "--clock" not in options
     assert runners.commands["throughput"][-2:] == ["--clock", "cpu"]
-    model = ["--model", str(tmp_path / "table4" / "none-0123")]
-    assert runners.commands["cloze"][-2:] == model
-    assert runners.commands["downstream"][-4:] == [*model, "--data_dir", str(SAMPLE_ROWS)]
 
 
 def test_no_runner_is_left_out() -> None:
-    expected = sorted(set(RUNNERS) - {"all"})
+    expected = sorted(set(RUNNERS) - {"all", "downstream"})
     assert sorted(NAMES) == sorted(stage.runner for stage in stages_of("cpu")) == expected
-    on_gpu = {stage.runner for stage in stages_of("cuda")}
-    assert on_gpu == set(RUNNERS) - {"all"}
+    assert sorted({stage.runner for stage in stages_of("cuda")}) == expected
     keys = [stage.key for stage in stages_of("cuda")]
     assert len(set(keys)) == len(keys)
 
@@ -79,43 +73,23 @@ def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypa
     runners = Runners()
     assert run(tmp_path, runners, "--device", "cuda") == 0
     names = list(runners.commands)
-    assert names[:3] == ["codecs", "peers", "throughput"]
-    assert names.index("compiled") > names.index("max-batch")
+    assert names[:3] == ["peers", "throughput", "max-batch"]
     for name in ("throughput", "max-batch"):
         assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
-    assert "--preset=gpt2-345m" not in runners.commands["table4"]
+    assert "--preset=gpt2-345m" not in runners.commands["published"]
 
 
 def test_the_first_slice_shows_the_most_important_figures() -> None:
-    """The first slice measures codec bandwidths in a part of its time, then Adacc between plain training and
-    checkpointing, then sizes that only Adacc can train, then a larger model. Each has a limit that it can keep to."""
-    stages = stages_of("cuda")[:5]
-    assert [stage.key for stage in stages] == [
-        *("codecs-bandwidth", "peers-half", "throughput-24GiB", "throughput-32GiB", "throughput-llama"),
-    ]
-    codecs, half, small, large, llama = (stage.options for stage in stages)
-    assert stages[0].most_s == 60
-    assert "--tokens=65536" in codecs
+    """The first slice measures Adacc between plain training and checkpointing, then sizes that only Adacc can train,
+    then a larger model. Each has a limit that it can keep to."""
+    stages = stages_of("cuda")[:4]
+    assert [stage.key for stage in stages] == ["peers-half", "throughput-24GiB", "throughput-32GiB", "throughput-llama"]
+    half, small, large, llama = (stage.options for stage in stages)
     assert "--batch=16 --peers plain checkpointing adacc" in half
     assert "--limit=24GiB --batches 32 --methods adacc full" in small
     assert "--limit=32GiB --batches 64 --methods adacc full" in large
     assert "--preset=llama-1b" in llama
     assert "--limit=30GiB" in llama
-
-
-def test_a_stage_takes_no_more_than_its_share_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next slice measures the stage's remaining points first."""
-    share = [Stage(runner="loss", most_s=30.0), Stage(runner="compiled")]
-    monkeypatch.setattr(run_all, "stages_of", lambda *_: share)
-    first = Runners(out_of_time="loss")
-    assert run(tmp_path, first, "--resume", "--minutes", "9") == OUT_OF_TIME
-    assert list(first.commands) == ["loss", "compiled"]
-    minutes = {name: float(options[-1].removeprefix("--minutes=")) for name, options in first.commands.items()}
-    assert 0.4 < minutes["loss"] <= 0.5
-    assert 8.9 < minutes["compiled"] <= 9.0
-    second = Runners()
-    assert run(tmp_path, second, "--resume", "--minutes", "9") == 0
-    assert list(second.commands) == ["loss"]
 
 
 def test_a_point_of_a_compiled_peer_has_time_to_compile() -> None:
@@ -139,16 +113,16 @@ def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch
 
 def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: Path) -> None:
     """The second runner fails, and the third has no time left. The next slice begins with the third."""
-    argv = ("--runners", "loss", "compiled", "table1", "lengths", "--resume", "--minutes", "9")
-    first = Runners(failing="compiled", out_of_time="table1")
+    argv = ("--runners", "loss", "peers", "longest", "published", "--resume", "--minutes", "9")
+    first = Runners(failing="peers", out_of_time="longest")
     assert run(tmp_path, first, *argv) == OUT_OF_TIME
-    assert list(first.commands) == ["loss", "compiled", "table1"]
+    assert list(first.commands) == ["loss", "peers", "longest"]
     assert json.loads((tmp_path / "all.json").read_text())["meta_info"]["status"] == "running"
     second = Runners()
     assert run(tmp_path, second, *argv) == 1
-    assert list(second.commands) == ["table1", "lengths"]
-    assert "--resume" in second.commands["table1"]
-    minutes = float(second.commands["table1"][-1].removeprefix("--minutes="))
+    assert list(second.commands) == ["longest", "published"]
+    assert "--resume" in second.commands["longest"]
+    minutes = float(second.commands["longest"][-1].removeprefix("--minutes="))
     assert 8.9 < minutes <= 9.0
     third = Runners()
     assert run(tmp_path, third, *argv) == 1
@@ -215,45 +189,24 @@ def test_a_runner_that_hangs_does_not_take_the_next_slice_too(monkeypatch: pytes
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
-    assert run(tmp_path, Runners(failing="loss"), "--runners", "loss", "compiled") == 1
+    assert run(tmp_path, Runners(failing="loss"), "--runners", "loss", "peers") == 1
     assert "ended with status 1" in (tmp_path / "all.md").read_text()
     again = Runners()
-    assert run(tmp_path, again, "--runners", "loss", "compiled", "--resume") == 0
+    assert run(tmp_path, again, "--runners", "loss", "peers", "--resume") == 0
     assert list(again.commands) == ["loss"]
-
-
-def test_what_needs_a_model_says_so(tmp_path: Path) -> None:
-    assert run(tmp_path, Runners(), "--runners", "cloze") == 1
-    assert "cloze: needs the model that table4 trains" in (tmp_path / "all.md").read_text()
 
 
 def test_a_cut_run_goes_on_with_the_runner_that_is_missing(tmp_path: Path) -> None:
     killed = Runners()
 
-    def dies_at_compiled(command: Sequence[str]) -> int:
-        return killed(["eval", "killed"]) if command[1] == "compiled" else killed(command)
+    def dies_at_peers(command: Sequence[str]) -> int:
+        return killed(["eval", "killed"]) if command[1] == "peers" else killed(command)
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, dies_at_compiled, "--runners", "loss", "compiled", "codecs")
+        run(tmp_path, dies_at_peers, "--runners", "loss", "peers", "longest")
     again = Runners()
-    assert run(tmp_path, again, "--runners", "loss", "compiled", "codecs") == 0
-    assert list(again.commands) == ["compiled", "codecs"]
-
-
-def test_results_are_published_in_one_folder(tmp_path: Path) -> None:
-    assert (
-        run(
-            tmp_path / "run",
-            Runners(failing="loss"),
-            "--runners",
-            "loss",
-            "max-batch",
-            "--publish",
-            str(tmp_path / "p"),
-        )
-        == 1
-    )
-    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["max_batch.json", "max_batch.md"]
+    assert run(tmp_path, again, "--runners", "loss", "peers", "longest") == 0
+    assert list(again.commands) == ["peers", "longest"]
 
 
 def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(tmp_path, monkeypatch):
@@ -266,9 +219,3 @@ def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(tmp_path, monkey
     assert run(tmp_path, runners, "--runners", "max-batch", "loss") == 1
     assert list(runners.commands) == ["max-batch", "loss"]
     assert "max-batch: off its schema" in (tmp_path / "all.md").read_text()
-
-
-@pytest.mark.usefixtures("offline")
-def test_sample_rows_are_in_the_hubs_schema() -> None:
-    tasks = load_tasks(PAPER_TASKS, SAMPLE_ROWS)
-    assert {name: len(task.eval_docs) for name, task in tasks.items()} == dict.fromkeys(PAPER_TASKS, 8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adacc_hf.eval.tasks import lm_eval_tasks
-from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, cloze_task, load_tasks, local_files
+from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks, local_files
 
 SPLITS = {"lambada_openai": "test", "arc_easy": "test", "sciq": "test", "swag": "validation"}
 
@@ -74,16 +74,6 @@ def test_wrong_rows_are_refused(text: str, message: str, data_dir: Path) -> None
 def test_hub_out_of_reach_names_the_way_out(name: str, offline: None) -> None:
     with pytest.raises(ValueError, match=f"{name} could not be loaded from the hub: .* Pass --data_dir"):
         load_tasks([name], None)
-
-
-def test_cloze_is_lambada_with_other_rows(offline: None, tmp_path: Path) -> None:
-    passages = tmp_path / "cloze.jsonl"
-    passages.write_text(json.dumps({"text": "The cat saw the cat"}) + "\n")
-    task = cloze_task(passages)
-    assert prompts(task) == [("The cat saw the", " cat")]
-    assert task.config.task == "cloze"
-    with pytest.raises(FileNotFoundError, match="--passages="):
-        cloze_task(tmp_path / "gone.jsonl")
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:

@@ -7,16 +7,27 @@ import math
 import pytest
 import torch
 
-from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, first_difference, relative_error
-from adacc_hf.eval.trials.workload import Workload
+from adacc_hf import Action, AdaccConfig, apply_policy, profile_model
+from adacc_hf.eval.records.records import WrongResultError
+from adacc_hf.eval.trials.gradients import (
+    MAX_GRADIENT_ERROR,
+    Gradients,
+    checked_error,
+    compute_gradients,
+    first_difference,
+    relative_error,
+)
+from adacc_hf.eval.trials.model_under_test import Subject
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
 def gradients(loss: float, **by_name: list[float]) -> Gradients:
     return Gradients(torch.tensor(loss), {name: torch.tensor(values) for name, values in by_name.items()})
 
 
-def test_same_seed_gives_equal_gradients_and_leaves_none(tiny: Workload) -> None:
-    model, batch = tiny.model(), next(tiny.batches())
+def test_same_seed_gives_equal_gradients_and_leaves_none() -> None:
+    subject = Subject(preset="demo", batch=1, tokens=16)
+    model, batch = subject.model(), subject.example()
     gradients_of_seed, same, other_seed = (compute_gradients(model, batch, seed) for seed in (0, 0, 1))
     assert first_difference(gradients_of_seed, same) is None
     assert first_difference(gradients_of_seed, other_seed) == "the loss"  # dropout differs
@@ -37,3 +48,44 @@ def test_relative_error_is_of_the_whole_vector() -> None:
     assert relative_error(expected, nearby) == pytest.approx(0.1, rel=1e-12)
     assert relative_error(expected, expected) == 0.0
     assert relative_error(expected, gradients(1.0, a=[3.0])) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lossy", "is_accepted"),
+    [(3e-4, False, True), (5e-4, False, False), (0.4, True, True), (0.6, True, False), (math.nan, True, False)],
+)
+def test_an_error_beyond_the_noise_needs_lossy_codecs(error: float, is_lossy: bool, is_accepted: bool) -> None:
+    """The noise of a GPU's plain runs, which add in another order, is no error of a method."""
+    expected, actual = gradients(1.0, w=[1.0, 0.0]), gradients(1.0, w=[1.0, error])
+    options = {"noise": 1e-4, "rounding": 0.0, "is_lossy": is_lossy, "label": "other"}
+    if is_accepted:
+        assert checked_error(expected, actual, **options) == pytest.approx(error, rel=1e-3)
+    else:
+        with pytest.raises(WrongResultError, match=r"other: w differs: .* allowed 0\.\d+; of the loss 0"):
+            checked_error(expected, actual, **options)
+
+
+def test_without_noise_the_smallest_difference_is_an_error() -> None:
+    """An error of 1e-200 is 0 in the sum of squares."""
+    expected, actual = (Gradients(torch.ones(()), {"w": torch.tensor([1.0, x]).double()}) for x in (0.0, 1.0))
+    actual.by_name["w"][1] = 1e-200
+    with pytest.raises(WrongResultError, match=r"other: w differs: .* allowed 0; "):
+        checked_error(expected, actual, noise=0.0, rounding=0.0, is_lossy=False, label="other")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_policies_have_the_gradients_of_plain_training_on_every_device(attention: str, device: str) -> None:
+    subject = Subject(preset="demo", batch=1, tokens=16, attention=attention, device=device)
+    model, batch = subject.model(), subject.example()
+    expected = [compute_gradients(model, batch, seed) for seed in range(3)]
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    policies = {str(seed): random_policy(profile, seed, tuple(Action), lossless=True) for seed in range(3)}
+    policies |= {action.value: uniform_policy(profile, action) for action in (Action.COMPRESS, Action.RECOMPUTE)}
+    for name, policy in policies.items():
+        with apply_policy(model, policy):
+            errors = [relative_error(plain, compute_gradients(model, batch, n)) for n, plain in enumerate(expected)]
+        if name == "compress":
+            assert 0.0 < max(errors) < MAX_GRADIENT_ERROR
+        else:
+            assert max(errors) <= (0.0 if device == "cpu" else 1e-5), name
