@@ -8,70 +8,69 @@ arc_easy/test.jsonl, sciq/test.jsonl, swag/validation.jsonl (or .parquet).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.files import read_json, write_json
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
-from adacc_hf.eval.tasks.zero_shot import ModelSource
-from adacc_hf.reports.run_record import Settings, markdown_table
+from adacc_hf.eval.tasks.zero_shot import load_model, score
+from adacc_hf.reports.run_record import markdown_table
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate the model, print the table and save the record."""
+    """Score the model on the tasks that its record does not have yet, print the table and save the record."""
     parser = runner_parser("downstream", __doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--tasks", default=",".join(PAPER_TASKS), help="data sets, with commas (default: all four)")
     parser.add_argument("--data_dir", type=Path, help="folder with local copies (default: the hub)")
-    add_scoring(parser)
+    parser.add_argument("--batch_size", type=positive_int, default=8, help="requests per forward")
+    parser.add_argument(
+        "--limit", type=positive_int, help="use only the first rows of each task, for tests; the record notes the limit"
+    )
     arguments, settings = parse(parser, argv)
-    return evaluate(arguments, settings, load_tasks(arguments.tasks.split(","), arguments.data_dir))
-
-
-def evaluate(arguments: argparse.Namespace, settings: Settings, tasks: Tasks) -> int:
-    """Score `--model` on the tasks that its record does not have yet, print the table and save the record."""
-    source = ModelSource(model=arguments.model, device=settings.device, batch_size=arguments.batch_size)
+    tasks = load_tasks(arguments.tasks.split(","), arguments.data_dir)
     run_info = {
         "model": arguments.model,
         "weights_sha256": weights_digest(arguments.model),
         "batch_size": arguments.batch_size,
-        **task_info(tasks, arguments.limit),
+        "tasks": {name: {"version": task.VERSION, "rows_sha256": rows_digest(task)} for name, task in tasks.items()},
+        "num_fewshot": 0,
+        "limit": arguments.limit,
+        "lm_eval": version("lm-eval"),
     }
     with open_ledger(settings, run_info, arguments.resume) as ledger:
-        score_missing(ledger, "", source, tasks, arguments.limit)
-        ledger.finish(average_acc=average([ledger.points[name] for name in tasks]))
-        save_results(settings.output, ledger.points)
+        if missing_tasks := {name: task for name, task in tasks.items() if name not in ledger.points}:
+            model = load_model(arguments.model, settings.device, arguments.batch_size)
+            for name, task in missing_tasks.items():
+                ledger.measure(name, partial(score, model, task, arguments.limit))
+        accuracies = [ledger.points[name]["acc"] for name in tasks]
+        # Equal weights for the tasks, like the paper's "Ave.".
+        ledger.finish(average_acc=sum(accuracies) / len(accuracies))
+        # As in lm-eval's own files.
+        record = read_json(settings.output, RecordError, "record")
+        write_json(settings.output, {**record, "results": ledger.points})
         ledger.publish(report_text(ledger))
     return 0
 
 
-def average(scores: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean accuracy, with equal weights for the tasks, like the paper's "Ave."."""
-    return sum(figures["acc"] for figures in scores) / len(scores)
-
-
-def save_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Add the scores under "results", as in lm-eval's own files."""
-    write_json(path, {**read_json(path, RecordError, "record"), "results": results})
-
-
 def report_text(ledger: Ledger) -> str:
-    """Return the scores as Markdown."""
+    """Return the scores as Markdown, one line per task."""
     info = ledger.run_info
-    parts = [f"zero-shot accuracy of {info['model']}, %", limit_note(info["limit"]), table_text(ledger.points)]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def table_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one line per task."""
-    return markdown_table([_cells(name, figures) for name, figures in results.items()])
+    parts = [f"zero-shot accuracy of {info['model']}, %"]
+    if info["limit"] is not None:
+        parts.append(f"LIMITED to the first {info['limit']} rows of each task: not to be compared with whole sets")
+    return "\n\n".join([*parts, markdown_table([_cells(*point) for point in ledger.points.items()])]) + "\n"
 
 
 def _cells(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
@@ -79,15 +78,28 @@ def _cells(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     rows, all_rows = figures["num_samples"], figures["num_samples_original"]
     return {
         "task": f"{name}, version {figures['version']:g}",
-        "accuracy": percent(figures),
-        "per character": percent(figures, "acc_norm"),
+        "accuracy": percent(figures["acc"], figures["acc_stderr"]),
+        "per character": percent(figures["acc_norm"]),
         "perplexity": "" if perplexity is None else f"{perplexity:.2f}",
         "rows": str(rows) if rows == all_rows else f"{rows} of {all_rows}",
     }
 
 
+def percent(share: float | None, stderr: float | None = None) -> str:
+    """Format a share with its standard error in percent, for example "39.56 ± 1.00". Return "" for None."""
+    if share is None:
+        return ""
+    return f"{100 * share:.2f}" + ("" if stderr is None else f" ± {100 * stderr:.2f}")
+
+
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json")
 _READ_BYTES = 1 << 20
+
+
+def rows_digest(task: ConfigurableTask) -> str:
+    """Return the SHA-256 of the evaluated rows, independent of their origin."""
+    rows = [json.dumps(row, sort_keys=True) for row in task.eval_docs]
+    return hashlib.sha256("".join(rows).encode()).hexdigest()
 
 
 def weights_digest(model: str | Path) -> str | None:

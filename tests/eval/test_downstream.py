@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 from adacc_hf import AdaccCallback
 from adacc_hf.cli import main
-from adacc_hf.eval.downstream import weights_digest
-from adacc_hf.eval.tasks import task_scores
+from adacc_hf.eval import downstream
+from adacc_hf.eval.downstream import percent, weights_digest
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
+from adacc_hf.eval.tasks.zero_shot import load_model, score
 
 
 @pytest.fixture
@@ -29,15 +28,14 @@ def record(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "out" / "downstream.json").read_text())
 
 
-def scores(source: ModelSource, data_dir: Path) -> dict[str, dict[str, Any]]:
-    with language_model(source) as model:
-        return {name: asdict(score(model, task)) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
+def scores(model: Any, data_dir: Path) -> dict[str, dict[str, Any]]:
+    return {name: score(model, task) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
 
 
-def test_leaves_the_scores_of_every_task(command, tiny_gpt2, text_tokenizer, data_dir, tmp_path, capsys):
+def test_leaves_the_scores_of_every_task(command, checkpoint, data_dir, tmp_path, capsys):
     assert main(command) == 0
     record_of_run = record(tmp_path)
-    expected = scores(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), data_dir)
+    expected = scores(load_model(str(checkpoint), "cpu", 8), data_dir)
     assert record_of_run["results"] == expected
     accuracies = [expected[name]["acc"] for name in PAPER_TASKS]
     assert record_of_run["train_info"]["average_acc"] == sum(accuracies) / 4
@@ -69,20 +67,38 @@ def test_a_run_that_was_cut_short_goes_on(command: list[str], tmp_path: Path, mo
         scored_tasks.append(task.config.task)
         return score(model, task, limit)
 
-    monkeypatch.setattr(task_scores, "score", interrupted)
+    monkeypatch.setattr(downstream, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(command)
     assert record(tmp_path)["meta_info"]["status"] == "running"
     assert scored_tasks == list(PAPER_TASKS[:2])
 
     monkeypatch.setattr(
-        task_scores,
+        downstream,
         "score",
         lambda *score_arguments: scored_tasks.append(score_arguments[1].config.task) or score(*score_arguments),
     )
     assert main(command) == 0
     assert scored_tasks == list(PAPER_TASKS)
     assert list(record(tmp_path)["results"]) == list(PAPER_TASKS)
+
+
+def test_other_rows_are_scored_anew(command: list[str], data_dir: Path, tmp_path: Path) -> None:
+    command += ["--tasks", "lambada_openai,sciq"]
+    assert main(command) == 0
+    before = record(tmp_path)["run_info"]["tasks"]
+    (data_dir / "lambada_openai" / "test.jsonl").write_text(json.dumps({"text": "Some other words"}) + "\n")
+    assert main([*command, "--resume"]) == 2
+    assert main(command) == 0
+    after = record(tmp_path)["run_info"]["tasks"]
+    assert [before[name] == after[name] for name in ("lambada_openai", "sciq")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("share", "stderr", "text"), [(0.3956, 0.01, "39.56 ± 1.00"), (1.0, None, "100.00"), (None, None, "")]
+)
+def test_shares_are_in_percent(share: float | None, stderr: float | None, text: str) -> None:
+    assert percent(share, stderr) == text
 
 
 @pytest.mark.parametrize(
@@ -102,6 +118,8 @@ def test_a_wrong_setting_is_one_line(options, message, command, capsys):
 
 
 def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(tiny_gpt2, text_tokenizer, data_dir, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
     ids = torch.randint(0, 256, (16, 64))
     arguments = TrainingArguments(
         str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to="none"
@@ -117,12 +135,9 @@ def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(tiny_gpt2, tex
     trainer.save_model()
     text_tokenizer.save_pretrained(tmp_path / "run")
     assert callback.policy is not None
-    sources = (
-        ModelSource(model=trainer.model, tokenizer=text_tokenizer, batch_size=4),
-        ModelSource(model=tmp_path / "run", batch_size=4),
-    )
-    in_memory, from_folder = (scores(source, data_dir) for source in sources)
-    assert in_memory == from_folder
+    in_memory = HFLM(pretrained=trainer.model, tokenizer=text_tokenizer, batch_size=4)
+    from_folder = load_model(str(tmp_path / "run"), "cpu", 4)
+    assert scores(in_memory, data_dir) == scores(from_folder, data_dir)
 
 
 @pytest.fixture
