@@ -8,7 +8,6 @@ An interrupted run resumes at the Trainer's last checkpoint of the interrupted m
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,18 +33,43 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     """Train by every method, print the table, save record, table and plot. Return 1 if a run failed."""
     parser = runner_parser("loss", __doc__)
     add_subject(parser)
-    add_training(parser)
+    parser.add_argument("--batch", type=positive_int, default=8, help="sequences per step")
+    parser.add_argument("--steps", type=positive_int, default=50)
+    parser.add_argument("--eval-every", type=positive_int, default=10, help="steps between two validation losses")
+    parser.add_argument("--eval-sequences", type=positive_int, default=32, help="held-out sequences")
+    parser.add_argument("--learning-rate", type=float, default=7e-4)
+    parser.add_argument("--budget", default="0.25", help='Adacc\'s memory budget: a fraction, a size or "auto"')
+    parser.add_argument(
+        "--text", type=Path, help="file whose bytes are the data (default: the running Python's standard library)"
+    )
     parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--timeout", type=positive_int, help="time limit of one training in seconds (default: none)")
     arguments, settings = parse(parser, argv)
-    run_info = {
-        "subject": subject_options(arguments) | {"batch": arguments.batch},
-        "methods": arguments.methods,
-        **training_options(arguments),
+    budget = parse_budget(arguments.budget)
+    check_memory_budget(budget)
+    if not 0.0 < arguments.learning_rate <= 1.0:
+        raise ValueError(f"--learning-rate={arguments.learning_rate} must be in (0, 1], for example 7e-4")
+    if arguments.text is not None and not arguments.text.is_file():
+        raise FileNotFoundError(f"--text={arguments.text} is not a file: pass an existing file, or leave out --text")
+    training = {
+        "steps": arguments.steps,
+        "eval_every": min(arguments.eval_every, arguments.steps),
+        "eval_sequences": arguments.eval_sequences,
+        "learning_rate": arguments.learning_rate,
+        "budget": budget,
+        "text": None if arguments.text is None else str(arguments.text),
     }
+    subject = subject_options(arguments) | {"batch": arguments.batch}
+    run_info = {"subject": subject, "methods": arguments.methods, **training}
+
+    def train(method: str) -> Figures:
+        # The Trainer's checkpoints are next to the record until the training ends.
+        folder = str(settings.output.with_suffix("") / method)
+        order = {"subject": subject, "method": method, "folder": folder, "threads": settings.threads, **training}
+        return run(train_curve, order, arguments.timeout)
 
     def points(ledger: Ledger) -> dict[str, Callable[[], Figures]]:
-        return {method: partial(train, ledger, method, arguments.timeout, run) for method in arguments.methods}
+        return {method: partial(train, method) for method in arguments.methods}
 
     def summary(ledger: Ledger) -> dict[str, Any]:
         plain = ledger.points.get("none", {})
@@ -70,53 +94,6 @@ def save_plot(ledger: Ledger) -> None:
         for name, curve in losses.items()
     }
     curves(path, gaps, "step", "validation loss, gap to plain in %")
-
-
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a training run."""
-    parser.add_argument("--batch", type=positive_int, default=8, help="sequences per step")
-    parser.add_argument("--steps", type=positive_int, default=50)
-    parser.add_argument("--eval-every", type=positive_int, default=10, help="steps between two validation losses")
-    parser.add_argument("--eval-sequences", type=positive_int, default=32, help="held-out sequences")
-    parser.add_argument("--learning-rate", type=float, default=7e-4)
-    parser.add_argument("--budget", default="0.25", help='Adacc\'s memory budget: a fraction, a size or "auto"')
-    parser.add_argument(
-        "--text", type=Path, help="file whose bytes are the data (default: the running Python's standard library)"
-    )
-
-
-def training_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the training options of the command line. Raise ValueError or FileNotFoundError for invalid values."""
-    budget = parse_budget(arguments.budget)
-    check_memory_budget(budget)
-    if not 0.0 < arguments.learning_rate <= 1.0:
-        raise ValueError(f"--learning-rate={arguments.learning_rate} must be in (0, 1], for example 7e-4")
-    if arguments.text is not None and not arguments.text.is_file():
-        raise FileNotFoundError(f"--text={arguments.text} is not a file: pass an existing file, or leave out --text")
-    return {
-        "steps": arguments.steps,
-        "eval_every": min(arguments.eval_every, arguments.steps),
-        "eval_sequences": arguments.eval_sequences,
-        "learning_rate": arguments.learning_rate,
-        "budget": budget,
-        "text": None if arguments.text is None else str(arguments.text),
-    }
-
-
-def train(ledger: Ledger, method: str, timeout_s: float | None, run: Callable[..., Figures]) -> Figures:
-    """Return the curve of one method. The Trainer's checkpoints are next to the record until the training ends."""
-    info, output = ledger.run_info, ledger.settings.output
-    options = {
-        name: info[name] for name in ("steps", "eval_every", "eval_sequences", "learning_rate", "budget", "text")
-    }
-    order = {
-        "subject": info["subject"],
-        "method": method,
-        "folder": str(output.with_suffix("") / method),
-        "threads": ledger.settings.threads,
-        **options,
-    }
-    return run(train_curve, order, timeout_s)
 
 
 def gap(plain: Figures, other: Figures) -> dict[str, float] | None:

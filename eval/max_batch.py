@@ -55,11 +55,10 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         largest_batches: dict[str, int] = {}
         for name in arguments.methods:
             # The largest batches of the methods are close. Starting at the best one so far saves trials.
-            largest_batches[name] = search(
-                ledger, name, arguments.timeout, run, first=max(largest_batches.values(), default=0) or 1
-            )
+            first = max(largest_batches.values(), default=0) or 1
+            largest_batches[name] = search(ledger, name, arguments.timeout, run, first)
         ledger.complete(report_text, max_batch=largest_batches, paper=PAPER.get(arguments.preset, {}))
-    return 1 if failures(ledger) else 0
+    return 1 if ledger.failures() else 0
 
 
 def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) -> int:
@@ -81,15 +80,6 @@ def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) 
         return largest(trial, info["limit_bytes"], info["most"], first)
 
 
-def failures(ledger: Ledger) -> dict[str, str]:
-    """Return the reasons of trials that failed for reasons other than memory.
-
-    These failures do not show a memory limit.
-    """
-    ends = (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
-    return {key: point["reason"] for key, point in ledger.points.items() if point["status"] not in ends}
-
-
 def report_text(ledger: Ledger) -> str:
     """Return the table as Markdown, with the paper's figures if it has the model."""
     info = ledger.run_info
@@ -99,8 +89,7 @@ def report_text(ledger: Ledger) -> str:
         f"Largest batch of {subject['preset']} with {subject['tokens']} tokens per sequence, {subject['precision']}, "
         f"within {format_bytes(info['limit_bytes'])}"
     )
-    lines = [heading, markdown_table(rows), *(f"{key}: {reason}" for key, reason in failures(ledger).items())]
-    return "\n\n".join(lines) + "\n"
+    return "\n\n".join([heading, markdown_table(rows), *ledger.failures()]) + "\n"
 
 
 def _row(ledger: Ledger, method: str, batch: int) -> dict[str, str]:
@@ -160,15 +149,10 @@ def largest(trial: Callable[[int], BatchTrial], limit_bytes: int, most: int, fir
 
 def _batch_at(limit_bytes: int, last_trial: BatchTrial) -> int | None:
     """Return the batch size at which the bytes of `last_trial`, scaled in proportion, reach the limit."""
-    if (
-        last_trial.static_bytes is None
-        or last_trial.peak_bytes is None
-        or last_trial.peak_bytes <= last_trial.static_bytes
-    ):
+    static_bytes, peak_bytes = last_trial.static_bytes, last_trial.peak_bytes
+    if static_bytes is None or peak_bytes is None or peak_bytes <= static_bytes:
         return None
-    return (
-        last_trial.batch * (limit_bytes - last_trial.static_bytes) // (last_trial.peak_bytes - last_trial.static_bytes)
-    )
+    return last_trial.batch * (limit_bytes - static_bytes) // (peak_bytes - static_bytes)
 
 
 if __name__ == "__main__":

@@ -108,13 +108,7 @@ def report_text(ledger: Ledger) -> str:
         ours = f"{min(by_batch.values()):.2f} to {max(by_batch.values()):.2f}" if by_batch else "no common point"
         title = METHODS[name].title
         parts.append(f"Adacc's tokens/s over those of {title}: {ours} (paper, on V100 GPUs: {low:.2f} to {high:.2f})")
-    failed = {
-        key: point["reason"]
-        for key, point in ledger.points.items()
-        if point["status"] not in (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
-    }
-    parts += [f"{key}: {reason}" for key, reason in failed.items()]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *ledger.failures()]) + "\n"
 
 
 def _table(ledger: Ledger, cell: str) -> str:

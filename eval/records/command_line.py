@@ -29,8 +29,8 @@ def parse(
 ) -> tuple[argparse.Namespace, Settings]:
     """Add the options that all runners share, and `--clock` if `clock` is set. Parse the command line.
 
-    The record is named after the runner. Raise ValueError for a missing device, or a clock that does not fit the
-    settings.
+    Set torch's number of threads. By default the record's path depends on runner and device. Raise ValueError for a
+    missing device, or a clock that does not fit the settings.
     """
     if clock:
         parser.add_argument(
@@ -39,16 +39,6 @@ def parse(
             default="wall",
             help="cpu counts CPU time without waiting: for one thread on a CPU that is shared with others",
         )
-    add_settings(parser, parser.prog.rpartition(" ")[2].replace("-", "_"))
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    if clock:
-        check_clock(arguments.clock, settings)
-    return arguments, settings
-
-
-def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the shared options of runner `name` to its parser."""
     parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
@@ -65,39 +55,32 @@ def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
         "points; the same command continues the run",
     )
     parser.add_argument("--notes", default="", help="text for the record, for example the state of the machine")
-    default = DEFAULT_FOLDER / "DEVICE" / f"{name}.json"
+    runner = parser.prog.rpartition(" ")[2].replace("-", "_")
+    default = DEFAULT_FOLDER / "DEVICE" / f"{runner}.json"
     parser.add_argument("--output", type=Path, help=f"JSON file to write (default: {default})")
-    parser.set_defaults(runner=default.stem, record=f"{name}.json")
-
-
-def read_settings(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of a command line, and set torch's number of threads.
-
-    By default the record's path depends on the device, so that records of another device are not overwritten. Raise
-    ValueError for a device that this machine does not have.
-    """
-    options = {name: getattr(arguments, name) for name in Settings.__dataclass_fields__ if name != "until"}
-    if options["threads"] is None:
-        options["threads"] = 1 if arguments.device == "cpu" else os.cpu_count() or 1
-    until = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    output = arguments.output or DEFAULT_FOLDER / arguments.device / arguments.record
-    settings = Settings(**options | {"output": output, "until": until})
-    if settings.threads < 1:
-        raise ValueError(f"--threads={settings.threads} must be 1 or more")
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    arguments = parser.parse_args(argv)
+    device, threads = arguments.device, arguments.threads
+    if threads is None:
+        threads = 1 if device == "cpu" else os.cpu_count() or 1
+    if threads < 1:
+        raise ValueError(f"--threads={threads} must be 1 or more")
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device=cuda, but torch sees no CUDA device: use --device=cpu")
-    torch.set_num_threads(settings.threads)
-    return settings
-
-
-def check_clock(clock: str, settings: Settings) -> None:
-    """Raise ValueError if CPU time cannot replace elapsed time: with several threads, or on a device other than the
-    CPU."""
-    if clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
+    if clock and arguments.clock == "cpu" and (threads > 1 or device != "cpu"):
         raise ValueError(
             f"--clock=cpu sums the CPU time of all threads, and does not include other devices: with "
-            f"--threads={settings.threads} --device={settings.device} use --clock=wall"
+            f"--threads={threads} --device={device} use --clock=wall"
         )
+    torch.set_num_threads(threads)
+    return arguments, Settings(
+        runner=runner,
+        seed=arguments.seed,
+        threads=threads,
+        device=device,
+        notes=arguments.notes,
+        output=arguments.output or DEFAULT_FOLDER / device / f"{runner}.json",
+        until=math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes,
+    )
 
 
 def positive_int(text: str) -> int:

@@ -68,8 +68,7 @@ class Ledger:
         return self.points[key]
 
     def _needs_measuring(self, key: str) -> bool:
-        """Return True if the point has to be measured. In a run with a time limit, failed points are not tried
-        again, so that others get time."""
+        # In a run with a time limit, failed points are not tried again, so that others get time.
         is_unlimited = self.settings.until == math.inf
         return key not in self.points or (is_unlimited and self.points[key].get("status") in RETRIED_STATUSES)
 
@@ -90,6 +89,11 @@ class Ledger:
     def has_status(self, *statuses: Status) -> bool:
         """Return True if any point has one of these statuses."""
         return any(point.get("status") in [status.value for status in statuses] for point in self.points.values())
+
+    def failures(self) -> list[str]:
+        """Return one line for each point that failed for reasons other than memory."""
+        out_of_memory = (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
+        return [f"{key}: {p['reason']}" for key, p in self.points.items() if p["status"] not in out_of_memory]
 
     def reasons(self, titles: Mapping[str, str] | None = None) -> list[str]:
         """Return one line for each point that was not measured: its title (or else its key) and the reason."""
@@ -161,11 +165,9 @@ def _differences(record: dict[str, Any], empty: dict[str, Any]) -> list[str]:
     if not _is_ledger(record):
         return ["kind of record"]
     names = sorted(record["run_info"].keys() | empty["run_info"].keys())
-    names_of_differences = [name for name in names if record["run_info"].get(name) != empty["run_info"].get(name)]
-    names_of_differences += [
-        n for n in ("commit", "device", "versions") if record["meta_info"][n] != empty["meta_info"][n]
-    ]
-    return names_of_differences
+    differing = [name for name in names if record["run_info"].get(name) != empty["run_info"].get(name)]
+    conditions = ("commit", "device", "versions")
+    return differing + [name for name in conditions if record["meta_info"][name] != empty["meta_info"][name]]
 
 
 def _is_ledger(record: Any) -> bool:
@@ -174,22 +176,18 @@ def _is_ledger(record: Any) -> bool:
 
 
 @contextmanager
-def lock_folder(folder: Path, holder: str = "another run") -> Iterator[int]:
-    """Lock `folder` inside the `with` block, and yield the lock's file descriptor.
-
-    A child process that inherits the descriptor keeps the lock if this process is killed. Raise RecordError if another
-    process has locked the folder. `holder` describes that process in the error.
-    """
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock `folder` inside the `with` block. Raise RecordError if another process has locked the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RecordError(
-            f"{folder} is locked by {holder}, which writes into it: wait for its end, or choose another folder with "
-            f"--output"
+            f"{folder} is locked by another run, which writes into it: wait for its end, or choose another folder "
+            "with --output"
         ) from None
     else:
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)

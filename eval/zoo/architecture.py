@@ -13,8 +13,10 @@ DROPOUT = 0.1
 Batch = dict[str, Any]
 """Keyword arguments of the model: tensors, and options."""
 MakeBatch = Callable[[torch.Generator], Batch]
-Table = Mapping[str, Mapping[str, tuple[str, Mapping[str, Any], MakeBatch]]]
-"""Model class, settings of its configuration, and maker of its batches, by family and model type."""
+Row = tuple[str, Mapping[str, Any], MakeBatch]
+"""Model class, settings of its configuration, and maker of its batches."""
+Table = Mapping[str, Mapping[str, Row]]
+"""Rows by family and model type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +68,11 @@ def _set_defaults(config: Any, explicit_names: set[str]) -> None:
             setattr(config, name, 0.0)
         elif is_rate and ("dropout" in name or "pdrop" in name):
             setattr(config, name, DROPOUT)
+
+
+def row(model_class: str, batch: MakeBatch, *parts: Mapping[str, Any], **settings: Any) -> Row:
+    """Return a row whose settings are `parts` and `settings` together. Later ones win."""
+    merged: dict[str, Any] = {}
+    for part in (*parts, settings):
+        merged |= part
+    return model_class, merged, batch

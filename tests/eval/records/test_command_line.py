@@ -13,14 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adacc_hf.eval.records.command_line import CLOCKS, add_settings, check_clock, positive_int, read_settings
+from adacc_hf.eval.records.command_line import CLOCKS, parse, positive_int, runner_parser
 from adacc_hf.reports.run_record import Settings
 
 
 def parsed(*argv: str) -> Settings:
-    parser = argparse.ArgumentParser()
-    add_settings(parser, "bench")
-    return read_settings(parser.parse_args(argv))
+    return parse(runner_parser("bench", ""), argv, clock=True)[1]
 
 
 def test_settings_take_effect() -> None:
@@ -55,10 +53,10 @@ def test_settings_refuse_a_device_that_is_not_there() -> None:
 
 
 def test_cpu_time_is_refused_for_several_threads() -> None:
-    check_clock("cpu", Settings(runner="x", output=Path("x")))
-    check_clock("wall", Settings(runner="x", output=Path("x"), threads=2))
+    assert parsed("--clock", "cpu").threads == 1
+    assert parsed("--threads", "2").threads == 2
     with pytest.raises(ValueError, match="--threads=2 --device=cpu use --clock=wall"):
-        check_clock("cpu", Settings(runner="x", output=Path("x"), threads=2))
+        parsed("--clock", "cpu", "--threads", "2")
 
 
 BUSY = "import time\nwhile time.process_time() < 0.2: pass"
