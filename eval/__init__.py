@@ -1,4 +1,4 @@
-"""Measurements: speed, memory, gradient errors, the solver. Each module runs with `python -m`."""
+"""Measurements of speed, memory, losses and predictions: the runners of `adacc eval`, and what they share."""
 
 import os
 

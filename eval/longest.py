@@ -124,18 +124,9 @@ def point_key(model: str, method: str, tokens: int) -> str:
 
 def _trial(ledger: Ledger, model: str, method: str, tokens: int, run: Run) -> Figures:
     info, settings = ledger.run_info, ledger.settings
-    order = {
-        "model": model,
-        "size": info["size"],
-        "method": method,
-        "tokens": tokens,
-        "limit_bytes": info["limit_bytes"],
-        "rounds": info["rounds"],
-        "clock": info["clock"],
-        "device": settings.device,
-        "threads": settings.threads,
-        "seed": settings.seed,
-    }
+    order = {name: info[name] for name in ("size", "limit_bytes", "rounds", "clock")}
+    order |= {name: getattr(settings, name) for name in ("device", "threads", "seed")}
+    order |= {"model": model, "method": method, "tokens": tokens}
     return ledger.measure(point_key(model, method, tokens), lambda: run(run_long_trial, order))
 
 

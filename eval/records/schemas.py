@@ -22,15 +22,13 @@ Measured = float | Spread | None | list[float | Spread]
 Text = str | None
 
 NAMES: dict[str, Any] = {
-    "_bytes$|^nbytes$|^num_|^(steps|passed)$": Counts,
-    "_ms$|_seconds$|_percent$|_ratio$|_loss$|^error$|_error$|^of_|^overhead|^gap$|_by_(round|step|turn)$": Measured,
-    "^(tokens_per_second|relative_throughput|copy_ms|encode_ms|decode_ms)$": Spread,
-    "^seconds$": float | None | dict[str, float],
-    "^acc$": float,
-    "^(within_budget|fits|went_back)$": bool,
-    "^(actions|blocks|fallbacks)$": dict[str, Count] | None,
+    "_bytes$|^num_": Counts,
+    "_ms$|_seconds$|_percent$|_ratio$|_loss$|_error$": Measured,
+    "^(tokens_per_second|relative_throughput)$": Spread,
+    "^(seconds|acc)$": float,
+    "^actions$": dict[str, Count],
     "^reason$": str,
-    "^(moment|promise|reference|folder|title|label|dtype|codec|winner)$": Text,
+    "^(moment|promise|reference|folder|title)$": Text,
     "curve$": list[tuple[Count, float]],
 }
 """Types of figures, by patterns of their names."""

@@ -31,6 +31,7 @@ from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.policy import Action
+from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, first_difference
 from adacc_hf.eval.zoo.architecture import Architecture, Batch
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -55,8 +56,6 @@ MIXED_FACTOR, MIXED_EXCESS = 2.0, 0.1
 (because the set of compressed tensors differs), plus MIXED_EXCESS (because that error is almost 0 if little can be
 compressed)."""
 
-Gradients = dict[str, torch.Tensor]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -64,13 +63,13 @@ class Verdict:
 
     architecture: Architecture
     attention: str
-    num_blocks: int
-    num_kinds: int
-    is_lossless_exact: bool
-    is_compressed_exact: bool | None
+    num_blocks: int = 0
+    num_kinds: int = 0
+    is_lossless_exact: bool = False
+    is_compressed_exact: bool | None = False
     """True if the second promise holds. None if nothing was compressed, because no block can be replayed."""
-    is_stored_predicted: bool
-    is_mixed_close: bool | None
+    is_stored_predicted: bool = False
+    is_mixed_close: bool | None = False
     """True if the fourth promise holds. None if nothing was compressed with loss."""
     least_peak: float | None = None
     """Peak of a step under the lossless policy with the least peak, divided by the peak with torch's checkpoint
@@ -91,6 +90,8 @@ class Verdict:
 
     def row(self) -> dict[str, str]:
         """Return the architecture's row of the table."""
+        classes = self.architecture.block_classes
+        settings = [] if classes is None else [f"AdaccConfig(block_classes={classes})"]
         return {
             "architecture": self.architecture.name,
             "model": self.architecture.model_class,
@@ -103,13 +104,8 @@ class Verdict:
             "mixed": _word(self.is_mixed_close),
             "least peak": "-" if self.least_peak is None else f"{math.ceil(100 * self.least_peak) / 100:.2f}",
             "calls": self.calls,
-            "notes": "; ".join([*self._settings(), *self.notes]),
+            "notes": "; ".join([*settings, *self.notes]),
         }
-
-    def _settings(self) -> list[str]:
-        """Return the settings that a user needs for this architecture."""
-        classes = self.architecture.block_classes
-        return [] if classes is None else [f"AdaccConfig(block_classes={classes})"]
 
 
 def check(architecture: Architecture) -> Verdict:
@@ -120,17 +116,7 @@ def check(architecture: Architecture) -> Verdict:
         profile = profile_model(model, architecture.make_batch(PROFILED), config_of(architecture))
         return _verdict(architecture, model, batches, profile, plain)
     except AdaccError as error:
-        return Verdict(
-            architecture=architecture,
-            attention=_attention(model),
-            num_blocks=0,
-            num_kinds=0,
-            is_lossless_exact=False,
-            is_compressed_exact=False,
-            is_stored_predicted=False,
-            is_mixed_close=False,
-            notes=(f"refused: {error}",),
-        )
+        return Verdict(architecture=architecture, attention=_attention(model), notes=(f"refused: {error}",))
 
 
 def config_of(architecture: Architecture) -> AdaccConfig:
@@ -186,14 +172,11 @@ def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: Adac
 
 
 def describe_calls(profile: Profile) -> str:
-    """Return how the calls of blocks run, for all kinds of blocks, the most frequent way first.
+    """Return how the calls of blocks run, the most frequent way first.
 
     "traced": under a plan for each activation. "checkpointed": plainly or under torch's checkpoint.
     """
-    words: Counter[str] = Counter()
-    for block in profile.blocks:
-        kind = profile.kind_of(block)
-        words["checkpointed" if kind.untrusted else "traced"] += 1
+    words = Counter("checkpointed" if profile.kind_of(block).untrusted else "traced" for block in profile.blocks)
     return ", ".join(word for word, _ in words.most_common())
 
 
@@ -215,18 +198,16 @@ def _is_mixed_well(
     compressed_error, *mixed_errors = errors
     if compressed_error == 0:
         return None
-    return all(
-        error <= MIXED_FACTOR * compressed_error + MIXED_EXCESS for error in mixed_errors
-    )  # False for an error of nan
+    # False for an error of nan.
+    return all(error <= MIXED_FACTOR * compressed_error + MIXED_EXCESS for error in mixed_errors)
 
 
 def error_of(steps: Sequence[Gradients], plain: Sequence[Gradients]) -> float:
     """Return the relative L2 error of all gradients against plain training's."""
     pairs = [
-        (changed[name].double(), gradient.double())
+        (changed.by_name[name].double(), gradient.double())
         for changed, step in zip(steps, plain, strict=True)
-        for name, gradient in step.items()
-        if name != "loss"
+        for name, gradient in step.by_name.items()
     ]
     excess = sum(float((left - right).square().sum()) for left, right in pairs)
     return math.sqrt(excess / sum(float(right.square().sum()) for _, right in pairs))
@@ -248,8 +229,7 @@ def _notes(trials: Sequence[Trial]) -> tuple[str, ...]:
     if worst.excess_bytes == 0:
         return ()
     more = "more" if worst.excess_bytes > 0 else "fewer"
-    excess = f"{worst.stored_bytes} bytes stored, {abs(worst.excess_bytes)} {more} than predicted"
-    return (excess,)
+    return (f"{worst.stored_bytes} bytes stored, {abs(worst.excess_bytes)} {more} than predicted",)
 
 
 def _try(model: nn.Module, batches: Sequence[Batch], policy: Policy, config: AdaccConfig) -> Trial:
@@ -269,27 +249,15 @@ def train(model: nn.Module, batches: Sequence[Batch]) -> list[Gradients]:
     No optimizer runs, and buffers are restored, so that all runs start from the same state.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    steps = [_step(model, batch, seed) for seed, batch in enumerate(batches)]
+    steps = [compute_gradients(model, batch, seed) for seed, batch in enumerate(batches)]
     for buffer, before in buffers:
         buffer.copy_(before)
     return steps
 
 
-def _step(model: nn.Module, batch: Batch, seed: int) -> Gradients:
-    torch.manual_seed(seed)
-    loss = model(**batch).loss
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return {"loss": loss.detach(), **gradients}
-
-
 def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
     """Return True if all losses and gradients of all steps are equal bit for bit."""
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in zip(left, right, strict=True)
-    )
+    return all(first_difference(a, b) is None for a, b in zip(left, right, strict=True))
 
 
 def train_through_codecs(

@@ -18,6 +18,7 @@ from adacc_hf.artifacts.errors import NoBlocksError
 from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.eval.repository import architectures as architectures_module
 from adacc_hf.eval.repository.architectures import REGION, Verdict, check, main, same_bits, support_table
+from adacc_hf.eval.trials.gradients import Gradients
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.run.call import Call
 from adacc_hf.tape import execution_plan as choices_module
@@ -107,11 +108,10 @@ class TestTheCheckCanFail:
     """Each check of a promise fails if an error is planted."""
 
     def test_one_changed_bit_is_a_difference(self):
-        steps = [{"loss": torch.ones(3)}]
-        altered_steps = [{"loss": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}]
-        assert same_bits(steps, [{"loss": torch.ones(3)}])
-        assert not same_bits(steps, altered_steps)
-        assert not same_bits(steps, [{"loss": torch.ones(3), "weight": torch.ones(3)}])
+        step, altered_step = Gradients(torch.ones(3), {}), Gradients(torch.tensor([1.0, 1.0, 1.0 + 2**-23]), {})
+        assert same_bits([step, step], [step, Gradients(torch.ones(3), {})])
+        assert not same_bits([step, step], [step, altered_step])
+        assert not same_bits([step], [Gradients(torch.ones(3), {"weight": torch.ones(3)})])
 
     def test_a_wrong_replay_breaks_lossless(self, monkeypatch):
         run = Call._run
