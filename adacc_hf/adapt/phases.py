@@ -22,7 +22,7 @@ from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
-from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
@@ -42,6 +42,8 @@ from adacc_hf.torch_glue.progress import announce
 log = logging.getLogger(__name__)
 
 
+MOST_FAILURES = 2
+"""Number of recorded micro-batches that may run out of memory before the run goes on without a policy."""
 MOST_STEPS = 64
 """Maximum number of steps to wait for a batch on which the model runs every block. After these steps, an error is
 raised.
@@ -60,12 +62,14 @@ class WarmUpPhase(Phase):
         self._checkpointing = FullRecompute(run.model, run.config)
         self._num_begun = 0
         """Number of micro-batches that have begun in the current step."""
+        self._is_retry = False
+        """True after memory ran out in the current step."""
         self._has_forward = False
         """True after the first forward. The loop may skip batches, for example without labels."""
         self._is_checked = False
         """True after the first step that called the model."""
-        self._is_too_large = False
-        """True after memory ran out in a recorded micro-batch: no other one is recorded."""
+        self._num_failures = 0
+        """Number of recorded micro-batches in which memory ran out. After MOST_FAILURES, no other one is recorded."""
         if run.source is None or callable(run.source):
             announce("Adacc: memory_budget=%r: the first step is profiled while it trains", run.config.memory_budget)
 
@@ -76,7 +80,7 @@ class WarmUpPhase(Phase):
         return CHECKPOINT
 
     def begin_step(self, step: int) -> None:
-        self._num_begun = 0
+        self._num_begun, self._is_retry = 0, False
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
@@ -104,7 +108,9 @@ class WarmUpPhase(Phase):
         if not self._profiler.is_recording:
             return "it ran under full recomputation already"
         self._profiler.cancel()
-        self._is_too_large = True
+        self._num_failures += 1
+        self._is_retry = True
+        self._run.note(MemoryNoted(step=self._run.step, reason="out of memory while a micro-batch was recorded"))
         return None
 
     def end_micro_batch(self) -> None:
@@ -124,8 +130,12 @@ class WarmUpPhase(Phase):
         """Return True if the micro-batch that begins is to be recorded."""
         profiler, run = self._profiler, self._run
         is_turn = profiler.is_turn(self._num_begun, run.model) and run.num_steps >= run.loop.num_unrecorded_steps
-        is_possible = is_turn and not (profiler.has_recorded or self._is_too_large)
+        is_possible = is_turn and not (profiler.has_recorded or self._is_retry or self._is_too_large)
         return is_possible and not profiler.must_wait(run.model)
+
+    @property
+    def _is_too_large(self) -> bool:
+        return self._num_failures >= MOST_FAILURES
 
     def _record(self, inputs: Any) -> None:
         checkpointing = self._checkpointing
@@ -147,6 +157,9 @@ class WarmUpPhase(Phase):
     def end_step(self, step: int) -> None:
         run = self._run
         self._profiler.end_backward()
+        if self._profiler.has_recorded and not self._profiler.has_run:  # the loop has skipped the batch
+            self._profiler.cancel()
+            self._has_forward = self._is_checked
         if self._has_forward and not self._is_checked:
             self._is_checked = True
             check_called(self._checkpointing)
@@ -180,7 +193,7 @@ class WarmUpPhase(Phase):
             policy, is_provisional = self._builder.first(profile)
         finally:
             self._checkpointing.remove()
-        run.phase = following = follow(run, policy, profile, step)
+        run.phase = following = follow(run, policy, profile, step - 1)  # tracking counts from the profiled step
         following.begin_after_step(profile, policy, is_provisional)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
         run.save(changed=True)

@@ -50,20 +50,18 @@ class PolicyBuilder:
     def first(self, profile: Profile) -> tuple[Policy, bool]:
         """Return (policy, is_provisional) for the run's first profile. The result is the same on all ranks.
 
-        If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
-        peak. In this case, `is_provisional` is True: the policy needs the least memory of all, and is replaced after
-        the first measured step. Raises InfeasibleBudgetError if no policy fits the budget.
+        If the budget is a limit on peak memory, `is_provisional` is True: the policy is solved again after the first
+        measured step. If an optimizer steps within the backward, a profile cannot predict the peak, and the provisional
+        policy needs the least memory of all. Raises InfeasibleBudgetError if no policy fits the budget.
         """
         self._warn_fragments(profile)
-        is_provisional = (
-            self._source is None
-            and any(gather_from_all_ranks(self._profiler.inner_steps.has_detected))
-            and Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
-        )
+        limits_peak = Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
+        is_provisional = self._source is None and limits_peak
+        has_inner_steps = any(gather_from_all_ranks(self._profiler.inner_steps.has_detected))
 
         def solve() -> Policy:
             policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
-            return least_policy(profile, self._config) if is_provisional else policy
+            return least_policy(profile, self._config) if is_provisional and has_inner_steps else policy
 
         with interruption(SOLVING, "solving for the first policy"):
             policy = broadcast_from_first_rank(solve)

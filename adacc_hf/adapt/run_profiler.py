@@ -64,6 +64,11 @@ class RunProfiler:
         return self._live is not None
 
     @property
+    def has_run(self) -> bool:
+        """True if autograd has saved a tensor in the recorded micro-batch: the loop may skip a batch."""
+        return self._live is not None and self._live.has_run
+
+    @property
     def called(self) -> set[str]:
         """Names of the block calls that were recorded in the current step."""
         return set() if self._live is None else self._live.called

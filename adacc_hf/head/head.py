@@ -31,6 +31,8 @@ class ChunkedHead:
     def __init__(self, model: nn.Module) -> None:
         self.is_on = True
         """True while the layer returns lazy logits (without memory). If False, the layer runs plainly."""
+        self.computes_plainly = False
+        """True if losses are computed from whole logits, as by the plain head, and only noted."""
         self.is_trial = False
         """True during a trial run that tests if the head can be chunked. No warning is logged then."""
         self.num_losses = 0

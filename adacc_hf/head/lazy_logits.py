@@ -31,8 +31,11 @@ from adacc_hf.torch_glue.tensors import is_plain
 class LogitsListener(Protocol):
     """Object that is notified when lazy logits are used."""
 
+    computes_plainly: bool
+    """True if losses are computed from whole logits, as without lazy logits, and only noted."""
+
     def note_loss(self, loss: LossCall) -> None:
-        """Handle a cross entropy of lazy logits, which is computed in chunks."""
+        """Handle a cross entropy of lazy logits."""
 
     def note_full_logits(self) -> None:
         """Handle a use of lazy logits that needs the full logits."""
@@ -142,6 +145,8 @@ class LazyLogits(Tensor):
     call: HeadCall
     rows: Tensor
     compute: Callable[[], Tensor]
+    parent: LazyLogits | None = None
+    """The lazy logits of which these are a view or cast."""
     real_logits: Tensor | None
     """Logits as an ordinary tensor, or None before they are computed."""
     is_function_output: bool = False
@@ -199,7 +204,20 @@ class LazyLogits(Tensor):
         `rows` are the rows of the layer's input that belong to the result.
         """
         shape = (*rows.shape[:-1], self.shape[-1])
-        return LazyLogits._build(self.call, rows, lambda: function(self.materialize()), function, shape, dtype, (self,))
+        sources = (self,)
+        derived = LazyLogits._build(
+            self.call, rows, lambda: function(self.materialize()), function, shape, dtype, sources
+        )
+        derived.parent = self
+        return derived
+
+    def take(self) -> Tensor:
+        """Return the logits as an ordinary tensor, and stay lazy: another use computes them again."""
+        logits = self.materialize()
+        lazy: LazyLogits | None = self
+        while lazy is not None:
+            lazy.real_logits, lazy = None, lazy.parent
+        return logits
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +230,7 @@ class LazyLogits(Tensor):
             if func is Tensor.register_hook and _is_hook_of_sharding(*args[1:], **kwargs):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _UNSUPPORTED:
+            if func in _UNSUPPORTED and not first.call.listener.computes_plainly:
                 raise ChunkedHeadError(
                     f"{func.__name__} was called on the logits of a chunked head, which have no gradient, because the "
                     f'loss is computed without the full logits; set AdaccConfig(head="plain")'
@@ -384,6 +402,8 @@ def _cross_entropy(
     lazy.call.check_weight()
     loss = LossCall(lazy.call, lazy.rows, target, ignore_index, reduction)
     lazy.call.listener.note_loss(loss)
+    if lazy.call.listener.computes_plainly:
+        return F.cross_entropy(lazy.take(), target, ignore_index=ignore_index, reduction=reduction)
     return loss.chunked()
 
 

@@ -115,6 +115,10 @@ class RepeatedCall:
         self._leaves = _Leaves(self._overwrites, has_gradients)
         return self._run(self._leaves)
 
+    def free(self) -> None:
+        """Free the leaves of the latest run, and their gradients."""
+        self._leaves = None
+
     def results(self, has_gradients: bool) -> list[torch.Tensor]:
         """Run the call, and return the results from which a backward starts."""
         tensors: dict[int, torch.Tensor] = {}
@@ -206,6 +210,8 @@ def measure_block(
             slots = _Slots(tape, dead_slots, meter)
             _run_backward(graph, slots, measurement, has_gradients)
             survivors = {value for value, storage in slots.storages.items() if not storage.expired()}
+    call.free()
+    graph.free()
     return BlockMemory(forward=forward, backward=_backward_events(meter.points, slots, survivors))
 
 

@@ -1,5 +1,5 @@
-"""Memory and time of both heads (output layer and loss), from the losses of a micro-batch that trains with the chunked
-head."""
+"""Memory and time of both heads (output layer and loss), from the losses of a micro-batch that trains with one of
+them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Bytes are linear in the number of rows, and times are proportional to it."""
 
 
 class HeadMeter:
-    """Meter of the losses that `head` computes in chunks in one micro-batch."""
+    """Meter of the losses of one micro-batch. They are computed in chunks, or from whole logits if `is_plain`."""
 
-    def __init__(self, head: ChunkedHead, measurement: Measurement) -> None:
+    def __init__(self, head: ChunkedHead, measurement: Measurement, is_plain: bool) -> None:
         self._head, self._measurement = head, measurement
+        self.is_plain = is_plain
         self.times: dict[str, float] = dict.fromkeys(PRICED_HEADS, 0.0)
         """Milliseconds of each head, forward and backward."""
         self._more = [0, 0, 0]
@@ -32,21 +33,29 @@ class HeadMeter:
         self._before = head.num_losses, head.num_full_logits
         self._was_on, self._was_trial = head.is_on, head.is_trial
         head.is_on = head.is_trial = True
+        head.computes_plainly = is_plain
         head.on_loss = self._note
 
     def close(self) -> None:
         """Stop reading losses."""
-        self._head.is_on, self._head.is_trial, self._head.on_loss = self._was_on, self._was_trial, None
+        head = self._head
+        head.is_on, head.is_trial, head.on_loss, head.computes_plainly = self._was_on, self._was_trial, None, False
 
     @property
-    def is_chunked(self) -> bool:
-        """True if the model has computed its losses in chunks, and never the full logits."""
-        num_losses, num_full_logits = self._before
-        return self._head.num_losses > num_losses and self._head.num_full_logits == num_full_logits
+    def has_both(self) -> bool:
+        """True if the model can have either head: no code but its losses has read the logits."""
+        num_losses = self._head.num_losses - self._before[0]
+        num_full_logits = self._head.num_full_logits - self._before[1]
+        return num_losses > 0 and num_full_logits == (num_losses if self.is_plain else 0)
 
-    def with_plain_head(self, layout: StepLayout) -> StepLayout:
-        """Return the memory of the step with whole logits, from `layout`, its memory with the chunked head."""
-        stored, forward, backward = self._more
+    def check(self) -> None:
+        """Raise ChunkedHeadError unless the model can have the chunked head."""
+        if not self.has_both:
+            self._head.check_used()
+
+    def with_other_head(self, layout: StepLayout) -> StepLayout:
+        """Return the memory of the step with the other head, from `layout`, its memory with the head that trained."""
+        stored, forward, backward = (-more if self.is_plain else more for more in self._more)
         return replace(
             layout,
             outside_stored_bytes=layout.outside_stored_bytes + stored,
@@ -71,7 +80,8 @@ class HeadMeter:
         # The layer keeps its input for backward, unless it casts the input.
         kept = loss.rows.nbytes if loss.rows.dtype is loss.call.dtype else 0
         stored, forward, backward = self._more
-        self._more = [stored + more[0] + kept, max(forward, more[1]), max(backward, more[2] + kept)]
+        at_peak = 0 if self.is_plain else kept
+        self._more = [stored + more[0] + kept, max(forward, more[1]), max(backward, more[2] + at_peak)]
 
     def _extrapolated(self, num_rows: int, larger: LossCall, smaller: LossCall, has_weight: bool) -> list[int]:
         """Return the bytes of whole logits of `num_rows` rows, from those of two parts."""

@@ -7,6 +7,7 @@ its traced graph, both measured right after the call. The memory of the rest of 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -81,6 +82,7 @@ class LiveStep:
         """Begin before the forward of a micro-batch on `batch`, a part of `step`. An empty batch may be replaced by
         `note_batch`."""
         model = self._installation.model
+        gc.collect()  # garbage that is freed in the step would lower its bytes
         self._step, self.is_open = step, True
         self._config = self._config.for_rows(batch.num_tokens)
         self._device = next(model.parameters()).device
@@ -121,8 +123,8 @@ class LiveStep:
             self._hooks.begin()
 
     def _prepare_head(self, model: nn.Module) -> None:
-        """Chunk the head in the micro-batch, if the config allows it: the plain head's memory is known from its
-        sizes."""
+        """Observe the losses of the micro-batch, if the config allows a chunked head. The head is chunked if the budget
+        is a number of bytes, which whole logits may exceed."""
         self._head_meter: HeadMeter | None = None
         if "chunked" not in self._config.heads or (self._recorder.is_sharded and len(self._config.heads) > 1):
             return
@@ -134,8 +136,13 @@ class LiveStep:
                     raise
                 log.info("Adacc: the head uses full logits (head='plain'): %s", error)
                 return
-        self._head_meter = HeadMeter(self._head, self._measurement)
-        self._head.on_call = self._recorder.note_freed
+        self._head_meter = HeadMeter(self._head, self._measurement, is_plain=not self._is_head_chunked)
+
+    @property
+    def has_outermost_hooks(self) -> bool:
+        """True if the active saved-tensor hooks are those that `enter_forward` has entered."""
+        hooks = outer_hooks()
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self._hooks
 
     def note_outside(self, tensor: torch.Tensor) -> None:
         """Record that autograd saves `tensor` outside the blocks."""
@@ -166,6 +173,7 @@ class LiveStep:
             return
         self._has_forward_ended = True
         self._meter.mark(("loss",))
+        self._recorder.kept_keys = self._state_keys | self._batch_keys
         self._recorder.end_forward(self._state_keys, self._batch_keys)
 
     def leave_forward(self, loss: Any = None) -> None:
@@ -194,8 +202,6 @@ class LiveStep:
         self.is_open = False
         if self._head_meter is not None:
             self._head_meter.close()
-        if self._head is not None:
-            self._head.on_call = None
         if self._own_head is not None:
             self._own_head.remove()
             self._head = self._own_head = None
@@ -206,6 +212,11 @@ class LiveStep:
             for name, strategy in self._strategies.items():
                 installation.functions[name].strategy = strategy
         self._stack.close()
+
+    @property
+    def has_run(self) -> bool:
+        """True if autograd has saved a tensor in a block or around the blocks."""
+        return self._recorder.has_run
 
     @property
     def called(self) -> set[str]:
@@ -230,10 +241,9 @@ class LiveStep:
             {name: outcome.stored_bytes for name, outcome in outcomes.items()},
             {name: outcome.live_bytes for name, outcome in outcomes.items()},
         )
-        casts = [cached_casts_bytes(recording.kinds[block.kind]) for block in recording.blocks]
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
         layout = readings.layout(0, self._gradient_bytes, self._earlier_bytes, self._step_ms + in_blocks_ms)
-        layout = recorder.with_forgotten_casts(layout, casts)
+        layout = recorder.without_leftovers(layout)
         recording = with_step(recording, layout)
         layouts, head_ms = self._layouts(layout)
         base = StepBase(
@@ -252,11 +262,19 @@ class LiveStep:
     def _layouts(self, layout: StepLayout) -> tuple[dict[str, StepLayout], dict[str, float]]:
         """Return the memory of the step with each head that a policy may choose, and the heads' times."""
         meter = self._head_meter
-        if meter is None or not meter.is_chunked:
+        if meter is None or (not meter.has_both and len(self._config.heads) > 1):
             return {"plain": layout}, {}
+        meter.check()
         if self._config.heads == ("chunked",):
             return {"chunked": layout}, {}
-        return {"plain": meter.with_plain_head(layout), "chunked": layout}, meter.times
+        other = meter.with_other_head(layout)
+        plain, chunked = (layout, other) if meter.is_plain else (other, layout)
+        return {"plain": plain, "chunked": chunked}, meter.times
+
+    @property
+    def _is_head_chunked(self) -> bool:
+        budget = self._config.memory_budget
+        return self._config.heads == ("chunked",) or not (isinstance(budget, float) or budget == "auto")
 
 
 def live_plan(kind: KindProfile) -> Plan:
@@ -268,19 +286,17 @@ def live_plan(kind: KindProfile) -> Plan:
     return replace(plan, choices=choices)
 
 
-def cached_casts_bytes(kind: KindProfile) -> int:
-    """Return the bytes of the casts of parameters that a call of `kind` leaves in autocast's cache."""
-    return sum(value.nbytes for value in kind.values if value.cached and value.producer is not None)
-
-
 class _LiveStrategy:
     """Strategy that records the calls of one block while the model trains."""
-
-    expects_outer_hooks = True
 
     def __init__(self, name: str, live: LiveStep, trained_calls: set[str], is_first: bool) -> None:
         self.name, self.live, self.trained_calls, self.is_first = name, live, trained_calls, is_first
         self.num_calls = 0
+
+    @property
+    def expects_outer_hooks(self) -> bool:
+        """True if the hooks around the block are those of the recording. Others are refused."""
+        return self.live.has_outermost_hooks
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
@@ -313,26 +329,46 @@ class _LiveRecorder(ModelRecorder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.trains = True
+        self.kept_keys: set[int] = set()
+        """Keys of the storages of the model's state and of the batch."""
         self._is_checkpointed = False
         self._run_ms = 0.0
-        self._clears = [0]
-        """Numbers of calls that were recorded when autocast's cache was cleared."""
+        self._leftovers: list[tuple[int, int]] = []
+        """(number of calls recorded before, bytes) of what measurements left in autocast's cache: casts of copies."""
+
+    @property
+    def has_run(self) -> bool:
+        """True if autograd has saved a tensor."""
+        return bool(self.blocks or self._outside_storages)
+
+    @property
+    def leftover_bytes(self) -> int:
+        """Bytes that measurements of blocks left in autocast's cache."""
+        return sum(nbytes for _, nbytes in self._leftovers)
 
     def _measure_memory(self, measure: Any, tape: Tape, roots: tuple[Any, ...], slot_refs: list[Any]) -> None:
-        num_measured = len(self._memory)
-        super()._measure_memory(measure, tape, roots, slot_refs)
-        if len(self._memory) > num_measured and torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()  # of the casts of copies, which only autocast would free
-            self._clears.append(len(self.blocks) + 1)
+        device = next(iter(tape.values)).device if tape.values else torch.device("cpu")
+        with self._measurement.meter(device) as meter:
+            super()._measure_memory(measure, tape, roots, slot_refs)
+            meter.mark(("end",))
+        if torch.is_autocast_enabled(device.type):
+            self._leftovers.append((len(self.blocks), meter.points[-1].live_bytes))
 
-    def with_forgotten_casts(self, layout: StepLayout, casts: list[int]) -> StepLayout:
-        """Return `layout` with the casts that stay in autocast's cache in a step that nothing clears. `casts` are the
-        bytes of each recorded call."""
-        forgotten = [sum(casts[: max(n for n in self._clears if n <= place)]) for place in range(len(casts))]
-        names = [block.name for block in self.blocks]
-        bases = {name: layout.forward_bases[name] + n for name, n in zip(names, forgotten, strict=True)}
-        in_all = sum(casts[: self._clears[-1]])
-        return replace(layout, forward_bases=bases, outside_peak_bytes=layout.outside_peak_bytes + in_all)
+    def without_leftovers(self, layout: StepLayout) -> StepLayout:
+        """Return `layout` without the casts that measurements left in autocast's cache until the forward's end."""
+        bases = {
+            block.name: layout.forward_bases[block.name] - sum(n for number, n in self._leftovers if number < place)
+            for place, block in enumerate(self.blocks)
+        }
+        outside_peak_bytes = layout.outside_peak_bytes - self.leftover_bytes
+        return replace(layout, forward_bases=bases, outside_peak_bytes=outside_peak_bytes)
+
+    def note_freed(self) -> None:
+        """Note the inputs of blocks that only the recorded calls keep alive, neither autograd outside of the blocks nor
+        the model's state or batch."""
+        inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
+        held = self._outside_storages.keys() | self.kept_keys
+        self._freed_keys = {note.key for note in inputs if note.key not in held}
 
     def _run(self, recording: Recording, called: Callable[..., Any], has_key: bool) -> Any:
         started = time.perf_counter()

@@ -121,7 +121,7 @@ def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ra
     policies, memory_events = (
         [e for e in first_rank["longer"] if e["event"] == event] for event in ("policy", "memory")
     )
-    assert [event["step"] for event in policies] == [0, 16]
+    assert [event["step"] for event in policies] == [1, 16]
     assert policies[1]["reason"] == "for batches of input_ids 4x40, labels 4x40", "the size class of 32 tokens"
     assert memory_events, first_rank["longer"]
     for event in memory_events:

@@ -75,7 +75,7 @@ def test_a_policy_is_made_at_once_for_the_blocks_that_train(assert_equal_to_plai
 def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):
     monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 3)
     callback = assert_equal_to_plain(lambda step: PARTS if step > 6 else {"student"}, 12)
-    assert policy_steps(callback) == [0, 10]
+    assert policy_steps(callback) == [1, 10]
     assert not callback.policy.idle_blocks
 
 

@@ -194,7 +194,7 @@ def test_auto_find_batch_size_starts_over(make_trainer, make_model, traces, loss
     trainer.train()
     assert count.begins == 2
     assert callbacks[0].policy is not None
-    assert [event["step"] for event in callbacks[0].history if event["event"] == "policy"] == [0]
+    assert [event["step"] for event in callbacks[0].history if event["event"] == "policy"] == [1]
     assert not trainer.model._forward_pre_hooks
     assert not {"_run_epoch", "_adacc_guard"} & vars(trainer).keys()
 

@@ -106,7 +106,7 @@ def test_training_is_equal_to_plain_training_and_to_the_callback(make_mixed, mak
     assert_equal_training(mixin_trainer, callback_trainer)
     assert mixin_trainer.adacc_callback.policy.action_counts() == callback.policy.action_counts()
     assert mixin_trainer.adacc_callback.policy.action_counts()["recompute"] > 0
-    assert [event["step"] for event in mixin_trainer.adacc_callback.history if event["event"] == "policy"] == [0]
+    assert [event["step"] for event in mixin_trainer.adacc_callback.history if event["event"] == "policy"] == [1]
 
 
 def test_a_policy_is_in_force_from_the_first_step(make_mixed):
@@ -223,7 +223,7 @@ def test_auto_find_batch_size_begins_again(make_mixed):
     trainer = make_mixed(trainer_class=OutOfMemoryOnce, auto_find_batch_size=True)
     trainer.train()
     assert trainer.state.global_step == 5
-    assert [event["step"] for event in trainer.adacc_callback.history if event["event"] == "policy"] == [0]
+    assert [event["step"] for event in trainer.adacc_callback.history if event["event"] == "policy"] == [1]
     assert not {"training_step", "compute_loss"} & vars(trainer).keys()
     assert not trainer.model._forward_pre_hooks
 

@@ -27,19 +27,18 @@ def activities(callback: AdaccCallback) -> list[str]:
 
 
 def test_the_first_step_has_the_profile_and_the_policy(make_trainer, tmp_path):
-    """The time of a profile is part of its step's time, and far longer than training on a tiny batch."""
+    """The profiled step runs under torch's checkpoint, and the next under the policy."""
     callback = AdaccCallback(memory_budget=0.6, actions=("retain", "recompute"))
     make_trainer([callback], max_steps=NUM_FIRST_STEPS + 2).train()
     records = callback.first_steps
     assert [record["step"] for record in records] == list(range(1, NUM_FIRST_STEPS + 1))
     assert all(record.keys() == RECORD_KEYS for record in records)
     assert all(record["seconds"] >= record["profiling_s"] + record["solving_s"] for record in records)
-    first, *others = records
+    first = records[0]
     assert first["events"] == ["policy"]
-    assert first["profiling_s"] > first["seconds"] / 2
     assert first["solving_s"] > 0
-    assert not any(record["profiling_s"] for record in others)
-    assert activities(callback)[0] == CHECKING
+    assert not any(record["profiling_s"] for record in records)
+    assert activities(callback)[:2] == [CHECKPOINT, CHECKING]
     assert FOLLOWING in activities(callback)
     assert json.loads((tmp_path / "run" / FIRST_STEPS_FILE).read_text()) == records
 
@@ -48,7 +47,7 @@ def test_tracking_steps_are_named(make_trainer):
     callback = AdaccCallback(memory_budget=0.45, actions=("retain", "compress"), min_compress_bytes=4096)
     make_trainer([callback], max_steps=6).train()
     tracked = [event["step"] for event in callback.history if event["event"] == "tracking"]
-    assert tracked == [1, 2, 4]
+    assert tracked == [2, 4]
     assert [record["step"] for record in callback.first_steps if record["activity"] == TRACKING] == tracked
 
 
@@ -60,18 +59,6 @@ def test_the_measured_step_and_its_new_policy_are_named(make_trainer):
     assert [r["step"] for r in callback.first_steps if r["activity"] == MEASURING] == measured
     changes = [event["step"] for event in callback.history if event["event"] == "change"]
     assert [r["step"] for r in callback.first_steps if "change" in r["events"]] == changes
-
-
-def test_steps_under_torch_s_checkpoint_come_before_a_late_profile(make_trainer, monkeypatch):
-    """A batch that cannot be profiled in advance is profiled after `profile_steps` steps, within the last of these."""
-    from adacc_hf.adapt import policy_builder
-
-    monkeypatch.setattr(policy_builder, "forward_needs_all_ranks", lambda model: True)
-    callback = AdaccCallback(memory_budget=0.6, actions=("retain", "recompute"), profile_steps=3, tracking="off")
-    make_trainer([callback], max_steps=6).train()
-    assert activities(callback)[:4] == [CHECKPOINT] * 3 + [CHECKING]
-    assert [bool(record["profiling_s"]) for record in callback.first_steps[:4]] == [False, False, True, False]
-    assert [record["events"] for record in callback.first_steps[:4]] == [[], [], ["policy"], []]
 
 
 @pytest.fixture

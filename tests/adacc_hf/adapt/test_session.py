@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from adacc_hf import AdaccConfig, AdaccSession, profile_model, remove_policy
 from adacc_hf.adapt.run_profiler import RunProfiler
+from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -286,21 +287,17 @@ def test_a_model_that_raises_an_error_on_the_first_batch(kind):
             hook.remove()
 
     run = train_as_plain(step, **HALF)
-    assert [event["step"] for event in run.session.history if event["event"] == "policy"] == [0]
+    assert [event["step"] for event in run.session.history if event["event"] == "policy"] == [1]
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["before-the-first-step", "after-steps"])
-def test_an_interrupted_profile_is_made_again(monkeypatch, is_first):
-    """After an interrupt while profiling, the loop continues with the next batch, first under torch's checkpoint."""
-    interrupts = []
+def test_an_interrupted_recording_is_made_again(monkeypatch):
+    """After an interrupt while a block is recorded, the loop continues with the next batch, which is recorded."""
+    interrupts, record = [], LiveStep.run
 
-    def interrupted_once(profile):
-        def call(*args, **kwargs):
-            if not interrupts:
-                raise KeyboardInterrupt
-            return profile(*args, **kwargs)
-
-        return call
+    def interrupted_once(*args):
+        if not interrupts:
+            raise KeyboardInterrupt
+        return record(*args)
 
     def step(session, model, optimizer, batch, losses):
         try:
@@ -313,11 +310,8 @@ def test_an_interrupted_profile_is_made_again(monkeypatch, is_first):
         except KeyboardInterrupt:
             interrupts.append(any("_gradient_checkpointing_func" in module.__dict__ for module in model.modules()))
 
-    plain = train(step, BATCHES[1:] if is_first else BATCHES, NoSession)
-    if not is_first:
-        monkeypatch.setattr(RunProfiler, "estimate", lambda *args: None)
-    name = "estimate" if is_first else "measure"
-    monkeypatch.setattr(RunProfiler, name, interrupted_once(getattr(RunProfiler, name)))
+    plain = train(step, BATCHES[1:], NoSession)
+    monkeypatch.setattr(LiveStep, "run", interrupted_once)
     run = train(step, **HALF)
     run.assert_equals(plain)
     assert interrupts == [True], "after the interrupt, blocks run under torch's checkpoint"
@@ -797,8 +791,9 @@ def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
         update(loss, optimizer)
 
     session.run(step, batch_of(0))
-    assert [event["event"] for event in session.history] == ["policy", "memory"]
-    assert session.history[1]["reason"].startswith("out of memory")
+    assert [event["event"] for event in session.history] == ["memory"]
+    session.run(step, batch_of(1))
+    assert [event["event"] for event in session.history] == ["memory", "policy"]
     session.close()
 
 

@@ -8,13 +8,9 @@ import torch
 from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
 
 
-def autocast_state():
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-
-
 def test_facts_of_a_loop_that_is_not_known():
     loop = TrainingLoop(num_micro=4, folder="runs/1")
-    assert (loop.num_micro, loop.folder, loop.autocast) == (4, "runs/1", None)
+    assert (loop.num_micro, loop.recorded_micro_batch, loop.folder) == (4, 2, "runs/1")
     assert loop.clips
     assert loop.is_first_rank
     assert loop.no_sync(torch.nn.Linear(1, 1)) is None

@@ -169,8 +169,8 @@ def test_training_is_equal_to_lightnings(fit, precision, accumulate):
     assert module.val_losses
     assert_equal_training(module, plain)
     assert callback.policy.action_counts()["recompute"] > 0
-    assert watch.has_policy == [True] * 6
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0]
+    assert watch.has_policy == [False, False, True, True, True, True]
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [2]
     assert callback.session.num_steps == 6
     assert callback.session.state.loop.num_micro == 2
     dtypes = {value.dtype for kind in callback.profile.kinds for value in kind.values}
@@ -234,7 +234,7 @@ def test_figures_are_logged_at_the_logging_steps(fit, tmp_path):
 
 def test_a_policy_may_be_passed_in(fit):
     callback = AdaccLightningCallback(**HALF)
-    fit([callback], max_steps=1)
+    fit([callback], max_steps=2)
     policy = uniform_policy(callback.profile, "recompute")
     explicit_callback = AdaccLightningCallback(policy=policy)
     module, _ = fit([explicit_callback])
@@ -258,7 +258,7 @@ def test_a_resumed_run_continues_with_the_policies_of_its_checkpoint(fit, tmp_pa
     resumed = AdaccLightningCallback(**HALF)
     module, _ = fit([resumed], ckpt_path=path)
     assert resumed.policy.digest == first.policy.digest
-    assert [event["step"] for event in resumed.history if event["event"] == "policy"] == [0, 3]
+    assert [event["step"] for event in resumed.history if event["event"] == "policy"] == [2, 3]
     assert resumed.session.num_steps == 6
     assert len(module.losses) == 3
 
@@ -268,7 +268,7 @@ def test_a_callback_of_an_earlier_run_begins_anew(fit):
     callback = AdaccLightningCallback(**HALF)
     fit([callback], max_steps=3)
     fit([callback], max_steps=3)
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0]
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [2]
     assert callback.session.num_steps == 3
 
 
