@@ -48,10 +48,6 @@ LOOK_STEPS, FIRST_LOOKS = 16, 8
 """Number of steps after which all ranks decide together, by collectives, if a batch is to be recorded. They also do so
 at each of the first FIRST_LOOKS steps."""
 
-
-STATE_STEPS = 8
-"""Number of steps in which the optimizer's state is expected. In fp16, GradScaler skips the first updates."""
-
 TASKS = {
     TRACKING: "which measures outliers and gradient errors",
     MEASURING: "whose memory is measured",
@@ -83,8 +79,6 @@ class AdaptivePhase(FixedPolicyPhase):
         self._started = 0.0
         self._num_micro, self._num_begun = run.loop.num_micro, 0
         """Micro-batches per step that the profiles count, and micro-batches of the current step so far."""
-        self._num_without_state = STATE_STEPS
-        """Number of further steps after which the optimizer may create its state."""
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         shapes = self._shapes_of(profile)
@@ -249,7 +243,7 @@ class AdaptivePhase(FixedPolicyPhase):
             self._peaks.close()
         if is_busy:
             has_changed |= self.replanning.take_over(step)
-        if self._num_without_state:
+        if self._run.num_without_state:
             has_changed |= self._count_state(step)
         num_steps = step - context.policy_step
         is_turn = num_steps % LOOK_STEPS == 0 or num_steps <= FIRST_LOOKS
@@ -278,10 +272,11 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _count_state(self, step: int) -> bool:
         """Count the state that the optimizer has created since the profile. Return True if there is any."""
-        run, counted = self._run, self._profiler.counted_state_bytes
-        extra_bytes = 0 if counted is None else self._profiler.state_bytes(run.model, run.optimizer) - counted
-        extra_bytes = max(gather_from_all_ranks(extra_bytes))
-        self._num_without_state = 0 if extra_bytes or counted is None else self._num_without_state - 1
+        run, profiler = self._run, self._profiler
+        counted, state_bytes = profiler.counted_state_bytes, profiler.state_bytes(run.model, run.optimizer)
+        extra_bytes = max(gather_from_all_ranks(0 if counted is None else state_bytes - counted))
+        run.num_without_state = 0 if extra_bytes or counted is None else run.num_without_state - 1
+        profiler.counted_state_bytes = None if counted is None else state_bytes
         reason = f"the optimizer created {extra_bytes} bytes of state"
         if extra_bytes > 0:
             self.replanning.add_static(step, extra_bytes, reason, must_fit=True)

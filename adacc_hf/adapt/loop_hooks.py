@@ -6,17 +6,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakMethod, WeakSet, finalize
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adacc_hf.adapt.run_state import RunState
+from adacc_hf.adapt.run_state import STATE_STEPS, RunState
 from adacc_hf.torch_glue.compat import CHECKPOINTING
+from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.memory import component_optimizers
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 log = logging.getLogger(__name__)
+
+OUTSIDE = (
+    "Adacc: the first micro-batch ended with a forward and without gradients, so backward runs outside of its context, "
+    "where no step's memory is measured: call loss.backward() and optimizer.step() within session.step(batch), and "
+    "with gradient accumulation loss.backward() within session.micro_batch(batch)"
+)
+OTHER_MODEL = (
+    "Adacc: the optimizer that AdaccSession was given updates no parameter of the model, so the session does not see "
+    "when the model is updated: make AdaccSession(model, optimizer) with the optimizer of this model's parameters"
+)
 
 
 class LoopHooks:
@@ -27,9 +41,15 @@ class LoopHooks:
         """True within a micro-batch."""
         self.num_forwards = 0
         """Number of forwards in the current step that run in train mode with gradients enabled."""
+        self.has_warned = False
+        """True after a warning that the loop calls backward, or an optimizer, that the session cannot see."""
         self._run = run
         self._batch: Any = None
         self._hooks: list[Any] = []
+        self._optimizer: Any = None
+        """The session's optimizer, if the hooks observe it."""
+        self._others: WeakSet[Any] = WeakSet()
+        """Other optimizers that have updated parameters of the model."""
 
     def begin(self, watches_optimizer: bool = True) -> None:
         """Register the hooks. If `watches_optimizer` is False, an adapter must send the optimizer's events itself."""
@@ -39,14 +59,30 @@ class LoopHooks:
             model.register_forward_hook(ModelHook(self._forward_ends)),
         ]
         if watches_optimizer:
+            self._optimizer, any_begins = self._run.optimizer, WeakMethod(self._any_begins)
+            # Weak, because a session that is never closed must not keep its model alive.
+            of_all = register_optimizer_step_pre_hook(lambda optimizer, *_: (call := any_begins()) and call(optimizer))
+            finalize(self, of_all.remove)
             self._hooks += [
-                self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
-                self._run.optimizer.register_step_post_hook(self._optimizer_ends),
+                of_all,
+                self._optimizer.register_step_pre_hook(self._optimizer_begins),
+                self._optimizer.register_step_post_hook(self._optimizer_ends),
             ]
 
     def begin_micro_batch(self, batch: Any = None) -> None:
         """Record that a micro-batch on `batch` begins, or is tried again."""
         self.is_on, self._batch = True, batch
+
+    def end_micro_batch(self) -> None:
+        """Record that a micro-batch has ended. Warn if the first one had no backward."""
+        self.is_on = False
+        run = self._run
+        if self._optimizer is None or run.num_steps or run.has_stepped or not self.num_forwards:
+            return
+        trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        has_backward = run.profiler.inner_steps.has_detected or is_sharded(run.model) or _have_gradients(trained)
+        if trained and not has_backward:
+            self._warn(OUTSIDE)
 
     def remove(self) -> None:
         """Remove the hooks from the model and the optimizer. Further calls have no effect."""
@@ -65,12 +101,43 @@ class LoopHooks:
         if self.is_on and module.training and torch.is_grad_enabled():
             self._run.phase.note_loss(getattr(output, "loss", None), None)
 
-    def _optimizer_begins(self, *_: Any) -> None:
+    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         self._run.has_stepped = True
         self._run.phase.begin_optimizer_step()
+        if self._run.num_steps == 0 and not _have_gradients(_parameters(optimizer)):
+            self._warn_of_other_model()
+
+    def _any_begins(self, optimizer: Any) -> None:
+        """Count the memory of `optimizer`, which is about to step, if it is another optimizer of the model."""
+        if optimizer is self._optimizer or optimizer in self._others or not self._is_of_model(optimizer):
+            return
+        self._others.add(optimizer)
+        self._run.optimizer, self._run.num_without_state = WeakSet((self._optimizer, *self._others)), STATE_STEPS
+        self._warn_of_other_model()
+
+    def _warn_of_other_model(self) -> None:
+        if not self._is_of_model(self._optimizer):
+            self._warn(OTHER_MODEL)
+
+    def _is_of_model(self, optimizer: Any) -> bool:
+        parameters = {id(parameter) for parameter in self._run.model.parameters()}
+        return any(id(parameter) in parameters for parameter in _parameters(optimizer))
+
+    def _warn(self, text: str) -> None:
+        self.has_warned = True
+        self._run.warn_once(text)
 
     def _optimizer_ends(self, *_: Any) -> None:
         self._run.phase.end_optimizer_step()
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    groups = [group for member in component_optimizers(optimizer) for group in member.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _have_gradients(parameters: list[Any]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

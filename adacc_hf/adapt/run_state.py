@@ -32,6 +32,8 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 
 log = logging.getLogger(__name__)
 
+STATE_STEPS = 8
+"""Number of steps in which an optimizer's state is expected. In fp16, GradScaler skips the first updates."""
 REPORTS_LACK = "training continues, and reports may be incomplete"
 HISTORY_PARTS = 64
 """Divisor that limits how often a long history is saved: only when at least 1 / HISTORY_PARTS of its events are
@@ -149,6 +151,8 @@ class RunState:
         """Number of finished steps of this run, without `num_before`."""
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
+        self.num_without_state = STATE_STEPS
+        """Number of further steps after which an optimizer may create its state."""
         self._warned: set[str] = set()
         self._num_saved = 0
         """Number of events in the run's history that are saved already."""

@@ -369,7 +369,7 @@ class AdaccSession:
 
     def end_micro_batch(self) -> None:
         """Notify the current phase of the run that the micro-batch's forward and backward have ended."""
-        self.hooks.is_on = False
+        self.hooks.end_micro_batch()
         with self._detaching():
             self.phase.end_micro_batch()
 
@@ -413,7 +413,7 @@ class AdaccSession:
         self._num_unseen = 0 if self.state.has_stepped else self._num_unseen + 1
         if not self.state.has_stepped:
             self.phase.end_backward()
-        if self._num_unseen == UNSEEN_STEPS:
+        if self._num_unseen == UNSEEN_STEPS and not self.hooks.has_warned:
             self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -500,13 +501,14 @@ def count_static_bytes(
     return distinct_bytes(tensor for tensor in tensors if tensor.device == device)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that `optimizer` holds in addition to the model's parameters.
+def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Return the tensors that `optimizer`, or a set of optimizers, holds in addition to the model's parameters.
 
     They may be in the optimizer's state, in objects of the state (GaLore's projections), in the parameter groups
     (GrokAdamW), or in attributes (AdaLomo).
     """
-    tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is not a torch optimizer
+    # DeepSpeed's optimizer has `state`, but is not a torch optimizer.
+    tensors = tensors_in([*getattr(optimizer, "state", {}).values()])
     for member in component_optimizers(optimizer):
         groups = [value for group in member.param_groups for name, value in group.items() if name != "params"]
         tensors += tensors_in([*member.state.values(), *groups]) + optimizer_attribute_tensors(member)
@@ -519,11 +521,13 @@ def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def component_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers of which `optimizer` consists, without the wrapper of Accelerate.
 
-    GaLore's layer-wise mode uses one optimizer per layer. Otherwise the list contains a single optimizer.
+    GaLore's layer-wise mode uses one optimizer per layer, and `optimizer` may be a set of optimizers.
     """
+    if isinstance(optimizer, WeakSet):
+        return [member for each in optimizer for member in component_optimizers(each)]
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     layers = getattr(optimizer, "optimizer_dict", None)

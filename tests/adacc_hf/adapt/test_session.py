@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from adacc_hf import AdaccConfig, AdaccSession, profile_model, remove_policy
+from adacc_hf.adapt import session as session_module
+from adacc_hf.adapt.replanning import Replanning
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -587,6 +591,71 @@ def test_a_step_that_trains_nothing_is_not_counted(step, why, caplog):
     assert why in caplog.text
 
 
+def warnings_of(caplog):
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in messages if message.startswith("Adacc")]
+
+
+def backward_after_step(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = model(**batch).loss
+    update(loss, optimizer)
+    losses.append(loss.item())
+
+
+def backward_after_step_with_gradients_of_zero(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    losses.append(loss.item())
+
+
+def backward_after_micro_batch(session, model, optimizer, batch, losses):
+    for part in halves(batch):
+        with session.micro_batch(part):
+            loss = model(**part).loss
+        loss.backward()
+        losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_backward_for_micro_batches(session, model, optimizer, batch, losses):
+    with session.step():
+        parts = []
+        for part in halves(batch):
+            with session.micro_batch(part):
+                parts.append(model(**part).loss)
+        update(sum(parts), optimizer)
+    losses += [loss.item() for loss in parts]
+
+
+def backward_after_run(session, model, optimizer, batch, losses):
+    loss = session.run(lambda batch: model(**batch).loss, batch)
+    update(loss, optimizer)
+    losses.append(loss.item())
+
+
+OUTSIDE_LOOPS = (
+    backward_after_step,
+    backward_after_step_with_gradients_of_zero,
+    backward_after_micro_batch,
+    one_backward_for_micro_batches,
+    backward_after_run,
+)
+
+
+@pytest.mark.parametrize("step", OUTSIDE_LOOPS, ids=lambda step: step.__name__)
+def test_a_backward_outside_of_the_step_is_warned_about_once(step, caplog):
+    run = train_as_plain(step, BATCHES[:6], **HALF)
+    assert run.session.num_steps == 6
+    (warning,) = warnings_of(caplog)
+    assert "backward runs outside of its context" in warning
+    assert "call loss.backward() and optimizer.step() within session.step(batch)" in warning
+
+
 def stepping_outside(session, model, optimizer, batch, losses):
     with session.step(batch):
         loss = model(**batch).loss
@@ -596,13 +665,139 @@ def stepping_outside(session, model, optimizer, batch, losses):
     losses.append(loss.item())
 
 
-def test_an_optimizer_that_is_not_seen_is_asked_for(caplog):
-    """Without a visible optimizer, the session warns, counts the step and its memory, and still follows the budget."""
-    with caplog.at_level(logging.WARNING):
-        run = train_as_plain(stepping_outside, memory_budget="1GiB", **LOSSLESS)
-    assert run.session.num_steps == len(BATCHES)
-    assert caplog.text.count("4 steps without a step of the optimizer") == 1
-    assert any("measured_peak_bytes" in event for event in run.session.history)
+def never_stepping(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+    losses.append(loss.item())
+
+
+def never_stepping_by_run(session, model, optimizer, batch, losses):
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    losses.append(session.run(step, batch))
+
+
+def never_stepping_after_micro_batches(session, model, optimizer, batch, losses):
+    with session.micro_batch(batch):
+        loss = model(**batch).loss
+        loss.backward()
+    losses.append(loss.item())
+
+
+def stepping_a_new_optimizer(session, model, optimizer, batch, losses):
+    new = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    one_step(session, model, new, batch, losses)
+
+
+UNSTEPPED_LOOPS = (
+    stepping_outside,
+    never_stepping,
+    never_stepping_by_run,
+    never_stepping_after_micro_batches,
+    stepping_a_new_optimizer,
+)
+
+
+@pytest.mark.parametrize("step", UNSTEPPED_LOOPS, ids=lambda step: step.__name__)
+def test_an_optimizer_that_is_not_seen_is_asked_for(step, caplog, monkeypatch):
+    """Without a visible optimizer, the session warns once, counts the step and its memory, and follows the budget."""
+    monkeypatch.setattr(session_module, "MOST_MICRO", 4)
+    run = train_as_plain(step, BATCHES[:6], memory_budget="1GiB", **LOSSLESS)
+    (warning,) = warnings_of(caplog)
+    assert "without a step of the optimizer that AdaccSession was given: call optimizer.step() within" in warning
+    if step is never_stepping_after_micro_batches:
+        assert warning.startswith("Adacc: 4 micro-batches")
+    else:
+        assert warning.startswith("Adacc: 4 steps")
+        assert run.session.num_steps == 6
+        assert any("measured_peak_bytes" in event for event in run.session.history)
+
+
+def updating_both(loss, own, given):
+    """Update with two optimizers, such as those of a generator and of a discriminator."""
+    loss.backward()
+    for parameter in (parameter for group in given.param_groups for parameter in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    given.step()
+    own.step()
+    own.zero_grad()
+
+
+OTHER_MODELS_UPDATES = {
+    "own steps": lambda loss, own, given: update(loss, own),
+    "given steps": lambda loss, own, given: update(loss, given),
+    "both step": updating_both,
+    "both step, given last": lambda loss, own, given: (update(loss, own), given.step()),
+    "a part steps": lambda loss, own, given: update(loss, torch.optim.SGD(own.param_groups[0]["params"][:2], lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("updating", OTHER_MODELS_UPDATES.values(), ids=OTHER_MODELS_UPDATES)
+def test_an_optimizer_of_another_model_is_warned_about_once(updating, caplog):
+    results = []
+    for session_class in (AdaccSession, NoSession):
+        model = make_model()
+        own, given = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, copy.deepcopy(model)))
+        torch.manual_seed(1)
+        losses, session = [], session_class(model, given, **HALF)
+        for batch in BATCHES[:6]:
+            with session.step(batch):
+                loss = model(**batch).loss
+                updating(loss, own, given)
+            losses.append(loss.item())
+        session.close()
+        results.append(Run(model, losses, session))
+    results[0].assert_equals(results[1])
+    (warning,) = warnings_of(caplog)
+    assert "was given updates no parameter of the model" in warning
+    assert "with the optimizer of this model's parameters" in warning
+
+
+def with_second(make_second, is_first=False, begins=0):
+    """Return a loop in which a second optimizer updates the embeddings, and the list of its two optimizers."""
+    pair = []
+
+    def step(session, model, optimizer, batch, losses):
+        if not losses:
+            pair[:] = optimizer, make_second([model.transformer.wte.weight, model.transformer.wpe.weight])
+        with session.step(batch):
+            loss = model(**batch).loss
+            loss.backward()
+            stepping = pair if len(losses) >= begins else pair[:1]
+            for each in reversed(stepping) if is_first else stepping:
+                each.step()
+            model.zero_grad()
+        losses.append(loss.item())
+
+    return step, pair
+
+
+SECOND_OPTIMIZERS = {
+    "AdamW": with_second(torch.optim.AdamW),
+    "AdamW, steps first": with_second(torch.optim.AdamW, is_first=True),
+    "momentum": with_second(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    "steps from step 4 on": with_second(torch.optim.AdamW, begins=3),
+    "no state": with_second(lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("case", SECOND_OPTIMIZERS)
+def test_the_state_of_all_optimizers_counts(case, monkeypatch):
+    step, pair = SECOND_OPTIMIZERS[case]
+    counted, hooks = [], optimizers._global_optimizer_pre_hooks.copy()
+    monkeypatch.setattr(Replanning, "add_static", lambda self, step, nbytes, *_, **options: counted.append(nbytes))
+    train_as_plain(step, BATCHES[:6], memory_budget="1GiB", **LOSSLESS)
+    assert optimizers._global_optimizer_pre_hooks == hooks
+    first, second = (
+        sum(value.nbytes for values in optimizer.state.values() for value in values.values() if value is not None)
+        for optimizer in pair
+    )
+    assert counted == ([first, second] if "from step 4" in case else [first + second])
+    assert (second == 0) == (case == "no state")
 
 
 def test_a_model_has_one_session(caplog):
@@ -775,8 +970,21 @@ def test_a_function_s_policy_leaves_no_hook_of_all_optimizers():
     before = dict(hooks)
     model, optimizer, session = begin(policy=lambda profile: uniform_policy(profile, "recompute"))
     train_on(session, model, optimizer, BATCHES[:2])
-    assert dict(hooks) == before
+    assert len(hooks) == len(before) + 1  # the session's
     session.close()
+    assert hooks == before
+
+
+def test_a_session_that_is_never_closed_may_be_collected():
+    before = optimizers._global_optimizer_pre_hooks.copy()
+    model, optimizer, session = begin(**HALF)
+    session.begin()
+    assert optimizers._global_optimizer_pre_hooks != before
+    reference = weakref.ref(model)
+    del model, optimizer, session
+    gc.collect()
+    assert reference() is None
+    assert optimizers._global_optimizer_pre_hooks == before
 
 
 def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
