@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint, warn_on_write_error
+from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.run_state import RESUMES_ANEW
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter
 from adacc_hf.artifacts.config import AdaccConfig
@@ -114,6 +115,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
             self._guard.wrap("compute_loss", self._compute_loss)
+            if args.enable_jit_checkpoint:
+                self._guard.wrap("_save_checkpoint", self._save_checkpoint)
         self._own_logs = OwnLogs(self._trainer)
         loop = TrainerLoop(args, state, self._trainer)
         optimizer = kwargs.get("optimizer")
@@ -190,12 +193,21 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._session.end_step(state.global_step, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        folder = Path(run_folder(args, self._trainer)) / f"checkpoint-{state.global_step}"
-        with warn_on_write_error(folder, "a run that resumes from it will profile again"):
-            drop_files(folder)
-            self._session.phase.save(folder)
+        self._save(run_folder(args, self._trainer), state)
+
+    def _save_checkpoint(self, save: Callable[..., Any], model: Any, trial: Any = None) -> None:
+        """Save with a checkpoint that is written upon SIGTERM, for which the Trainer sends no event."""
+        save(model, trial=trial)
+        trainer = self._trainer
+        assert trainer is not None  # because `save` is its method
+        self._save(run_folder(trainer.args, None if trial is None else trainer), trainer.state)
+
+    def _save(self, folder: str, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
+            with self._session.state.warning_of_write_errors(checkpoint, RESUMES_ANEW):
+                drop_files(checkpoint)
+                self._session.phase.save(checkpoint)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -177,18 +175,6 @@ class Saved:
             switched_off=_switched_off_codecs(record, size_policies),
             **{name: record[name] for name in names},
         )
-
-
-@contextmanager
-def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Log a warning instead of raising an OSError if the `with` block fails to write into `folder`.
-
-    The warning ends with `consequence`, such as "training continues, and reports may be incomplete".
-    """
-    try:
-        yield
-    except OSError as error:
-        log.warning("Adacc: some files could not be written into %s (%s): %s", folder, error, consequence)
 
 
 def drop_files(folder: str | Path) -> None:

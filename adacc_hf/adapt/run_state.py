@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import (
-    model_settings,
-    save_files,
-    save_first_steps,
-    save_history,
-    warn_on_write_error,
-)
+from adacc_hf.adapt.checkpoint_files import model_settings, save_files, save_first_steps, save_history
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
 from adacc_hf.adapt.first_steps import FOLLOWING, FirstSteps
@@ -34,7 +29,9 @@ log = logging.getLogger(__name__)
 
 STATE_STEPS = 8
 """Number of steps in which an optimizer's state is expected. In fp16, GradScaler skips the first updates."""
-REPORTS_LACK = "training continues, and reports may be incomplete"
+UNWRITTEN = "Adacc: some files could not be written into %s (%s), and training continues. "
+REPORTS_LACK = UNWRITTEN + "Reports may be incomplete: free space on the disk, or choose a folder that can be written"
+RESUMES_ANEW = UNWRITTEN + "A run that resumes from there profiles again. Later checkpoints get no further warning"
 HISTORY_PARTS = 64
 """Divisor that limits how often a long history is saved: only when at least 1 / HISTORY_PARTS of its events are
 unsaved, because each save writes all events."""
@@ -242,7 +239,7 @@ class RunState:
         if folder is None or not self.loop.is_first_rank:
             return
         self._is_unsaved |= changed
-        with warn_on_write_error(folder, REPORTS_LACK):
+        with self.warning_of_write_errors(folder):
             if self._is_unsaved:
                 save_files(folder, self.active_policy, self.profile)
                 self._is_unsaved = False
@@ -255,11 +252,19 @@ class RunState:
         if self._num_saved < len(self.history) or self._is_uncounted:
             self.save(self._is_unsaved, is_last=True)
 
+    @contextmanager
+    def warning_of_write_errors(self, folder: str | Path, text: str = REPORTS_LACK) -> Iterator[None]:
+        """Log the warning `text`, once in the run, instead of raising an OSError in the `with` block."""
+        try:
+            yield
+        except OSError as error:
+            self.warn_once(text, folder, error)
+
     def write(self, write: Callable[..., None], *content: Any) -> None:
         """Call `write(folder, *content)` with the run's folder on the first rank."""
         folder = self.loop.folder
         if folder is not None and self.loop.is_first_rank:
-            with warn_on_write_error(folder, REPORTS_LACK):
+            with self.warning_of_write_errors(folder):
                 write(folder, *content)
 
 

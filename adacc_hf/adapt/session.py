@@ -21,7 +21,7 @@ from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer,
 from adacc_hf.adapt.phases import WarmUpPhase, resume
 from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
-from adacc_hf.adapt.run_state import Phase, RunState
+from adacc_hf.adapt.run_state import RESUMES_ANEW, Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
@@ -251,13 +251,15 @@ class AdaccSession:
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
 
-        The folder may be the loop's own checkpoint folder. If the run has no policy yet, no file is written.
+        The folder may be the loop's own checkpoint folder. If the run has no policy yet, no file is written. If a file
+        cannot be written, a warning is logged.
         """
         folder = Path(folder)
         if self.state.loop.is_first_rank:
-            folder.mkdir(parents=True, exist_ok=True)
-            drop_files(folder)
-            self.phase.save(folder)
+            with self.state.warning_of_write_errors(folder, RESUMES_ANEW):
+                folder.mkdir(parents=True, exist_ok=True)
+                drop_files(folder)
+                self.phase.save(folder)
 
     def load(self, folder: str | Path) -> bool:
         """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.

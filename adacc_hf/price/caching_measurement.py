@@ -24,6 +24,9 @@ from adacc_hf.tape.tape import Tape
 
 log = logging.getLogger(__name__)
 
+_WARNED: set[str] = set()
+"""Causes, such as folders that cannot be written, of which this process has warned."""
+
 
 class CachingMeasurement(Measurement):
     """Measurement in real runs that stores all measured times and codec costs in the cache `store`.
@@ -73,6 +76,11 @@ class CachingMeasurement(Measurement):
 
     def _disable(self, reason: object) -> None:
         self._is_usable = False
+        path = getattr(reason, "filename", None)
+        cause = str(Path(path).parent if path else reason)
+        if cause in _WARNED:  # by an earlier profile of the run
+            return
+        _WARNED.add(cause)
         log.warning(
             "Adacc: the profile cache is disabled for this run, and prices are measured: %s. To fix this, empty the "
             "folder with `adacc profiles clear`, or set %s to another folder",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import logging
 import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from adacc_hf import AdaccCallback, AdaccConfig, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
@@ -24,6 +28,8 @@ from adacc_hf.adapt.checkpoint_files import (
 )
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf.callbacks.trainer_guard import callbacks_of
+from adacc_hf.kernels import _cpu
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -275,32 +281,114 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
     resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))
 
 
-def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_path, monkeypatch, caplog):
+class FullDisk(TrainerCallback):
+    """A disk on which files with some names cannot be written until step 6."""
+
+    def __init__(self, monkeypatch, names=("adacc",), module=os, function="replace", error=errno.ENOSPC):
+        self.names, self.error, self.original = names, error, getattr(module, function)
+        monkeypatch.setattr(module, function, self.write)
+
+    def write(self, source, *target, **options):
+        path = str((target or (source,))[0] if self.original is os.replace else source)
+        if any(name in Path(path).name for name in self.names):
+            raise OSError(self.error, os.strerror(self.error), path)
+        return self.original(source, *target, **options)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            self.names = ()
+
+
+def lines_of(caplog, text):
+    return [record for record in caplog.records if text in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"names": (POLICY_FILE, HISTORY_FILE)},
+        {},
+        {"error": errno.EROFS},
+        {"module": builtins, "function": "open"},
+        {"module": builtins, "function": "open", "error": errno.EDQUOT},
+    ],
+    ids=["full for two files", "full", "read-only", "full before the first byte", "over the quota"],
+)
+def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_path, monkeypatch, caplog, failing):
     """A full disk loses the files and no step. Once there is room, the run's files are written."""
-
-    def replace_on_full_disk(source, target):
-        if Path(target).name in failing_names:
-            raise OSError(errno.ENOSPC, "No space left on device", str(target))
-        original(source, target)
-
-    class FreeDisk(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 6:
-                failing_names.clear()
-
-    failing_names, original = {POLICY_FILE, HISTORY_FILE}, os.replace
-    monkeypatch.setattr(os, "replace", replace_on_full_disk)
-    plain = train(output_dir=str(tmp_path / "plain"), **SAVING)
+    settings = {**SAVING, "save_steps": 2}
+    plain = train(output_dir=str(tmp_path / "plain"), **settings)
     callback = AdaccCallback(**lossless)
-    train([callback, FreeDisk()], **SAVING).assert_equals(plain)
-    for folder, consequence in (("run", "training continues"), ("checkpoint-3", "that resumes from it will profile")):
-        assert any(f"{folder} ([Errno 28]" in message and consequence in message for message in caplog.messages)
+    train([callback, FullDisk(monkeypatch, **failing)], **settings).assert_equals(plain)
+    for folder, consequence in (
+        ("run ", "Reports may be incomplete"),
+        ("checkpoint-2 ", "resumes from there profiles"),
+    ):
+        (record,) = lines_of(caplog, consequence)
+        assert f"{folder}([Errno {failing.get('error', errno.ENOSPC)}]" in record.getMessage()
+        assert record.exc_info is None
     assert not list((tmp_path / "run").rglob(".adacc*"))
     assert Policy.load(tmp_path / "run" / POLICY_FILE) == callback.policy
     assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
-    checkpoint = tmp_path / "run" / "checkpoint-3"
+    checkpoint = tmp_path / "run" / "checkpoint-2"
     assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
-    train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
+    train([AdaccCallback(**lossless)], resume=str(checkpoint), **settings).assert_equals(plain)
+
+
+class Terminated(TrainerCallback):
+    """A SIGTERM at an event of the fourth step or later, upon which the Trainer writes a checkpoint and stops."""
+
+    def __init__(self, event):
+        self.trainer: Trainer | None = None
+        setattr(self, event, self.terminate)
+
+    def terminate(self, args, state, control, **kwargs):
+        if state.global_step >= 3 and self.trainer is not None:
+            (manager,) = [other.jit_manager for other in callbacks_of(self.trainer) if hasattr(other, "jit_manager")]
+            self.trainer, manager.kill_wait = None, 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not manager.is_checkpoint_requested:
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("event", "save_strategy"),
+    [
+        *[("on_step_begin", strategy) for strategy in ("no", "steps")],
+        *[(event, "no") for event in ("on_pre_optimizer_step", "on_step_end", "on_epoch_end")],
+    ],
+)
+def test_a_checkpoint_upon_sigterm_has_the_policy(
+    make_trainer, train, lossless, tmp_path, profilings, event, save_strategy
+):
+    settings = {"max_steps": 20, "logging_steps": 1, "save_steps": 2}
+    terminated, callback = Terminated(event), AdaccCallback(**lossless)
+    terminated.trainer = make_trainer(
+        [terminated, callback], enable_jit_checkpoint=True, save_strategy=save_strategy, **settings
+    )
+    terminated.trainer.train()
+    assert len(profilings) == 1
+    checkpoint = get_last_checkpoint(tmp_path / "run")
+    resumed = AdaccCallback(**lossless)
+    train([resumed], resume=checkpoint, **settings)
+    assert len(profilings) == 1
+    assert resumed.policy == callback.policy
+
+
+def test_a_home_that_cannot_be_written_does_not_end_the_run(make_trainer, tmp_path, monkeypatch, caplog):
+    """Codecs are then not compiled, and prices are measured in each run. One line for each says what to set."""
+    (tmp_path / "home").write_text("a file")
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.delenv("ADACC_HF_PROFILES", raising=False)
+    _cpu.library.cache_clear()
+    trainer = make_trainer([AdaccCallback(memory_budget=0.6)])
+    trainer.train()
+    _cpu.library.cache_clear()
+    assert trainer.state.global_step == 5
+    for text in ("XDG_CACHE_HOME to a writable folder", "ADACC_HF_PROFILES to another folder"):
+        (record,) = lines_of(caplog, text)
+        assert record.exc_info is None
 
 
 def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path, late_policy):
