@@ -27,6 +27,7 @@ from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
+from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
@@ -45,8 +46,8 @@ log = logging.getLogger(__name__)
 MOST_FAILURES = 2
 """Number of recorded micro-batches that may run out of memory before the run goes on without a policy."""
 MOST_STEPS = 64
-"""Maximum number of steps to wait for a batch on which the model runs every block. After these steps, an error is
-raised.
+"""Maximum number of steps to wait for a batch on which the model runs every block. After these steps, the policy leaves
+the other blocks out.
 
 If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
 
@@ -162,7 +163,7 @@ class WarmUpPhase(Phase):
             self._has_forward = self._is_checked
         if self._has_forward and not self._is_checked:
             self._is_checked = True
-            check_called(self._checkpointing)
+            check_called(self._checkpointing, self._checkpointing.executed)
         num_more = run.num_steps - run.config.profile_steps
         if self._is_too_large:
             reason, remedy = "memory ran out while it was recorded", "use a smaller batch"
@@ -233,11 +234,11 @@ class FullRecompute(Installation):
             raise
         for function in self.blocks.values():
             function.strategy = CheckpointStrategy()
-        self._executed = ExecutedBlocks(self.modules)
+        self.executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._executed.names.clear()
+        self.executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
         """Return the names of the blocks that were expected to train on the most recent batch, but did not.
@@ -248,11 +249,11 @@ class FullRecompute(Installation):
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
             return untrained
-        return [name for name in untrained if name not in self._executed.names]
+        return [name for name in untrained if name not in self.executed.names]
 
     def remove(self) -> None:
         super().remove()
-        self._executed.remove()
+        self.executed.remove()
         self._remove_head()
 
     def _remove_head(self) -> None:
@@ -263,14 +264,22 @@ class FullRecompute(Installation):
 def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[str]:
     """Return the names of the blocks that, on some rank, the model did not run on the most recent batch.
 
-    A batch is profiled only if the result is empty. If it is not empty and `num_waited`, the number of steps waited so
-    far, is at least MOST_STEPS, raise UncalledBlocksError.
+    A batch is profiled only if the result is empty. After MOST_STEPS steps of waiting (`num_waited`), the result is
+    empty if all ranks have left out the same blocks. Otherwise, raise UncalledBlocksError.
     """
-    skipped = set().union(*gather_from_all_ranks(installation.skipped_blocks()))
-    skipped_blocks = [name for name in installation.blocks if name in skipped]
-    if skipped_blocks and num_waited >= MOST_STEPS:
-        raise UncalledBlocksError(describe_uncalled(installation, skipped_blocks, f"by the last of {num_waited} steps"))
-    return skipped_blocks
+    by_rank = gather_from_all_ranks(installation.skipped_blocks())
+    skipped_blocks = [name for name in installation.blocks if any(name in skipped for skipped in by_rank)]
+    if not skipped_blocks or num_waited < MOST_STEPS:
+        return skipped_blocks
+    text = describe_uncalled(installation, skipped_blocks, f"by the last of {num_waited} steps")
+    if len(skipped_blocks) == len(installation.blocks) or any(skipped != by_rank[0] for skipped in by_rank):
+        raise UncalledBlocksError(text)
+    log.warning(
+        "Adacc: %s. The policy leaves these blocks out, and they run under torch's checkpoint if a later batch calls "
+        "them. To begin the next run with a policy, pass policy=... the policy file of this run",
+        text,
+    )
+    return []
 
 
 def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: int) -> FixedPolicyPhase:

@@ -22,6 +22,7 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -268,15 +269,8 @@ class RunState:
                 write(folder, *content)
 
 
-def check_called(installation: Installation) -> None:
-    """Raise RuntimeError if no wrapper of a block was called in the first step.
-
-    The probable cause is a package that has replaced the forward of the blocks' class.
-    """
+def check_called(installation: Installation, executed: ExecutedBlocks | None = None) -> None:
+    """Raise RuntimeError if no wrapper of a block was called in the first step. `executed` are the blocks that ran."""
     uncalled = installation.uncalled()
     if len(uncalled) == len(installation.blocks):
-        raise RuntimeError(
-            f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, never reached Adacc in "
-            f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "
-            f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
-        )
+        raise RuntimeError(describe_uncalled(installation, uncalled, "in the first step", executed))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from adacc_hf.artifacts.kind_profile import KindProfile
@@ -21,12 +22,14 @@ from adacc_hf.torch_glue.compat import class_name
 
 
 class ExecutedBlocks:
-    """Names of those of `blocks` that ran, with or without gradients, recorded until `remove()` is called."""
+    """Names of those of `blocks` that ran, and of those that ran without gradients, until `remove()` is called."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.names: set[str] = set()
+        self.untrained: set[str] = set()
         self._hooks = [
-            block.register_forward_pre_hook(_NameRecorder(name, self.names)) for name, block in blocks.items()
+            block.register_forward_pre_hook(_NameRecorder(name, self.names, self.untrained))
+            for name, block in blocks.items()
         ]
 
     def remove(self) -> None:
@@ -47,12 +50,14 @@ class _NameRecorder:
     The hook has no reference to the model, so that a copied hook does not copy the model.
     """
 
-    def __init__(self, name: str, names: set[str]) -> None:
+    def __init__(self, name: str, names: set[str], untrained: set[str]) -> None:
         self.name = name
-        self.names = names
+        self.names, self.untrained = names, untrained
 
     def __call__(self, *_: Any) -> None:
         self.names.add(self.name)
+        if not torch.is_grad_enabled():
+            self.untrained.add(self.name)
 
 
 def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
@@ -93,14 +98,40 @@ def _idle_kind(block_class: str) -> KindProfile:
     )
 
 
-def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:
-    """Return an error message that names the blocks that were not called, and the remedies."""
+def describe_uncalled(
+    installation: Installation, uncalled: list[str], when: str, executed: ExecutedBlocks | None = None
+) -> str:
+    """Return an error message that names the blocks that did not train, the cause, and the remedies.
+
+    `executed` are the blocks that ran, if they were recorded.
+    """
     blocks = {name: class_name(block) for name, block in installation.modules.items()}
-    called_classes = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
-    return (
-        f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "
-        f"every block (with an image, for a vision model). If the training loop itself calls a block, such as an "
-        f"encoder whose output it passes to the model, make all these calls within the step. If a "
-        f"patch replaced the forward of the blocks' class, or the model never uses some blocks, set "
-        f"AdaccConfig(block_classes={tuple(called_classes) or '...'})"
-    )
+    called = sorted({blocks[name] for name in blocks.keys() - set(uncalled)} - {blocks[name] for name in uncalled})
+    verb, untrained = "were not called", () if executed is None else executed.untrained
+    if untrained:
+        verb = "ran without gradients"
+        remedy = (
+            "a reversible network, or torch.no_grad() around them, stores no activations of these blocks, and a policy "
+            "would save nothing: train without Adacc, or name the classes of other blocks, "
+            "AdaccConfig(block_classes=...)"
+        )
+    elif len(uncalled) == len(blocks) and executed is not None and not executed.names:
+        remedy = (
+            "the model calls another method of them, or only their parts, and a policy needs calls of whole blocks: "
+            "move that code into the blocks' forward and let the model call block(...), or name the classes of modules "
+            "that the model does call, AdaccConfig(block_classes=...). If the training loop itself calls the blocks, "
+            "make all these calls within the step"
+        )
+    elif len(uncalled) == len(blocks) and executed is not None:
+        verb = "never reached Adacc"
+        remedy = (
+            "their class's forward was replaced (a fast-kernel patch?): name their class with "
+            "AdaccConfig(block_classes=...) so that their forward is wrapped instead"
+        )
+    else:
+        remedy = (
+            "use a batch that calls every block (with an image, for a vision model). If the training loop itself calls "
+            "a block, such as an encoder whose output it passes to the model, make all these calls within the step. If "
+            "the model calls another method of these blocks, let it call block(...)"
+        ) + (f". If it never uses them, set AdaccConfig(block_classes={tuple(called)})" if called else "")
+    return f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, {verb} {when}: {remedy}"

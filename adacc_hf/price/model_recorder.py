@@ -74,7 +74,10 @@ def record_model(
         recorder.record(profiled, batch)
         called = {block.name for block in recorder.blocks}
         if not called:
-            raise UncalledBlocksError(describe_uncalled(installation, list(installation.modules), "with this batch"))
+            with ExecutedBlocks(installation.modules) as executed:
+                profiled.model(**batch.tensors)
+            uncalled = list(installation.modules)
+            raise UncalledBlocksError(describe_uncalled(installation, uncalled, "with this batch", executed))
         # The first forward may build tables that every later forward reuses. Training runs like the later ones.
         tables, tables_before = profiled.no_trace.start_over(), tables
         has_uncalled = bool(installation.modules.keys() - called)

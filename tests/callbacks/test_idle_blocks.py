@@ -5,11 +5,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import adaptive_phase, profile_requests
+from adacc_hf.adapt import adaptive_phase, phases, profile_requests
+from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.artifacts.files import POLICY_FILE
 
 PARTS = ("student", "teacher")
 TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}
@@ -86,3 +89,132 @@ def test_blocks_that_never_train_together_stay_under_torchs_checkpoint(assert_eq
     assert policy_steps(callback) == [0]
     assert callback.policy.idle_blocks == {name.replace("teacher", "student") for name in TEACHER}
     assert "stay under torch's checkpoint: no batch came that calls all of them" in caplog.text
+
+
+class WithSpare(nn.Module):
+    """A model next to blocks of its class, or of another class, which it calls in no step, or from step 9 on."""
+
+    def __init__(self, model, kind, begins=99):
+        super().__init__()
+        self.model, self.kind, self.begins, self.step = model, kind, begins, 0
+        other = {"other class": nn.TransformerEncoderLayer(64, 2, 64, batch_first=True)}
+        self.spare = nn.ModuleList([other.get(kind, copy.deepcopy(model.transformer.h[0])), nn.Identity()])
+        if kind == "other class":
+            self.spare[0].__class__ = type("Spare", (nn.TransformerEncoderLayer,), {})
+        self.spare = self.spare[:1]
+
+    def forward(self, input_ids, labels):
+        output = self.model(input_ids, labels=labels)
+        extra = self.model.transformer.wte(input_ids)
+        if self.kind == "other method":  # as in models that call the feed-forward part of a block alone
+            extra = self.spare[0].mlp(extra)
+        elif self.step >= self.begins:
+            extra = self.spare[0](extra)
+            extra = extra[0] if isinstance(extra, tuple) else extra
+        return {"loss": output.loss + extra.square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [("same class", 99), ("other class", 99), ("other method", 99), ("same class", 9), ("from a file", 99)],
+)
+def test_blocks_that_are_never_called_are_left_out(
+    train, make_model, lossless, monkeypatch, caplog, tmp_path, kind, begins
+):
+    monkeypatch.setattr(phases, "MOST_STEPS", 2)
+    monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 2)
+    settings = {"block_classes": ("Spare", "GPT2Block")}
+
+    def run(*callbacks):
+        return train([SetStep(), *callbacks], model=WithSpare(make_model(), kind, begins), max_steps=20)
+
+    plain, callback = run(), AdaccCallback(**lossless, **settings)
+    run(callback).assert_equals(plain)
+    assert policy_steps(callback)[0] == 3
+    assert callback.policy.idle_blocks == ({"spare.0"} if begins == 99 else set())
+    assert "1 of 3 blocks, spare.0 first, were not called by the last of 2 steps" in caplog.text
+    assert ("block_classes=('GPT2Block',)" in caplog.text) == (kind == "other class")
+    if kind == "from a file":  # as the warning suggests
+        caplog.clear()
+        callback = AdaccCallback(policy=str(tmp_path / "run" / POLICY_FILE), **settings)
+        run(callback).assert_equals(plain)
+        assert policy_steps(callback) == [0]
+        assert "not called" not in caplog.text
+
+
+class Reversed(torch.autograd.Function):
+    """Blocks that run without gradients in forward, and again in backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, blocks):
+        ctx.blocks, ctx.inputs = blocks, []
+        for block in blocks:
+            ctx.inputs.append(hidden)
+            hidden = block(hidden)
+        return hidden
+
+    @staticmethod
+    def backward(ctx, gradient):
+        for block, hidden in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
+            hidden = hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                block(hidden).backward(gradient)
+            gradient = hidden.grad
+        return gradient, None
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, hidden):
+        return self.mix(hidden)
+
+    def mix(self, hidden):
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+
+def without_gradients(hidden, blocks):
+    with torch.no_grad():
+        return nn.Sequential(*blocks)(hidden)
+
+
+def by_method(hidden, blocks):
+    for block in blocks:
+        hidden = block.mix(hidden)
+    return hidden
+
+
+def by_parts(hidden, blocks):
+    for block in blocks:
+        hidden = hidden + block.down(block.up(hidden))
+    return hidden
+
+
+class Caller(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.call = nn.Embedding(97, 16), nn.Linear(16, 97), call
+        self.layers = nn.ModuleList(Mlp() for _ in range(3))
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.call(self.embedding(input_ids), list(self.layers)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize(
+    ("call", "cause", "cure"),
+    [
+        (Reversed.apply, "ran without gradients .*: a reversible network", "train without Adacc"),
+        (without_gradients, "ran without gradients .*no_grad", "train without Adacc, or name the classes of other"),
+        (by_method, "were not called .*another method of them", r"let the model call block\(\.\.\.\)"),
+        (by_parts, "were not called .*or only their parts", "or name the classes of modules that the model does call"),
+        (lambda hidden, blocks: hidden, "were not called", "name the classes of modules that the model does call"),
+    ],
+    ids=["reversible", "no_grad", "by method", "by parts", "never"],
+)
+def test_the_error_has_the_cause_if_no_block_trains(train, lossless, call, cause, cure):
+    with pytest.raises((UncalledBlocksError, RuntimeError), match=f"3 of 3 blocks, layers.0 first, {cause}.*{cure}"):
+        train([AdaccCallback(**lossless, block_classes=("Mlp",))], model=Caller(call), max_steps=4)
