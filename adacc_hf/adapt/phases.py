@@ -27,7 +27,6 @@ from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
-from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
@@ -187,7 +186,10 @@ class WarmUpPhase(Phase):
     def _set_policy(self, step: int) -> None:
         """Make the profile of the recorded micro-batch, run the solver, and follow the resulting policy from the next
         step on."""
-        run = self._run
+        run, checkpointing = self._run, self._checkpointing
+        if not any(gather_from_all_ranks(bool(self._profiler.called))):
+            text = describe_uncalled(checkpointing, list(checkpointing.modules), "in a step", checkpointing.executed)
+            raise UncalledBlocksError(text)
         profile = self._profiler.take(run.model, run.optimizer)
         assert profile is not None  # every rank has recorded a micro-batch
         try:

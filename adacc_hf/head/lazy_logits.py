@@ -211,7 +211,7 @@ class LazyLogits(Tensor):
         derived.parent = self
         return derived
 
-    def take(self) -> Tensor:
+    def as_tensor(self) -> Tensor:
         """Return the logits as an ordinary tensor, and stay lazy: another use computes them again."""
         logits = self.materialize()
         lazy: LazyLogits | None = self
@@ -403,7 +403,7 @@ def _cross_entropy(
     loss = LossCall(lazy.call, lazy.rows, target, ignore_index, reduction)
     lazy.call.listener.note_loss(loss)
     if lazy.call.listener.computes_plainly:
-        return F.cross_entropy(lazy.take(), target, ignore_index=ignore_index, reduction=reduction)
+        return F.cross_entropy(lazy.as_tensor(), target, ignore_index=ignore_index, reduction=reduction)
     return loss.chunked()
 
 

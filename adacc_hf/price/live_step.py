@@ -48,7 +48,7 @@ from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.distributed import is_sharded
-from adacc_hf.torch_glue.private import outer_hooks, version_of
+from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
 from adacc_hf.torch_glue.tensors import kept_by_autograd
 
 log = logging.getLogger(__name__)
@@ -299,6 +299,8 @@ class _LiveStrategy:
         return self.live.has_outermost_hooks
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if current_autograd_node() is not None:  # code within backward, where no profiler can begin
+            return fn(*args, **kwargs)
         self.num_calls += 1
         name = call_name(self.name, self.num_calls)
         marker = CallMarker(

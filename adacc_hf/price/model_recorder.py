@@ -178,7 +178,7 @@ class ModelRecorder:
         A weak reference keeps the address from being reused, but does not keep the memory alive. Otherwise logits would
         be live throughout the profile.
         """
-        self._previous_results: list[torch.Tensor] = []
+        self._previous_results: list[TensorNote] = []
         """Tensors that the previous recorded block call returned."""
         self._shared_tensors = SharedTensors([], set(), set(), set())
 
@@ -279,7 +279,7 @@ class ModelRecorder:
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
         casts = {} if tape.untrusted else _saved_casts(recorder, tape)
-        previous_keys = {*map(storage_key_of, self._previous_results)}
+        previous_keys = {note.key for note in self._previous_results}
         notes = {value: TensorNote.of(recorder.bases[value]) for value in input_values}
         internal_storages = _internal_storages(recorder, tape, outputs.keys() | casts.keys())
         slot_refs = recording.references()
@@ -310,7 +310,7 @@ class ModelRecorder:
                 uses_previous_result=not previous_keys.isdisjoint(map(storage_key_of, arguments.values())),
             )
         )
-        self._previous_results = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._previous_results = [TensorNote.of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         # Measuring drew random numbers too. The rest of the forward must draw the same numbers as later passes.
         states.restore()
         return result
@@ -415,7 +415,7 @@ def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, T
 def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, TensorNote]:
     """Return a dict from each saved value that the profiled block computed and returned to a note on the tensor."""
     saved = set(tape.saved_values())
-    tensors = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {value: TensorNote.of(tensor) for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
 
 

@@ -66,7 +66,7 @@ def policy_steps(callback):
 @pytest.mark.parametrize("budget", [0.5, "4MiB"])
 def test_a_policy_is_made_at_once_for_the_blocks_that_train(assert_equal_to_plain, budget):
     callback = assert_equal_to_plain(lambda _: {"student"}, 6, memory_budget=budget)
-    assert policy_steps(callback) == [0]
+    assert policy_steps(callback) == [1]
     assert callback.policy.idle_blocks == TEACHER
     assert not callback.policy.is_plain
     measured_events = [event for event in callback.history if "measured_peak_bytes" in event]
@@ -78,7 +78,7 @@ def test_a_policy_is_made_at_once_for_the_blocks_that_train(assert_equal_to_plai
 def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):
     monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 3)
     callback = assert_equal_to_plain(lambda step: PARTS if step > 6 else {"student"}, 12)
-    assert policy_steps(callback) == [1, 10]
+    assert policy_steps(callback) == [1, 9]
     assert not callback.policy.idle_blocks
 
 
@@ -86,7 +86,7 @@ def test_blocks_that_never_train_together_stay_under_torchs_checkpoint(assert_eq
     monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 3)
     monkeypatch.setattr(profile_requests, "MOST_TRIES", 2)
     callback = assert_equal_to_plain(lambda step: {PARTS[step % 2]}, 12)
-    assert policy_steps(callback) == [0]
+    assert policy_steps(callback) == [1]
     assert callback.policy.idle_blocks == {name.replace("teacher", "student") for name in TEACHER}
     assert "stay under torch's checkpoint: no batch came that calls all of them" in caplog.text
 
@@ -130,7 +130,7 @@ def test_blocks_that_are_never_called_are_left_out(
 
     plain, callback = run(), AdaccCallback(**lossless, **settings)
     run(callback).assert_equals(plain)
-    assert policy_steps(callback)[0] == 3
+    assert policy_steps(callback)[0] == 4
     assert callback.policy.idle_blocks == ({"spare.0"} if begins == 99 else set())
     assert "1 of 3 blocks, spare.0 first, were not called by the last of 2 steps" in caplog.text
     assert ("block_classes=('GPT2Block',)" in caplog.text) == (kind == "other class")
