@@ -22,7 +22,6 @@ from typing import Any
 
 from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.tiles import TILE
 
 NOT_TRAINED = 2
 """Exit status of `adacc run` if the command succeeded but no Trainer began training."""
@@ -53,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="run a training command with AdaccCallback in every Trainer",
-        usage="adacc run [-h] [--memory-budget SIZE] [--lossless] [--config FILE] -- COMMAND ...",
+        usage="adacc run [-h] [--memory-budget SIZE] [--exact] [--config FILE] -- COMMAND ...",
         description="Run COMMAND, such as `python train.py`, `torchrun`, `accelerate launch` or `trl sft`, with "
         "AdaccCallback in every Trainer of its processes. The exit status is the command's. If the command succeeds "
         f"and no Trainer began training, it is {NOT_TRAINED}.",
@@ -66,7 +65,7 @@ def add_parser(commands: Any) -> None:
         "auto, a peak that fits the device)",
     )
     parser.add_argument(
-        "--lossless", action="store_true", help="use no lossy codec: losses and gradients equal plain training's"
+        "--exact", action="store_true", help="use no lossy codec: losses and gradients equal plain training's"
     )
     parser.add_argument(
         "--config",
@@ -110,14 +109,7 @@ def config_of(arguments: argparse.Namespace) -> AdaccConfig:
     config = AdaccConfig() if arguments.config is None else read_config(arguments.config)
     if arguments.memory_budget is not None:
         config = config.with_overrides(memory_budget=arguments.memory_budget)
-    if arguments.lossless:
-        if config.head == "chunked":
-            raise ValueError(
-                f'--lossless: head="chunked" in {arguments.config} changes the rounding of loss and gradients: set '
-                f'head="auto", or leave out --lossless'
-            )
-        config = config.with_overrides(actions=tuple(name for name in config.actions if name not in ("compress", TILE)))
-    return config
+    return config.with_overrides(exact=True) if arguments.exact else config
 
 
 def read_config(path: Path) -> AdaccConfig:
@@ -238,11 +230,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handle` for the signals in FORWARDED inside the `with` block.
-
-    Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored, also in the child. Handlers that were
-    not set by Python (None) stay too, because Python could not restore such handlers.
-    """
+    """Call `handle` for the signals in FORWARDED inside the `with` block. Signals that this process ignores, such as
+    SIGHUP under `nohup`, stay ignored, also in the child. Handlers that were not set by Python (None) stay too, because
+    Python could not restore such handlers."""
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
     replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in replaced:

@@ -55,11 +55,8 @@ class OnHost(Codec):
         return super().decode(Payload(tensors, payload.dtype, payload.size, payload.stride))
 
     def _own(self, payload: Payload) -> tuple[Tensor, ...]:
-        """Return the tensors of `payload`, in memory that no other tensor shares.
-
-        The payload of the codec `Unencoded` may be a view of the original tensor, and is therefore copied. Other
-        payloads are not copied.
-        """
+        """Return the tensors of `payload`, in memory that no other tensor shares. The payload of the codec `Unencoded`
+        may be a view of the original tensor, and is therefore copied. Other payloads are not copied."""
         return tuple(part.clone() for part in payload.tensors) if isinstance(self, Unencoded) else payload.tensors
 
 

@@ -75,10 +75,8 @@ _memories: WeakSet[PinnedMemory] = WeakSet()
 
 
 def _keep_in_child() -> None:
-    """Keep all `PinnedMemory` objects alive for ever in a forked process.
-
-    If one were deleted there, it would unmap its addresses, which the forked process may use for something else.
-    """
+    """Keep all `PinnedMemory` objects alive for ever in a forked process. If one were deleted there, it would unmap its
+    addresses, which the forked process may use for something else."""
     for memory in _memories:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 

@@ -168,10 +168,8 @@ def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | fl
 
 
 def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Encode `x_AGB` with plain torch operators. Return (codes before packing, 16-bit peaks).
-
-    The peak of a group is the element with the largest absolute value.
-    """
+    """Encode `x_AGB` with plain torch operators. Return (codes before packing, 16-bit peaks). The peak of a group is
+    the element with the largest absolute value."""
     _, least, most = CODE_RANGES[bits]
     peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
     shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + offset

@@ -49,11 +49,8 @@ def _encode_half(
     G: tl.constexpr,
 ):
     """Encode T groups, starting with first_group. Store their offsets and their (max - min) / 2, and return int32 codes
-    [T, G].
-
-    Each byte packs the codes of two groups: one from the first half of the tensor's elements, and one from the second
-    half. The caller therefore calls this function twice.
-    """
+    [T, G]. Each byte packs the codes of two groups: one from the first half of the tensor's elements, and one from the
+    second half. The caller therefore calls this function twice."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -129,11 +126,9 @@ def _decode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups from their unpacked int32 codes [T, G], and store the elements.
-
-    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
-    the groups, then the other half.
-    """
+    """Decode T groups from their unpacked int32 codes [T, G], and store the elements. Each byte packs the codes of two
+    groups, one from each half of the tensor. The caller therefore decodes one half of the groups, then the other
+    half."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]

@@ -106,12 +106,9 @@ class Bitmask(Codec):
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
     """Return the elements of a mask as [N]. In a compiled graph for a GPU, force Inductor to write the mask to memory
-    before packing.
-
-    A byte is packed from eight distant elements. If the mask were not in memory, Inductor would recompute the mask
-    while packing, and would store the four-byte random numbers from which the mask is computed. A compiled graph for a
-    CPU recomputes the mask, because writing bytes is slow there.
-    """
+    before packing. A byte is packed from eight distant elements. If the mask were not in memory, Inductor would
+    recompute the mask while packing, and would store the four-byte random numbers from which the mask is computed. A
+    compiled graph for a CPU recomputes the mask, because writing bytes is slow there."""
     if tensor.device.type == "cpu" or not tensor.is_contiguous():
         return tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))

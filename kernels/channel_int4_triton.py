@@ -47,10 +47,8 @@ def _encode_half(
     x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Encode one group of rows in COLUMNS columns. Store the peak of each column. Return int32 codes [G, COLUMNS].
-
-    The peak of a column is the element with the largest absolute value among the group's rows.
-    """
+    """Encode one group of rows in COLUMNS columns. Store the peak of each column. Return int32 codes [G, COLUMNS]. The
+    peak of a column is the element with the largest absolute value among the group's rows."""
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     index = row.to(tl.int64) * columns + column[None, :]
@@ -98,10 +96,8 @@ def _decode_half(
     out_ptr, codes, peaks_ptr, group, first_column, rows, columns, factor, G: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Decode one group of rows from its unpacked int32 codes [G, COLUMNS] and one peak per column. Store the elements.
-
     Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
-    the groups, then the other half.
-    """
+    the groups, then the other half."""
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     peak = tl.load(peaks_ptr + group.to(tl.int64) * columns + column, mask=column < columns, other=0.0)

@@ -203,10 +203,8 @@ class Codec:
         return restore(fill, payload, self.keeps_rows)
 
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
-        """Return the codec's kernels for the device of `tensor`, or None if plain torch is used.
-
-        The kernels are Triton's on a GPU, or C++ on a CPU if the C++ code can be built.
-        """
+        """Return the codec's kernels for the device of `tensor`, or None if plain torch is used. The kernels are
+        Triton's on a GPU, or C++ on a CPU if the C++ code can be built."""
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
         return self.cpu if tensor.is_cpu and _cpu.library() is not None else None
@@ -222,10 +220,7 @@ class Codec:
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
         """Encode `x` with plain torch, and return the tensors to store. The results of all kernels must equal this
-        result.
-
-        `x` is [N], or a matrix [R, C] if `keeps_rows`.
-        """
+        result. `x` is [N], or a matrix [R, C] if `keeps_rows`."""
         return self.encode_traceable(x)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:

@@ -29,9 +29,7 @@ from adacc_hf.kernels.fp8 import FACTOR
 @triton.jit
 def _group_places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
     """Return the groups [T] that the running program handles, the int64 indices of their elements [T, G], and a mask.
-
-    The mask is False beyond the end of a row. RAGGED is True if rows end in a shorter group.
-    """
+    The mask is False beyond the end of a row. RAGGED is True if rows end in a shorter group."""
     first_group = tl.program_id(0) * T
     group = first_group + tl.arange(0, T)
     if RAGGED:
@@ -110,10 +108,8 @@ def _decode_kernel(
 
 
 def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched.
-
-    If all groups are whole, the matrix counts as one long row.
-    """
+    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched. If
+    all groups are whole, the matrix counts as one long row."""
     rows, columns = x_RC.shape
     is_ragged = columns % group_size != 0 and rows != 1
     return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged

@@ -118,10 +118,8 @@ def decode_ref(
 
 
 def _channel_mask(indices: Tensor, columns: int) -> Tensor:
-    """Return a mask [K, C] that is True where column c is the k-th of `indices`.
-
-    In a compiled graph, selecting by this mask fuses with neighbouring operators. Writing at indices does not fuse.
-    """
+    """Return a mask [K, C] that is True where column c is the k-th of `indices`. In a compiled graph, selecting by this
+    mask fuses with neighbouring operators. Writing at indices does not fuse."""
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
@@ -231,10 +229,7 @@ class OutlierInt4(Codec):
 
     def _fitted(self, tensor: Tensor) -> Outliers | None:
         """Return the outlier channels that `fit` has chosen. If `fit` was not called, choose the channels from
-        `tensor`.
-
-        Return None if `num_outliers` is 0.
-        """
+        `tensor`. Return None if `num_outliers` is 0."""
         if not self.num_outliers:
             return None
         if self._outliers is None:

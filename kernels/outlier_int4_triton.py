@@ -36,10 +36,8 @@ LEAST_PADDED = 16  # least number of outliers that kernels are compiled for, bec
 
 @triton.jit
 def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
-    """Return the int64 row and the int32 column of the first element of the group with the index `group`.
-
-    If each row consists of whole groups (ROW_OF_GROUPS), no slow 64-bit division is needed.
-    """
+    """Return the int64 row and the int32 column of the first element of the group with the index `group`. If each row
+    consists of whole groups (ROW_OF_GROUPS), no slow 64-bit division is needed."""
     if ROW_OF_GROUPS:
         groups = (channels // G).to(tl.uint32)
         row, column = group.to(tl.uint32) // groups, (group.to(tl.uint32) % groups).to(tl.int32) * G
@@ -64,11 +62,9 @@ def _outliers_cleared(
     G: tl.constexpr,
 ):  # fmt: skip
     """Return x [T, G] with the elements of outlier channels set to 0. The first element is in column first_column.
-
     ROW_OF_GROUPS is True if each row consists of whole groups. In this case, no group continues in the next row, and
     the mask of channels, `keep`, is read 128 bits at a time. Example: channels 128, G 64, first_column 64: groups start
-    at columns 64, 0, 64, ...
-    """
+    at columns 64, 0, 64, ..."""
     within = tl.arange(0, G)[None, :]
     place = first_column + tl.arange(0, T)[:, None] * G
     if not ROW_OF_GROUPS:
@@ -89,12 +85,9 @@ def _raw_places(
     num_outliers, PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Return, for the outliers in a program's groups, their offsets in the tensor, their offsets among the uncompressed
-    values, and a mask.
-
-    All results have shape [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the
-    outliers of its own groups, because the elements of these groups are in the program's cache, and no other program
-    writes to them.
-    """
+    values, and a mask. All results have shape [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each
+    program handles the outliers of its own groups, because the elements of these groups are in the program's cache, and
+    no other program writes to them."""
     half = tl.arange(0, 2)[:, None, None]
     first = (first_group + half * rows).to(tl.int64) * G
     row = tl.where(half == 0, low_row, high_row)
@@ -112,10 +105,8 @@ def _encode_half(
     PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Encode T groups, starting with first_group. Store the peak of each group. Return int32 codes [T, G].
-
-    The peak of a group is the element with the largest absolute value.
-    """
+    """Encode T groups, starting with first_group. Store the peak of each group. Return int32 codes [T, G]. The peak of
+    a group is the element with the largest absolute value."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -187,11 +178,9 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, first_group, groups_left, numel, factor, T: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """Decode T groups from unpacked int32 codes [T, G] and the groups' peaks, and store the elements.
-
-    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
-    the groups, then the other half.
-    """
+    """Decode T groups from unpacked int32 codes [T, G] and the groups' peaks, and store the elements. Each byte packs
+    the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of the groups, then
+    the other half."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -322,11 +311,9 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
-    """Return a dict from the names of the encode and decode kernels' compile-time constants to their values.
-
-    If there are no outliers, `raw` (the uncompressed outlier channels) is empty and all constants are 0 or False.
-    TILE_ROWS is the maximum number of rows that the groups of one program can span, rounded up to a power of two.
-    """
+    """Return a dict from the names of the encode and decode kernels' compile-time constants to their values. If there
+    are no outliers, `raw` (the uncompressed outlier channels) is empty and all constants are 0 or False. TILE_ROWS is
+    the maximum number of rows that the groups of one program can span, rounded up to a power of two."""
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:
         constants["ROW_OF_GROUPS"] = channels % group_size == 0

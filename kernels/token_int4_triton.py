@@ -34,10 +34,8 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 @triton.jit
 def _load_rows(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [T, BLOCK] elements, starting at row `first` and column `start`.
-
-    Return the elements and their indices in the flat tensor. Elements beyond the edges of the matrix are 0.
-    """
+    """Load [T, BLOCK] elements, starting at row `first` and column `start`. Return the elements and their indices in
+    the flat tensor. Elements beyond the edges of the matrix are 0."""
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column
@@ -46,11 +44,9 @@ def _load_rows(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """Compute the peaks of T rows from `keys` [T, BLOCK], and store the peaks of those rows below row `last`.
-
-    The peak of a row is the element with the largest absolute value. `keys` are the results of `peak_keys`. Return the
-    reciprocal scales of the rows, float32 [T].
-    """
+    """Compute the peaks of T rows from `keys` [T, BLOCK], and store the peaks of those rows below row `last`. The peak
+    of a row is the element with the largest absolute value. `keys` are the results of `peak_keys`. Return the
+    reciprocal scales of the rows, float32 [T]."""
     peak = stored_peak(tl.max(keys, axis=1), dtype)
     row = first + tl.arange(0, T)
     tl.store(peaks_ptr + row, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=row < last)
@@ -147,10 +143,8 @@ def _encode_long_kernel(
 @triton.jit
 def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor, T: tl.constexpr, BLOCK: tl.constexpr):
     """Decode columns of the rows `first` to `last` - 1 from unpacked int32 codes [T, BLOCK], and store the elements.
-
     Each byte packs the codes of two rows, one from each half of the tensor. The caller therefore decodes one half of
-    the rows, then the other half.
-    """
+    the rows, then the other half."""
     row = first + tl.arange(0, T)
     column = start + tl.arange(0, BLOCK)[None, :]
     peak = widened(tl.load(peaks_ptr + row, mask=row < last, other=0.0))

@@ -73,10 +73,7 @@ class RecipeArguments:
             "fraction of plain training's activation bytes such as 0.5 (the demo's), converted to a peak by the plan."
         },
     )
-    actions: str = field(
-        default="retain,compress,recompute,tile",
-        metadata={"help": "Allowed actions; retain,recompute is bit-equal to plain training."},
-    )
+    exact: bool = field(default=False, metadata={"help": "Train bit-equal to plain training."})
     host_memory: str | None = field(
         default=None,
         metadata={
@@ -135,7 +132,7 @@ def long_config(recipe: RecipeArguments) -> PretrainedConfig:
 
 def policy_settings(recipe: RecipeArguments) -> dict[str, Any]:
     """Return the settings of AdaccConfig that the plan and the training share."""
-    return {"actions": tuple(recipe.actions.split(",")), "host_memory": recipe.host_memory}
+    return {"exact": recipe.exact, "host_memory": recipe.host_memory}
 
 
 def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig) -> int:

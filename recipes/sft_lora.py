@@ -7,7 +7,7 @@ r"""Fine-tune a language model on chats by LoRA or QLoRA under a memory budget: 
         --output_dir Qwen2-0.5B-SFT --memory_budget auto
 
 The recipe accepts all settings of `trl sft`, on the command line or with `--config settings.yaml`, and in addition
-`--chats`, `--memory_budget`, `--actions` and `--cache_dir`, which come first in the list below. Three defaults differ
+`--chats`, `--memory_budget`, `--exact` and `--cache_dir`, which come first in the list below. Three defaults differ
 from the defaults of `trl sft`: LoRA and packing are on, gradient checkpointing is off. `--use_peft false` trains all
 weights, `--load_in_4bit` selects QLoRA. Invalid settings end the run with one message and exit status 2. The recipe
 needs pip install '.[recipes,sft]' in a checkout, and bitsandbytes for QLoRA.
@@ -60,10 +60,7 @@ class RecipeArguments:
             "plain training's activation bytes such as 0.5 (the demo's)."
         },
     )
-    actions: str = field(
-        default="retain,compress,recompute",
-        metadata={"help": "Allowed actions on activations; retain,recompute is bit-equal to plain training."},
-    )
+    exact: bool = field(default=False, metadata={"help": "Train bit-equal to plain training."})
     cache_dir: str = field(default="runs/cache", metadata={"help": "Folder for the demo's tokenizer; safe to delete."})
 
 
@@ -102,9 +99,9 @@ def parse_settings(argv: list[str]) -> Settings:
 def make_callback(recipe: RecipeArguments) -> AdaccCallback:
     """Create the recipe's AdaccCallback, the only addition to a usual training script.
 
-    Raises ValueError for an invalid budget or action.
+    Raises ValueError for an invalid budget.
     """
-    return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(",")))
+    return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), exact=recipe.exact)
 
 
 def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:

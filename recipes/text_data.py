@@ -61,9 +61,7 @@ def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, tex
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """Return the first `num_sequences` sequences of a dataset.
-
-    Sequences of a stream are loaded into memory, because evaluation needs a dataset of known length.
-    """
+    """Return the first `num_sequences` sequences of a dataset. Sequences of a stream are loaded into memory, because
+    evaluation needs a dataset of known length."""
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

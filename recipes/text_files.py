@@ -51,10 +51,8 @@ def read_file(path: str) -> Iterator[str]:
 
 
 def _txt_documents(path: str) -> Iterator[str]:
-    """Yield the documents of a .txt file.
-
-    Documents are separated by lines with only <|endoftext|>, or by blank lines if the file has no such lines.
-    """
+    """Yield the documents of a .txt file. Documents are separated by lines with only <|endoftext|>, or by blank lines
+    if the file has no such lines."""
     has_marks = any(line.strip() == END_OF_TEXT for _, line in _text_lines(path))
     separator = END_OF_TEXT if has_marks else ""
     document: list[str] = []
@@ -68,10 +66,8 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """Yield the "text" of each row of a .jsonl file.
-
-    Rows have the Pile's columns, {"text": str, ...}. Blank lines are allowed.
-    """
+    """Yield the "text" of each row of a .jsonl file. Rows have the Pile's columns, {"text": str, ...}. Blank lines are
+    allowed."""
     for number, line in _text_lines(path):
         if line.strip():
             yield _text_of_json_line(line, f"--dataset={path}, line {number}")
@@ -117,10 +113,8 @@ def _lines_of_zst_file(path: str) -> Iterator[bytes]:
 
 
 def _zst_chunks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of all frames of a zstd file.
-
-    zstandard.open cannot be used, because it stops after the first frame and does not detect a truncated file.
-    """
+    """Yield the decompressed bytes of all frames of a zstd file. zstandard.open cannot be used, because it stops after
+    the first frame and does not detect a truncated file."""
     try:
         import zstandard
     except ImportError:

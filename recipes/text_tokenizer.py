@@ -61,10 +61,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer into a temporary folder and rename it to `folder`.
-
-    So `folder` is always either complete or absent.
-    """
+    """Write a tokenizer into a temporary folder and rename it to `folder`. So `folder` is always either complete or
+    absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:

@@ -155,10 +155,8 @@ def final_train_loss(trainer: Trainer) -> float:
 
 
 def _with_overrides(training: TrainingArguments, **overrides: Any) -> TrainingArguments:
-    """Return a copy of `training` with some settings changed.
-
-    `dataclasses.replace` is not used, because it would re-parse values that are already parsed.
-    """
+    """Return a copy of `training` with some settings changed. `dataclasses.replace` is not used, because it would
+    re-parse values that are already parsed."""
     overridden = copy.copy(training)
     for name, value in overrides.items():
         setattr(overridden, name, value)

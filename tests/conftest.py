@@ -53,11 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that a tier leaves out, and put files with costly functions first.
-
-    The last tests are then short, so that no worker waits long for the others. Tests of one file stay together, because
-    they share fixtures.
-    """
+    """Mark the cases that a tier leaves out, and put files with costly functions first. The last tests are then short,
+    so that no worker waits long for the others. Tests of one file stay together, because they share fixtures."""
     lines = SECONDS_FILE.read_text(encoding="utf-8").splitlines()
     costs = {function: float(seconds) for seconds, function in map(str.split, lines)}
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -73,10 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _left_out(cases: list[pytest.Item], seconds: float, limit: float) -> list[pytest.Item]:
-    """Return the cases that a tier leaves out, if all cases together take `seconds` and may take `limit`.
-
-    Cases are chosen by a hash of their names: every n-th case would favour one value of a parameter.
-    """
+    """Return the cases that a tier leaves out, if all cases together take `seconds` and may take `limit`. Cases are
+    chosen by a hash of their names: every n-th case would favour one value of a parameter."""
     if seconds <= limit:
         return []
     number = int(limit / seconds * len(cases))
@@ -133,11 +128,9 @@ class _SecondsWriter:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap():
-    """Take the objects of earlier modules out of the garbage collector's search, which many tests start.
-
-    A worker holds millions of objects after some hundred tests: imported modules, and what Dynamo caches. One search
-    through them takes 5 s, and a profile makes several.
-    """
+    """Take the objects of earlier modules out of the garbage collector's search, which many tests start. A worker holds
+    millions of objects after some hundred tests: imported modules, and what Dynamo caches. One search through them
+    takes 5 s, and a profile makes several."""
     gc.collect()
     gc.freeze()
 
@@ -155,11 +148,9 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def peak_of():
-    """Return `peak_of(policy)`: the expected peak of a step on the CPU, with a tolerance of 512 bytes.
-
-    Most predictions are exact. The tolerance is for scalars, tensors of 8 bytes each, that operators keep temporarily
-    or that the Trainer keeps: at most 248 bytes were measured.
-    """
+    """Return `peak_of(policy)`: the expected peak of a step on the CPU, with a tolerance of 512 bytes. Most predictions
+    are exact. The tolerance is for scalars, tensors of 8 bytes each, that operators keep temporarily or that the
+    Trainer keeps: at most 248 bytes were measured."""
     return lambda policy: pytest.approx(policy.predicted_peak_bytes, abs=512)
 
 
@@ -173,12 +164,10 @@ def tiny_budgets(monkeypatch):
 
 @pytest.fixture(scope="session")
 def private_uses():
-    """Return `private_uses(path)`: (line, name) of each private name of another package that the file uses.
-
-    These are imports and attributes with a leading underscore in a part of the name, and attributes accessed by
-    `getattr` and similar functions. The file's own names, and the names of adacc_hf's files that it imports from, are
-    left out. Modules have their full names, not their aliases.
-    """
+    """Return `private_uses(path)`: (line, name) of each private name of another package that the file uses. These are
+    imports and attributes with a leading underscore in a part of the name, and attributes accessed by `getattr` and
+    similar functions. The file's own names, and the names of adacc_hf's files that it imports from, are left out.
+    Modules have their full names, not their aliases."""
     return _private_uses
 
 
@@ -234,10 +223,8 @@ def _file_of(module: str) -> Path:
 
 @cache
 def _own_names(path: Path) -> set[str]:
-    """Return the names of functions, classes, fields and attributes that a file defines.
-
-    Names that torch's objects have too are left out: the file's own objects use these names as attributes of `self`.
-    """
+    """Return the names of functions, classes, fields and attributes that a file defines. Names that torch's objects
+    have too are left out: the file's own objects use these names as attributes of `self`."""
     from adacc_hf.torch_glue.private import ATTRIBUTES
 
     names = set()

@@ -113,10 +113,8 @@ def find_modules(cwd: Path, install: Path | None) -> dict[str, Path]:
 
 
 def test_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
-    """Data files included: a file that package_data omits would be missing only in an installed package.
-
-    Results of measurements, and what only this repository measures, are not in the wheel.
-    """
+    """Data files included: a file that package_data omits would be missing only in an installed package. Results of
+    measurements, and what only this repository measures, are not in the wheel."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
         "/".join((*FOLDERS[folder].split("."), *path.relative_to(ROOT / folder).parts))

@@ -127,10 +127,8 @@ def is_private(name: str) -> bool:
 
 @cache
 def private_names() -> frozenset[str]:
-    """Return the private names of functions, classes, variables and attributes that the product defines.
-
-    Names that objects of torch and namedtuples have too are left out.
-    """
+    """Return the private names of functions, classes, variables and attributes that the product defines. Names that
+    objects of torch and namedtuples have too are left out."""
     names: set[str] = set()
     for name in product_files():
         for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
@@ -162,10 +160,8 @@ def reads_of(node: ast.AST) -> Iterator[str]:
 
 
 def private_readers(text: str, names: frozenset[str]) -> set[str]:
-    """Return the functions of a test file that read names of `names`; "" for the file itself.
-
-    Names that the file defines are its own.
-    """
+    """Return the functions of a test file that read names of `names`; "" for the file itself. Names that the file
+    defines are its own."""
     if names.isdisjoint(WORD.findall(text)):
         return set()
     tree = ast.parse(text)

@@ -7,7 +7,7 @@ when they are due.
 2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
    runs again under a tighter policy.
 3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
-   solver runs that began `takeover_steps` steps ago are applied; c) solver runs start where predictions have changed
+   solver runs that began in the step before are applied; c) solver runs start where predictions have changed
    (replanning.py); d) a micro-batch is recorded for a batch size without a policy, or if the model now trains more
    blocks than the profile contains, or runs other operators (profile_requests.py).
 """

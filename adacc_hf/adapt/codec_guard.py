@@ -60,7 +60,7 @@ class LossGuard:
         """True if codecs were switched off, and no step has run yet under the next policy, which avoids these
         codecs."""
         self._is_on = config.guard
-        self._detector = LossSpikeDetector(config.loss_spike, losses)
+        self._detector = LossSpikeDetector(losses)
 
     @property
     def losses(self) -> list[float]:
@@ -152,12 +152,10 @@ class LossSpikeDetector:
     Only logged values are read, because reading any other value would make the host wait for the device.
 
     A loss is compared with the median of the last WINDOW losses. It is a spike if its distance above the median exceeds
-    two limits: NOISE times the median absolute deviation of these losses, and `spike` - 1 times the median's absolute
-    value.
+    two limits: NOISE times the median absolute deviation of these losses, and the median's absolute value.
     """
 
-    def __init__(self, spike: float, losses: Iterable[float] = ()) -> None:
-        self.spike = spike
+    def __init__(self, losses: Iterable[float] = ()) -> None:
         self._losses: deque[float] = deque(losses, maxlen=WINDOW)
 
     @property
@@ -183,7 +181,7 @@ class LossSpikeDetector:
     def _spike_reason(self, loss: float) -> str | None:
         median = statistics.median(self._losses)
         deviation = statistics.median(abs(other - median) for other in self._losses)
-        if loss - median <= max((self.spike - 1.0) * abs(median), NOISE * deviation):
+        if loss - median <= max(abs(median), NOISE * deviation):
             return None
         comparison = f"{loss / median:.1f} times" if median > 0 else f"far above {median:.4g},"
         return f"loss {loss:.4g} is {comparison} the median of the last {len(self._losses)}"

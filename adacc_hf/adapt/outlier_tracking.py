@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from adacc_hf.artifacts.config import AdaccConfig
-    from adacc_hf.artifacts.kind_profile import CodecOption, Value
+    from adacc_hf.artifacts.kind_profile import CodecOption
     from adacc_hf.artifacts.profile import Profile
 
 TrackedKey = tuple[int, int]
@@ -191,7 +190,6 @@ class MeasuringCodec:
         options: Sequence[CodecOption],
         config: AdaccConfig,
         measurements: Measurements,
-        tracks: bool,
         room_bytes: float = math.inf,
     ) -> None:
         self._codec = codec
@@ -199,7 +197,7 @@ class MeasuringCodec:
         self._options = options
         self._config = config
         self._measurements = measurements
-        self._counts = tracks and codec.keeps_outliers and config.outliers
+        self._counts = codec.keeps_outliers and config.outliers
         self._room_bytes = room_bytes
 
     def encode(self, tensor: Tensor) -> Payload:
@@ -241,13 +239,6 @@ def _refitted_codec(option: CodecOption, count: int | None) -> Codec:
     if count is not None and codec_type(option.codec).keeps_outliers:
         options["num_outliers"] = count
     return get_codec(option.codec, **options)
-
-
-def is_tracked(value: Value, config: AdaccConfig) -> bool:
-    """Return True if tracking steps count the outlier channels of `value`, as selected by the setting
-    `tracked_modules`."""
-    patterns = config.tracked_modules
-    return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 
 
 def full_name(profile: Profile, key: TrackedKey) -> str:

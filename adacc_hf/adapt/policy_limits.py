@@ -16,10 +16,10 @@ from adacc_hf.kernels.codecs import codec_type
 def excluded_action(policy: Policy, config: AdaccConfig) -> str | None:
     """Return what `policy` does although the settings exclude it, with the setting, or None.
 
-    Example: "compresses with int8, which actions=('retain', 'recompute') excludes". Dropout masks may always be stored
+    Example: "compresses with int8, which exact=True excludes". Dropout masks may always be stored
     as bits, and tensors moved to host memory, because both are lossless.
     """
-    actions = f"actions={config.actions!r}"
+    actions = config.describe_actions()
     choices = [choice for plan in policy.plans for _, choice in plan.choices]
     if Action.RECOMPUTE.value not in config.actions and any(choice.action is Action.RECOMPUTE for choice in choices):
         return f"recomputes activations, which {actions} excludes"
@@ -40,7 +40,7 @@ def excluded_codec(choices: Iterable[Choice], config: AdaccConfig) -> str | None
     codecs = sorted({choice.codec for choice in choices if choice.codec and not codec_type(choice.codec).lossless})
     if not codecs or (Action.COMPRESS.value in config.actions and config.max_error != 0):
         return None
-    setting = f"actions={config.actions!r}" if Action.COMPRESS.value not in config.actions else "max_error=0"
+    setting = config.describe_actions() if Action.COMPRESS.value not in config.actions else "max_error=0"
     return f"compresses with {codecs[0]}, which {setting} excludes"
 
 

@@ -23,7 +23,6 @@ from adacc_hf.adapt.outlier_tracking import (
     Observation,
     OptionKey,
     full_name,
-    is_tracked,
 )
 from adacc_hf.adapt.policy_selection import (
     ReplanResult,
@@ -279,9 +278,8 @@ class Replanner:
         values = self.profile.kinds[kind_index].values
 
         def wrap(value: int, codec: Codec) -> MeasuringCodec:
-            tracks = is_tracked(values[value], self.config)
             key, options = (kind_index, value), values[value].codecs
-            return MeasuringCodec(codec, key, options, self.config, self._measurements, tracks, room_bytes)
+            return MeasuringCodec(codec, key, options, self.config, self._measurements, room_bytes)
 
         return wrap
 

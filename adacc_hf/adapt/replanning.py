@@ -48,7 +48,7 @@ class Replanning:
         size_policy.must_solve = size_policy.due is not None
         if not size_policy.must_solve:
             size_policy.replanner.start_solving()
-            size_policy.due = step + self._context.config.takeover_steps
+            size_policy.due = step + 1
 
     def take_over(self, step: int) -> bool:
         """Apply the results of solver runs that are due at this step. Return True if a policy changed."""

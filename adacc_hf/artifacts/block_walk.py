@@ -174,10 +174,7 @@ class BlockWalk:
 
     def _deaths(self, events: Sequence[_BackwardEvent]) -> tuple[dict[int, float], dict[int, float]]:
         """Return two dicts with the event after which a tensor is freed: for the roots (stored tensors and payloads),
-        and for the replayed and decoded values.
-
-        Infinity stands for the end of the block's backward.
-        """
+        and for the replayed and decoded values. Infinity stands for the end of the block's backward."""
         releases = {event.released: number for number, event in enumerate(events) if event.released is not None}
         root_death: dict[int, float] = {}
         for slot, (roots, _) in self.closures.items():
@@ -215,12 +212,10 @@ class BlockWalk:
         )
 
     def _forward_moments(self) -> list[int]:
-        """Return the live bytes of this block at each event of its forward (`KindProfile.forward`).
-
-        A payload is live from the event at which its value is saved. A retained value counts from the event at which
-        its last non-autograd reference is freed, because the events before include the value's bytes. The state of a
-        random generator counts from the event at which the forward stores the state.
-        """
+        """Return the live bytes of this block at each event of its forward (`KindProfile.forward`). A payload is live
+        from the event at which its value is saved. A retained value counts from the event at which its last
+        non-autograd reference is freed, because the events before include the value's bytes. The state of a random
+        generator counts from the event at which the forward stores the state."""
         stored = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_compressed(value) and not self._is_saved(value)
         )
@@ -243,12 +238,9 @@ class BlockWalk:
 
     def _generator_state_bytes(self) -> dict[int, int]:
         """Return the bytes of the random generator states that the forward stores, keyed by the index of the forward's
-        event (in `KindProfile.forward`) at which they are stored.
-
-        A state is stored directly after autograd has saved a certain tensor. Only the first save of each value is an
-        event. If the tensor views a value that was saved before, the state counts from the latest event at which a
-        value was saved until then.
-        """
+        event (in `KindProfile.forward`) at which they are stored. A state is stored directly after autograd has saved a
+        certain tensor. Only the first save of each value is an event. If the tensor views a value that was saved
+        before, the state counts from the latest event at which a value was saved until then."""
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
         filled = [0]
@@ -295,9 +287,7 @@ class BlockWalk:
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
         """Return (bytes during the event, bytes after the event) of decoded values, for each event of the backward.
-
-        Copies made for autograd Functions are included.
-        """
+        Copies made for autograd Functions are included."""
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):
@@ -331,13 +321,11 @@ class BlockWalk:
         releases: Mapping[int, int],
     ) -> list[tuple[float, float, int]]:
         """Return (first event, last event, bytes) of each period of backward in which `value` is live in decoded form.
-
         `uses` are the indices of the events that read the decoded copy, and `unpacks` are the indices of all events in
         which a saved tensor is unpacked. `releases` contains the index of the event after which autograd frees each
         slot (saved tensor). The decoded copy is freed after its last use, and after an unpack if none of the next
         DECODED_CACHE_UNPACKS unpacks reads it. If the copy is the unpacked tensor itself, it lives until autograd frees
-        the slot.
-        """
+        the slot."""
         ordinals = [bisect_left(unpacks, number) for number in uses]
         spans: list[tuple[float, float, int]] = []
         nbytes = self.kind.values[value].nbytes

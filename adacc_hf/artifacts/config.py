@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -30,18 +29,17 @@ T = TypeVar("T")
 
 _ACTION_NAMES = ", ".join(repr(name) for name in (*(action.value for action in Action), TILE))
 _OTHER_NAMES = {
-    "lossless": 'actions=("retain", "recompute")',
-    "exact": 'actions=("retain", "recompute")',
+    "lossless": "exact=True",
     "offload": 'host_memory="64GiB", or another limit',
     "cpu_offload": 'host_memory="64GiB", or another limit',
 }
-"""Settings to suggest for names that other packages and `adacc run` use."""
+"""Settings to suggest for names that other packages use."""
 _EXAMPLES = {
     "actions": ("retain", "recompute"),
     "block_classes": ("GPT2Block",),
-    "tracked_modules": ("mlp.*",),
 }
 """Values to suggest for settings that are tuples of names."""
+_EXACT = (Action.RETAIN.value, Action.RECOMPUTE.value)
 TRACKING_NAMES = ("exponential", "off")
 REACTIONS = ("warn", "error")
 """Values of the settings `on_over_budget` and `on_uncovered`."""
@@ -88,8 +86,11 @@ class AdaccConfig:
     """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
     profile does not measure. On a GPU, another 10 % is reserved for fragmentation of torch's allocator
     (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation."""
+    exact: bool = False
+    """True for losses, gradients and weights that are bit-equal to plain training's: "compress" and "tile" are removed
+    from `actions`, and lossy codecs and a chunked head raise ValueError."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute", "tile")
-    """Actions that the solver may choose. Without "compress" and "tile", training is bit-equal to plain training.
+    """Actions that the solver may choose. Most users need `exact` only.
     Dropout masks may always be stored as bits, which is lossless. With "recompute", dropout masks may also be drawn
     again from the generator's state, and torch's checkpoint may run whole blocks. With "tile", a part of a block that
     computes each token independently, such as an MLP, may run on a few tokens at a time, if the micro-batch has 4096
@@ -109,10 +110,6 @@ class AdaccConfig:
     outliers: bool = True
     """True to store outlier channels (channels with unusually large values) uncompressed. False is the paper's "Adacc
     w/o outlier"."""
-    compiled_outliers: float = 0.0
-    """Share of the channels, 0 to 0.5, that compiled graphs store uncompressed as outliers. The share is a setting,
-    because the shapes of a compiled graph are fixed before any data is seen. Each step selects the outlier channels
-    again, which reads an activation two more times. `adacc plan` assumes 0.01."""
     zscore_threshold: float = 3.0
     """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
     values, up to 1e6, select no channel. 0 selects every channel above the mean."""
@@ -135,9 +132,6 @@ class AdaccConfig:
     steps after the policy was set. An int n of 1 or more tracks every n steps. "off" never tracks. Each tracking step
     adds some KiB to the run's history, which every checkpoint contains. Therefore use a small int for short runs
     only."""
-    tracked_modules: tuple[str, ...] | None = None
-    """Patterns (fnmatch) of module paths inside a block whose activations are tracked. None tracks every activation
-    whose codec stores outliers."""
     head: str = "auto"
     """Head: how the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for one
     chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the budget
@@ -149,13 +143,10 @@ class AdaccConfig:
     gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
     compressed any more. With None, only the fixed limit of 25 % for gradients applies. 0 allows
     lossless codecs only."""
-    solver_gap: float = 0.0
-    """Relative optimality gap of the integer programs, 0 to 1, as a fraction of the overhead. 0 requires a proof of
-    optimality. 0.05 accepts a solution whose overhead is within five percent of the optimum. In `Policy.facts`, "gap"
-    is the policy's remaining gap, and "status" is "optimal" if that gap is within this limit, else "feasible"."""
     solver_seconds: float = 60.0
     """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
-    at the limit, the policy depends on the machine's load."""
+    at the limit, the policy depends on the machine's load: in `Policy.facts`, "status" is then "feasible", not
+    "optimal", and "gap" is its distance from a proved optimum."""
     guard: bool = True
     """True to measure gradient errors at tracking steps, and to check gradients after loss spikes. If the gradient of a
     sampled block has a relative error above 0.25, as few codecs as possible are switched off, for the same activations
@@ -165,14 +156,6 @@ class AdaccConfig:
     turns. A comparison costs two forwards and backwards of one block, and, for a gradient above its limit, up to two
     more for each compressed activation. Under a budget in bytes, only blocks whose input and gradient fit the budget
     take turns. 0 compares no block."""
-    loss_spike: float = 2.0
-    """A logged loss is a spike if it is above this factor (1 to 1e6) times the median of the last 16 losses and outside
-    their noise. After a spike, one block of every kind is checked, and codecs that degrade its gradient are switched
-    off, as with `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are
-    spikes."""
-    takeover_steps: int = 1
-    """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from its measurements.
-    With 0, training waits for the solver after the tracking step. With large values, the old policy is used longer."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
@@ -184,9 +167,6 @@ class AdaccConfig:
     allowed is a single call that fills a table (such as a position table) or differs from its record, because the
     block's next call is recorded. If a policy is passed in without its profile, only calls that do not follow the
     policy are known."""
-    length_buckets: bool | None = None
-    """Deprecated setting without effect: batches are grouped by size automatically, and each group has its own
-    policy."""
     retry_out_of_memory: bool = True
     """True to run a step that ran out of memory once more, under a policy that needs less memory, if the step can be
     repeated."""
@@ -194,7 +174,7 @@ class AdaccConfig:
     """Class names of the modules to treat as blocks. None selects every GradientCheckpointingLayer of Transformers."""
 
     def __post_init__(self) -> None:
-        for name in ("actions", "codecs", "tracked_modules", "block_classes"):
+        for name in ("actions", "codecs", "block_classes"):
             _store_tuple(self, name)
         for name in ("memory_budget", "host_memory"):
             object.__setattr__(self, name, read_fraction(getattr(self, name)))
@@ -202,45 +182,44 @@ class AdaccConfig:
         _check_actions(self.actions)
         if self.codecs is not None:
             _check_codecs(self.codecs)
+        check_flag("exact", self.exact)
+        if self.exact:
+            _remove_inexact(self)
         check_host_memory(self.host_memory)
         check_range("memory_margin", self.memory_margin, 0.0, 0.9)
-        check_range("compiled_outliers", self.compiled_outliers, 0.0, 0.5)
         check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
         _check_group_size(self.group_size)
         check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
         check_integer("profile_steps", self.profile_steps, 1, 1000)
         _check_tracking(self.tracking)
-        check_range("solver_gap", self.solver_gap, 0.0, 1.0)
         check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.head not in ("auto", *HEADS):
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
         for name in ("on_over_budget", "on_uncovered"):
             if getattr(self, name) not in REACTIONS:
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose from "warn" and "error"')
-        if self.length_buckets is not None:
-            warnings.warn(
-                f"length_buckets={self.length_buckets!r} has no effect and will be removed: each size class of batches "
-                f"has its own policy. Leave the setting out",
-                FutureWarning,
-                stacklevel=4,
-            )
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0.0, 1e6)
         for name in ("outliers", "reuse_prices", "guard", "retry_out_of_memory"):
             check_flag(name, getattr(self, name))
         check_integer("guard_blocks", self.guard_blocks, 0, 1000)
-        check_range("loss_spike", self.loss_spike, 1.0, 1e6)
-        check_integer("takeover_steps", self.takeover_steps, 0, 1000)
 
     @property
     def changed_settings(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, by name."""
         settings = ((field, getattr(self, field.name)) for field in fields(self))
-        return {field.name: value for field, value in settings if value != field.default}
+        changed = {field.name: value for field, value in settings if value != field.default}
+        if self.exact and self.actions == _EXACT:  # as `exact` implies
+            del changed["actions"]
+        return changed
 
     def describe_changes(self) -> str:
         """Return the settings that differ from their defaults as keyword arguments, such as "memory_budget=0.5"."""
         return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings.items())
+
+    def describe_actions(self) -> str:
+        """Return the setting that limits the actions, such as "exact=True", for messages."""
+        return "exact=True" if self.exact else f"actions={self.actions!r}"
 
     def __repr__(self) -> str:
         return f"AdaccConfig({self.describe_changes()})"
@@ -286,8 +265,7 @@ class AdaccConfig:
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
         """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
         field."""
-        _refuse_unknown(overrides)
-        return replace(self, **overrides)
+        return type(self)(**self.changed_settings | overrides)
 
 
 def _refuse_unknown(settings: dict[str, Any]) -> None:
@@ -365,6 +343,25 @@ def _check_actions(actions: tuple[str, ...]) -> None:
             f"actions={actions!r} must contain 'retain', because some activations can be neither compressed nor "
             f"recomputed: write {_with_retain(actions)!r}"
         )
+
+
+def _remove_inexact(config: AdaccConfig) -> None:
+    """Remove "compress" and "tile" from the default actions. Raise ValueError if a setting names an inexact choice."""
+    from adacc_hf.kernels.codecs import codec_type
+
+    actions = tuple(name for name in config.actions if name in _EXACT)
+    lossy = tuple(name for name in config.codecs or () if not codec_type(name).lossless)
+    for setting, is_inexact, allowed in (
+        ("actions", config.actions not in (AdaccConfig.actions, actions), "'retain' and 'recompute'"),
+        ("codecs", bool(lossy), "lossless codecs of `adacc codecs`"),
+        ("head", config.head == "chunked", "'auto' and 'plain'"),
+    ):
+        if is_inexact:
+            raise ValueError(
+                f"exact=True allows {allowed} only, and {setting}={getattr(config, setting)!r} is not bit-equal to "
+                f"plain training: leave out {setting}, or exact"
+            )
+    object.__setattr__(config, "actions", actions)
 
 
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:

@@ -156,11 +156,8 @@ def recording_peak_bytes(profile: Profile, policy: Policy) -> int:
 
 
 def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
-    """Return (label, live bytes) of each moment of a step.
-
-    The order is: forward, head and loss, backward from the last block to the first, the rest of the backward, and the
-    optimizer.
-    """
+    """Return (label, live bytes) of each moment of a step. The order is: forward, head and loss, backward from the last
+    block to the first, the rest of the backward, and the optimizer."""
     earlier = EarlierBlocks()
     points: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []

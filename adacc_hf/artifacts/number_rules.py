@@ -80,17 +80,13 @@ class RuleFit:
 
     def _exact_sum(self, column: Column) -> Rule | None:
         """Return the rule for a number of the profile that is exactly a polynomial of the batch's sizes, else None.
-
-        `column` contains the number's value for each measured batch.
-        """
+        `column` contains the number's value for each measured batch."""
         polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM, with_fractions=True)
         return None if polynomial is None else Exact(polynomial)
 
     def _approximation(self, column: Column) -> Rule:
         """Return an approximate rule for a number of the profile that is not exactly a polynomial of the batch's sizes.
-
-        `column` contains the number's value for each measured batch.
-        """
+        `column` contains the number's value for each measured batch."""
         allows_least_squares = not self._uses_lines and len(column) >= MIN_LEAST_SQUARES_CALLS
         approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
         if approximation is not None:
@@ -98,11 +94,9 @@ class RuleFit:
         return Interpolation(sorted(zip(self._num_elements, column, strict=True)))
 
     def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
-        """Add rules for columns that are the sum of a neighbouring column and an exactly fitted polynomial.
-
-        A column contains the values of one number of the profile for all measured batches. The neighbouring column must
-        have a rule.
-        """
+        """Add rules for columns that are the sum of a neighbouring column and an exactly fitted polynomial. A column
+        contains the values of one number of the profile for all measured batches. The neighbouring column must have a
+        rule."""
         if self._max_difference_terms < 1:
             return
         num_rules = -1
@@ -113,11 +107,9 @@ class RuleFit:
                     rules[column] = rule
 
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
-        """Return a rule for the column at `place`: the rule of a nearby column plus a polynomial with few terms.
-
-        A column contains the values of one number of the profile for all measured batches. Return None if no nearby
-        column gives an exact fit.
-        """
+        """Return a rule for the column at `place`: the rule of a nearby column plus a polynomial with few terms. A
+        column contains the values of one number of the profile for all measured batches. Return None if no nearby
+        column gives an exact fit."""
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
         for neighbour in _neighbour_columns(columns, place):
@@ -132,19 +124,15 @@ class RuleFit:
 
     def _difference(self, column: Column) -> Polynomial | None:
         """Return the polynomial of the batch's sizes that gives `column` exactly, or None if no polynomial does.
-
-        `column` contains, for each measured batch, the difference between two neighbouring numbers of the profile.
-        """
+        `column` contains, for each measured batch, the difference between two neighbouring numbers of the profile."""
         if column not in self._differences:
             self._differences[column] = self._basis.fit(column, self._max_difference_terms)
         return self._differences[column]
 
 
 def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
-    """Yield the columns before and after the column with index `place`, the nearest first.
-
-    A column contains the values of one number of the profile for all measured batches.
-    """
+    """Yield the columns before and after the column with index `place`, the nearest first. A column contains the values
+    of one number of the profile for all measured batches."""
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:
             yield columns[place - distance]

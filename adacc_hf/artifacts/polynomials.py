@@ -172,11 +172,8 @@ class Basis:
 
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
         """Yield each choice of `num_terms` products whose linear combination fits `column` in floating-point
-        arithmetic.
-
-        Each product is a monomial of the batch's sizes, such as batch * tokens^2. A choice is a tuple of the products'
-        places (indices) in this basis. The caller must check in exact integers that the fit is exact.
-        """
+        arithmetic. Each product is a monomial of the batch's sizes, such as batch * tokens^2. A choice is a tuple of
+        the products' places (indices) in this basis. The caller must check in exact integers that the fit is exact."""
         if len(self._columns) < num_terms:
             return
         places, matrices, inverses = self._combinations(num_terms)
@@ -190,11 +187,8 @@ class Basis:
 
     def _combinations(self, num_terms: int) -> tuple[Any, Any, Any]:
         """Return (indices, matrices, pseudo-inverses), each with one item for every choice of `num_terms` products of
-        sizes.
-
-        A matrix contains the values of the chosen products in all measured calls. Each product's values are scaled to
-        norm 1.
-        """
+        sizes. A matrix contains the values of the chosen products in all measured calls. Each product's values are
+        scaled to norm 1."""
         combined = self._combined.get(num_terms)
         if combined is None:
             products = np.array(self._columns, dtype=np.float64) / self._norms()[:, None]
@@ -212,10 +206,8 @@ def _product_exponents(num_sizes: int) -> list[tuple[int, ...]]:
 
 
 def _fit_single_product(values: Column, column: Column, place: int) -> Polynomial | None:
-    """Fit `column` as one factor times `values`, the product with index `place`. Return None if there is no fit.
-
-    The factor may be a fraction, for example if a tensor has half of the tokens.
-    """
+    """Fit `column` as one factor times `values`, the product with index `place`. Return None if there is no fit. The
+    factor may be a fraction, for example if a tensor has half of the tokens."""
     numerator, denominator = column[0], values[0]
     if denominator == 0 or any(n * denominator != numerator * v for n, v in zip(column, values, strict=True)):
         return None

@@ -39,11 +39,9 @@ def check_integer(name: str, value: int, low: int, high: int) -> None:
 
 
 def _quoted(value: Any) -> str:
-    """Return a hint for the error message if `value` is a string that looks like a number or a boolean, else "".
-
-    YAML reads quoted values as strings. It also reads 1e-2 as a string, because it expects a point in the number
-    (1.0e-2).
-    """
+    """Return a hint for the error message if `value` is a string that looks like a number or a boolean, else "". YAML
+    reads quoted values as strings. It also reads 1e-2 as a string, because it expects a point in the number
+    (1.0e-2)."""
     if not isinstance(value, str):
         return ""
     truth = value.strip().capitalize()

@@ -285,11 +285,9 @@ def _map_head(head: Head, change: NumberMap) -> Head:
 
 
 def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
-    """Return the profile `after` with the times of the profile `before`, scaled to the sizes of `after`.
-
-    `ratio` is the number of elements in the batch of `after`, divided by the number in the batch of `before`. The times
-    of the whole step and of the output heads are multiplied by `ratio`.
-    """
+    """Return the profile `after` with the times of the profile `before`, scaled to the sizes of `after`. `ratio` is the
+    number of elements in the batch of `after`, divided by the number in the batch of `before`. The times of the whole
+    step and of the output heads are multiplied by `ratio`."""
     kinds = tuple(_timed_kind(old, new) for old, new in zip(before.kinds, after.kinds, strict=True))
     heads = tuple(replace(head, ms=head.ms * ratio) for head in after.other_heads)
     return replace(
@@ -305,11 +303,8 @@ def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
 
 def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile, launch_ms: float) -> Operator:
     """Return `operator`, an operator in the block profile `after`, with a time estimated from the operator's time in
-    the block profile `before`.
-
-    The time is proportional to the bytes that the operator reads and writes, but not below the time `launch_ms` of a
-    kernel launch.
-    """
+    the block profile `before`. The time is proportional to the bytes that the operator reads and writes, but not below
+    the time `launch_ms` of a kernel launch."""
     accessed = (*operator.inputs, *operator.outputs)
     ratio = _growth_ratio(sum(before.values[v].nbytes for v in accessed), sum(after.values[v].nbytes for v in accessed))
     return replace(

@@ -121,10 +121,8 @@ class RowTiles:
 
 
 def _highest(lines: tuple[Line, ...], rows: int) -> int:
-    """Return the largest number of bytes that one of `lines` (straight lines of bytes over rows) has at `rows`.
-
-    Return 0 if there are no rows or lines.
-    """
+    """Return the largest number of bytes that one of `lines` (straight lines of bytes over rows) has at `rows`. Return
+    0 if there are no rows or lines."""
     return math.ceil(max((nbytes + per_row * rows for nbytes, per_row in lines), default=0)) if rows else 0
 
 

@@ -46,10 +46,8 @@ def adacc(
 
 
 def _split_backend_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the `options` of torch.compile into fields of `AdaccConfig` and settings of Inductor.
-
-    Raises ValueError for an unknown option.
-    """
+    """Split the `options` of torch.compile into fields of `AdaccConfig` and settings of Inductor. Raises ValueError for
+    an unknown option."""
     if not isinstance(options, Mapping):
         raise ValueError(
             f"options={options!r} is of type {type(options).__name__}: give a dict, options={{'memory_budget': 0.5}}"

@@ -229,12 +229,10 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """Lower the share for the next step if all compiled regions together store more than `budget`.
-
-        The share limits each region (compiled graph) to this fraction of the bytes that the region stores under plain
-        torch.compile. `budget` is a fraction too: of the bytes that all regions together store under plain
-        torch.compile. Raises InfeasibleBudgetError if the regions store the least possible already.
-        """
+        """Lower the share for the next step if all compiled regions together store more than `budget`. The share limits
+        each region (compiled graph) to this fraction of the bytes that the region stores under plain torch.compile.
+        `budget` is a fraction too: of the bytes that all regions together store under plain torch.compile. Raises
+        InfeasibleBudgetError if the regions store the least possible already."""
         policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
         stored_bytes, plain_bytes, share = max(
@@ -247,7 +245,7 @@ class CompiledRun:
             raise InfeasibleBudgetError(
                 f"memory_budget={budget!r} allows {format_bytes(int(budget * plain_bytes))} of the "
                 f"{format_bytes(plain_bytes)} that torch.compile stores, and the least possible with "
-                f"actions={self._config.actions!r} is {format_bytes(stored_bytes)}: raise memory_budget to at least "
+                f"{self._config.describe_actions()} is {format_bytes(stored_bytes)}: raise memory_budget to at least "
                 f"{math.ceil(1000 * stored_bytes / plain_bytes) / 1000:.3f}, allow more actions, or compile the model "
                 f"with fewer graph breaks",
                 stored_bytes,
@@ -259,12 +257,9 @@ class CompiledRun:
         self._next_change = _ShareChange(step, share, "some regions cannot stay within their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
-        """Set the share from the measured peak of a step, if the budget is in bytes.
-
-        The share limits each region (compiled graph) to this fraction of the bytes that the region stores under plain
-        torch.compile. Raises InfeasibleBudgetError if a step exceeds the budget although all regions store the least
-        possible.
-        """
+        """Set the share from the measured peak of a step, if the budget is in bytes. The share limits each region
+        (compiled graph) to this fraction of the bytes that the region stores under plain torch.compile. Raises
+        InfeasibleBudgetError if a step exceeds the budget although all regions store the least possible."""
         policy = self.policy
         figures = gather_from_all_ranks(
             (self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements)
@@ -350,13 +345,11 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return a share below the policy's share at which all compiled regions together stay within `budget`.
-
-    The share limits each region (compiled graph) to this fraction of the bytes that the region stores under plain
-    torch.compile. `budget` is a fraction too: of the bytes that all regions together store under plain torch.compile.
-    Regions that cannot stay within the current share continue to store the same bytes, so the new share is computed for
-    the other regions. Return None if no share is low enough, or if the regions store the least possible already.
-    """
+    """Return a share below the policy's share at which all compiled regions together stay within `budget`. The share
+    limits each region (compiled graph) to this fraction of the bytes that the region stores under plain torch.compile.
+    `budget` is a fraction too: of the bytes that all regions together store under plain torch.compile. Regions that
+    cannot stay within the current share continue to store the same bytes, so the new share is computed for the other
+    regions. Return None if no share is low enough, or if the regions store the least possible already."""
     if policy.share is None:
         return None
     stuck = [plan for plan in policy.call_plans if plan.stored_bytes > policy.share * plan.plain_bytes]
@@ -366,10 +359,8 @@ def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
 
 
 def _without_checkpointing(model: Any) -> Callable[[], None]:
-    """Switch off gradient checkpointing in `model`. Return a function that switches checkpointing on again.
-
-    Only torch's own partitioner can partition a checkpointed graph, so Adacc would have nothing to decide.
-    """
+    """Switch off gradient checkpointing in `model`. Return a function that switches checkpointing on again. Only
+    torch's own partitioner can partition a checkpointed graph, so Adacc would have nothing to decide."""
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
     def switch(on: bool) -> None:

@@ -79,10 +79,8 @@ def _insert_encoding(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Cod
 
 
 def _insert_decoding(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
-    """Replace a saved tensor's `placeholder` in the backward graph by placeholders of its encoded payload.
-
-    The operators that decode the payload are inserted before the first reader.
-    """
+    """Replace a saved tensor's `placeholder` in the backward graph by placeholders of its encoded payload. The
+    operators that decode the payload are inserted before the first reader."""
     example = placeholder.meta["val"]
     order = memory_order(example)
     inverse_order = [order.index(d) for d in range(len(order))]

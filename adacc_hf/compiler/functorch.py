@@ -153,11 +153,9 @@ def prepare(module: fx.GraphModule) -> str | None:
 
 
 def _copy_written_inputs(graph: fx.Graph) -> None:
-    """Insert a copy of each input that the graph overwrites when forward ends, and let all readers use the copy.
-
-    In backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
-    partitioner would recompute from the new value.
-    """
+    """Insert a copy of each input that the graph overwrites when forward ends, and let all readers use the copy. In
+    backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
+    partitioner would recompute from the new value."""
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]
         if written.op != "placeholder" or write.meta.get("partitioner_tag") == "must_be_in_backward":

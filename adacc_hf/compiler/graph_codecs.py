@@ -15,7 +15,7 @@ from adacc_hf.compiler.functorch import has_unknown_sizes, is_view, op_types
 from adacc_hf.compiler.graph_cost import coding_ms
 from adacc_hf.compiler.joint_graph import JointGraph, readers
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
-from adacc_hf.price.codec_selection import assumed_outliers, codecs_of_role, make_codec
+from adacc_hf.price.codec_selection import codecs_of_role, make_codec
 from adacc_hf.price.precision_sensitive import attention_bias
 from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch
 from adacc_hf.torch_glue.tensors import relative_error
@@ -41,16 +41,13 @@ def graph_codec_options(
     record = joint.kind.values[value]
     if record.nbytes < config.min_compress_bytes or record.role == "parameter" or has_unknown_sizes(tensor):
         return ()
-    # Outliers are separated along the last dimension in memory, which must be the same in every call.
-    is_fixed = bool(size) and isinstance(size[-1], int)
-    num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
     names = _graph_codec_names(joint, value, config)
     if config.codecs is None and any(not codec_type(name).lossless for name in names):
         if value in fine:
             names = [precise_codec()]
         elif tensor.device.type != "cpu":  # INT8 codes share no bytes, so encoding is fused on a GPU
             names = list(dict.fromkeys([*names, precise_codec()]))
-    codecs = [make_codec(name, config, num_outliers) for name in names]
+    codecs = [make_codec(name, config, 0) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in degraded]
     options = [
         _graph_codec_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)
@@ -129,11 +126,8 @@ def _graph_codec_option(codec: Codec, node: fx.Node, size: tuple[int, ...], forw
 
 @cache
 def _typical_error(name: str, group_size: int | None) -> float:
-    """Return the relative error that is assumed for a codec in a compiled graph.
-
-    No real data exists when a graph is partitioned, so the error is for normally distributed numbers. `group_size` is
-    None for a codec without groups.
-    """
+    """Return the relative error that is assumed for a codec in a compiled graph. No real data exists when a graph is
+    partitioned, so the error is for normally distributed numbers. `group_size` is None for a codec without groups."""
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
         codec = get_codec(name, **({} if group_size is None else {"group_size": group_size}))

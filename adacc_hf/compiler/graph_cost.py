@@ -64,8 +64,6 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
     # Codes that share a byte are computed by a separate kernel, which reads both halves of the value at a time.
     shares_bytes = payload_bytes < hint(tensor.numel())
     num_reads = 1 if device.is_memory_bound and (shares_bytes or not _is_encoding_fusible(node, forward)) else 0
-    if codec.options.get("num_outliers"):  # choosing outliers reads the whole value before it is encoded
-        num_reads = 2
     if device.is_memory_bound and tensor.dtype is torch.bool:  # Inductor writes the mask to memory before packing it
         num_reads = 2
     # A product reads its operands from memory, so the decoded value is written first. A CPU reads it from the cache.
@@ -78,20 +76,16 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Return the bytes that a kernel reads to get the value of `node`.
-
-    If the value is fused into the kernel, the kernel reads the inputs of the value's operator instead.
-    """
+    """Return the bytes that a kernel reads to get the value of `node`. If the value is fused into the kernel, the
+    kernel reads the inputs of the value's operator instead."""
     inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
 
 
 def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Return True if encoding the value can be fused with a forward kernel that computes or reads the value.
-
-    An elementwise kernel can process the value group by group, as encoding does. A kernel that reduces rows iterates
-    over rows instead.
-    """
+    """Return True if encoding the value can be fused with a forward kernel that computes or reads the value. An
+    elementwise kernel can process the value group by group, as encoding does. A kernel that reduces rows iterates over
+    rows instead."""
     if _is_normalized(node) or _is_reduced(node, forward):
         return False
     return any(op_types().is_fusible(neighbor) for neighbor in (node, *forward.intersection(readers(node))))
@@ -111,10 +105,8 @@ def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 
 def _is_normalized(node: fx.Node) -> bool:
-    """Return True if the value is computed elementwise from a reduction over its rows.
-
-    An example is the output of a normalization layer.
-    """
+    """Return True if the value is computed elementwise from a reduction over its rows. An example is the output of a
+    normalization layer."""
     pending, visited = [node], {node}
     while pending:
         current = pending.pop()

@@ -63,10 +63,8 @@ def _is_reduction_node(node: fx.Node) -> bool:
 
 
 def _last_reads(buffers: list[fx.Node], freeable: Set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return a dict from each buffer to the nodes that can be freed once this buffer is computed.
-
-    These are the nodes of `freeable` whose last read is for this buffer.
-    """
+    """Return a dict from each buffer to the nodes that can be freed once this buffer is computed. These are the nodes
+    of `freeable` whose last read is for this buffer."""
     in_memory = set(buffers)
     last: dict[fx.Node, fx.Node] = {node: node for node in buffers}
     for node in buffers:

@@ -104,11 +104,9 @@ class _GraphProgram:
             self.program.constrain(self.segment_bytes(segment), high=high)
 
     def _constrain_precise(self) -> None:
-        """Add the constraints [Precise]: a precise value is never recomputed from a value stored by a coarse codec.
-
-        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error. That is so if a coarse codec
-        stores v, or if v is recomputed from a value with such an error.
-        """
+        """Add the constraints [Precise]: a precise value is never recomputed from a value stored by a coarse codec. The
+        variable `coarse[v]` is 1 if replays read value v with a coarse codec's error. That is so if a coarse codec
+        stores v, or if v is recomputed from a value with such an error."""
         model = self._graph.model
         coarse: dict[int, int] = {}
         _, upstream = walk_back(self._graph.precise, self._recomputed_from)
@@ -202,9 +200,7 @@ def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
 
 def _graph_choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
     """Return the choice that stores each value of `forms` in the form that `forms` gives, with the choice's cost.
-
-    Values that nothing reads are left out.
-    """
+    Values that nothing reads are left out."""
     model = graph.model
     runs: set[int] = set()
 
@@ -302,10 +298,8 @@ def _producer_positions(kind: KindProfile) -> list[int]:
 
 
 def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[list[int]]:
-    """Return, for each operator, the values that are live after the operator and read later in forward.
-
-    Values computed only from parameters are left out, because they can be recomputed in any segment.
-    """
+    """Return, for each operator, the values that are live after the operator and read later in forward. Values computed
+    only from parameters are left out, because they can be recomputed in any segment."""
     last_read = list(producer_positions)
     for operator in kind.operators:
         for value in operator.inputs:
@@ -332,11 +326,8 @@ def _cheapest_boundaries(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
     """Return the boundaries that cut a graph into segments of at most `limit` bytes, with the least bytes stored at the
-    boundaries.
-
-    Return None if this is impossible. `positions` are the possible boundaries, `live_bytes` the bytes stored at each of
-    them, and `cumulative` the bytes of all operators before each position.
-    """
+    boundaries. Return None if this is impossible. `positions` are the possible boundaries, `live_bytes` the bytes
+    stored at each of them, and `cumulative` the bytes of all operators before each position."""
     last = len(cumulative) - 1
     # Dynamic program: least cost of a chain of boundaries ending at each position, and the chain's previous boundary.
     cost: list[float] = []

@@ -90,10 +90,8 @@ def _is_logistic(node: fx.Node) -> bool:
 
 
 def _divisor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that are used as divisors, and the nodes whose zeros would make a divisor 0.
-
-    The latter are the inputs of operators that compute a divisor and map 0 to 0, such as sqrt.
-    """
+    """Return the nodes that are used as divisors, and the nodes whose zeros would make a divisor 0. The latter are the
+    inputs of operators that compute a divisor and map 0 to 0, such as sqrt."""
     return divisors(
         (
             [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
@@ -112,11 +110,9 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
-    """Return True if each element of `user` depends on a single element of `source`.
-
-    This is assumed in two cases: `user` is a view or a part of `source`, or Inductor can fuse `user`, which has at
-    least as many elements as `source`.
-    """
+    """Return True if each element of `user` depends on a single element of `source`. This is assumed in two cases:
+    `user` is a view or a part of `source`, or Inductor can fuse `user`, which has at least as many elements as
+    `source`."""
     if is_view(user) or is_getitem(user):
         return True
     tensor, result = source.meta.get("val"), user.meta.get("val")

@@ -96,9 +96,7 @@ def _compiled_policy_map(policy: CompiledPolicy) -> list[Part]:
 
 def _module_groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
     """Return the bytes of tensors by action, for each block or other module of each compiled graph, in forward order.
-
-    Tensors without a module, such as inputs, share one entry per graph.
-    """
+    Tensors without a module, such as inputs, share one entry per graph."""
     groups: dict[str, dict[str, int]] = {}
     for plan in dict.fromkeys(policy.call_plans):
         calls = f", {plan.calls} calls" if (plan.calls or 1) > 1 else ""
@@ -110,10 +108,8 @@ def _module_groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
 
 
 def _block_of_module(module: str) -> str:
-    """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0".
-
-    For a path without a number, which is not in a block, return the first name of the path.
-    """
+    """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0". For a path without
+    a number, which is not in a block, return the first name of the path."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return numbered.group() if numbered else module.partition(".")[0]
 

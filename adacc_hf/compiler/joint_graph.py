@@ -161,11 +161,8 @@ def is_materialized(node: fx.Node) -> bool:
 
 
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
-    """Return the nodes that forward runs, in order.
-
-    Results that only backward reads are included if forward must compute them, such as random seeds and the row sums of
-    fused attention.
-    """
+    """Return the nodes that forward runs, in order. Results that only backward reads are included if forward must
+    compute them, such as random seeds and the row sums of fused attention."""
     makers = {node: maker_of(node) for node in module.graph.nodes if node.op != "output"}
     return dict.fromkeys(
         node for node, maker in makers.items() if info.is_required_fw(maker) or must_run_in_forward(maker)
@@ -179,9 +176,7 @@ def _is_value_node(node: fx.Node) -> bool:
 
 def _parameter_values(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
     """Return the values computed only from parameters, buffers and constants: casts of weights, position indices.
-
-    Random values, which have no inputs either, are not included.
-    """
+    Random values, which have no inputs either, are not included."""
     values: set[fx.Node] = set()
     for node in nodes:
         maker = maker_of(node)
@@ -231,11 +226,9 @@ def _graph_operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Op
 
 
 def _is_replayable_node(node: fx.Node) -> bool:
-    """Return True if replaying a node gives the same result.
-
-    The node must be an operator of torch itself, draw no random numbers and write nothing in place. An operator with
-    data-dependent sizes is not replayable, because its replay would create new size symbols.
-    """
+    """Return True if replaying a node gives the same result. The node must be an operator of torch itself, draw no
+    random numbers and write nothing in place. An operator with data-dependent sizes is not replayable, because its
+    replay would create new size symbols."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False

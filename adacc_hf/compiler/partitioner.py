@@ -44,8 +44,8 @@ from adacc_hf.tape.execution_plan import codec_of
 log = logging.getLogger(__name__)
 
 GRAPH_SETTINGS = (
-    "memory_budget", "actions", "codecs", "outliers", "compiled_outliers", "zscore_threshold", "group_size",
-    "min_compress_bytes", "max_error", "solver_gap", "solver_seconds",
+    "memory_budget", "exact", "actions", "codecs", "zscore_threshold", "group_size", "min_compress_bytes", "max_error",
+    "solver_seconds",
 )  # fmt: skip
 """Fields of `AdaccConfig` that affect compiled graphs. All other fields concern blocks, profiles and tracking."""
 
@@ -201,21 +201,17 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return None if self._store is None else self._store.load(self._decision_key(plan, joint), plan.digest)
 
     def _decision_key(self, plan: RegionPlan, joint: JointGraph) -> str:
-        """Return the key of the graph's plan in the `PlanStore`, a cache on disk.
-
-        The key contains the partitioner's `uuid`, the bytes that torch would store, and the devices, because the costs
-        of operators differ between devices.
-        """
+        """Return the key of the graph's plan in the `PlanStore`, a cache on disk. The key contains the partitioner's
+        `uuid`, the bytes that torch would store, and the devices, because the costs of operators differ between
+        devices."""
         devices = {device_name(node.meta["val"].device) for node in joint.nodes}
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
         """Return `plan` with the decision of the integer program, or with the reason why torch's own partition is used.
-
         `plain` contains the values of the joint graph that torch's own partition would store for backward. This
         partition may also store tensors that are not values of the joint graph. `plain_sources` contains `plain`, and
-        the values from which these other tensors are computed.
-        """
+        the values from which these other tensors are computed."""
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
         tensors = tuple(
             replace(t, action=Action.RETAIN.value, stored_bytes=t.nbytes) for t in graph_tensors(joint, plain, {}, {})
@@ -280,15 +276,12 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return graph_model(kind, store_ms, codecs, live_bytes, sensitive.precise)
 
     def _limits(self) -> SolverLog:
-        return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)
+        return SolverLog(self.config.solver_seconds)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
-        """Return the fastest choice for a region's graph within `allowed_bytes`.
-
-        If no choice fits a budget in bytes, raise InfeasibleBudgetError. If the budget is a fraction and no choice
-        fits, log a warning and return the choice with the least bytes. The region of the loss, for example, stores
-        little and often cannot store less.
-        """
+        """Return the fastest choice for a region's graph within `allowed_bytes`. If no choice fits a budget in bytes,
+        raise InfeasibleBudgetError. If the budget is a fraction and no choice fits, log a warning and return the choice
+        with the least bytes. The region of the loss, for example, stores little and often cannot store less."""
         solving = self._limits()
         choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
         if choice is not None:
@@ -299,18 +292,18 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             raise InfeasibleBudgetError(
                 f"memory_budget={self.config.memory_budget!r} bounds what each compiled region may hold for its "
                 f"backward, and region {plan.region} needs at least {format_bytes(needed_bytes)} with "
-                f"actions={self.config.actions!r} (torch.compile alone needs {format_bytes(plan.plain_bytes)}): raise "
+                f"{self.config.describe_actions()} (torch.compile alone needs {format_bytes(plan.plain_bytes)}): raise "
                 f"memory_budget to at least that, allow more actions, or use a smaller batch",
                 needed_bytes,
             )
         log.warning(
             "Adacc: share %r of the memory allows %s in region %s (torch.compile alone stores %s), and the least "
-            "possible with actions=%r is %s: the region stores that",
+            "possible with %s is %s: the region stores that",
             self.policy.share,
             format_bytes(allowed_bytes),
             plan.region,
             format_bytes(plan.plain_bytes),
-            self.config.actions,
+            self.config.describe_actions(),
             format_bytes(min(choice.nbytes, plan.plain_bytes)),
         )
         return choice

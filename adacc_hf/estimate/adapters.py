@@ -76,10 +76,8 @@ def lora_model(
 
 
 def _materialize_fake_model(model: nn.Module) -> None:
-    """Replace a model's parameters and buffers, which are on meta, by new tensors on the default device.
-
-    Tensors that several modules share stay shared.
-    """
+    """Replace a model's parameters and buffers, which are on meta, by new tensors on the default device. Tensors that
+    several modules share stay shared."""
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

@@ -73,6 +73,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--budget", help="memory per device, such as 20GiB (default: the device's memory minus 5 percent)"
     )
+    parser.add_argument("--exact", action="store_true", help="use no lossy codec and no chunked head or tiles")
     parser.add_argument(
         "--host-memory",
         metavar="SIZE",
@@ -372,7 +373,9 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         outlier_share=arguments.outlier_share,
         # ZeRO 3 has the output layer's weight only during the layer's forward, before the loss is computed.
         adacc=AdaccConfig(
-            host_memory=options.host_bytes, head="plain" if options.sharding.method == "zero3" else "auto"
+            exact=arguments.exact,
+            host_memory=options.host_bytes,
+            head="plain" if options.sharding.method == "zero3" else "auto",
         ),
     )
     return Request(

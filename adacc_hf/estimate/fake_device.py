@@ -60,10 +60,8 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
-    """Make torch report `capability` as the GPU's compute capability inside the `with` block.
-
-    Transformers' mixture-of-experts layers, for example, read the capability.
-    """
+    """Make torch report `capability` as the GPU's compute capability inside the `with` block. Transformers'
+    mixture-of-experts layers, for example, read the capability."""
     original = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: capability
     try:
@@ -143,10 +141,8 @@ def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]
 
 @cache
 def _register_guard() -> None:
-    """Register a CUDA device guard that does nothing, if torch was built without CUDA.
-
-    If torch was built with CUDA, FakeTensorMode handles guards.
-    """
+    """Register a CUDA device guard that does nothing, if torch was built without CUDA. If torch was built with CUDA,
+    FakeTensorMode handles guards."""
     if torch.backends.cuda.is_built():
         return
     torch_folder = Path(torch.__file__).parent
@@ -238,10 +234,8 @@ def _efficient_attention(
 
 
 def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Convert an attention mask to the bias that the kernel adds to the scores: floats, with padded rows.
-
-    A mask that heads or sequences share is expanded, not copied. Rows are padded to a multiple of _ALIGNMENT elements.
-    """
+    """Convert an attention mask to the bias that the kernel adds to the scores: floats, with padded rows. A mask that
+    heads or sequences share is expanded, not copied. Rows are padded to a multiple of _ALIGNMENT elements."""
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     length = key.shape[-2]
@@ -281,10 +275,8 @@ class FakeMemoryMeter(MemoryMeter):
         self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
-        """Append a memory point for the last mark, unless no mark was set yet.
-
-        The point contains the mark's label, the live bytes at the mark, and the peak of the live bytes since the mark.
-        """
+        """Append a memory point for the last mark, unless no mark was set yet. The point contains the mark's label, the
+        live bytes at the mark, and the peak of the live bytes since the mark."""
         if self._label is not None:
             self.points.append(MemoryPoint(self._label, self._bytes_at_mark, self._peak_bytes))
 

@@ -231,19 +231,15 @@ def _has_number_argument(operator: TapeOperator) -> bool:
 
 
 def _is_known_external(place: str, overwritten: bool) -> bool:
-    """Return True if replay can read a tensor that existed before the recorded call.
-
-    `place` is where replay finds the tensor, or "unknown". If the tensor was `overwritten`, replay cannot read it.
-    """
+    """Return True if replay can read a tensor that existed before the recorded call. `place` is where replay finds the
+    tensor, or "unknown". If the tensor was `overwritten`, replay cannot read it."""
     return place != "unknown" and not overwritten
 
 
 def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
-    """Return True if the codec is assumed to accept the data of `value`, which a fake tensor does not have.
-
-    A codec for masks needs data with two distinct numbers only. Only booleans and values computed from a Bernoulli
-    sample are certain to be such data.
-    """
+    """Return True if the codec is assumed to accept the data of `value`, which a fake tensor does not have. A codec for
+    masks needs data with two distinct numbers only. Only booleans and values computed from a Bernoulli sample are
+    certain to be such data."""
     if MASK not in codec.suits or tape.values[value].ref.dtype is torch.bool:
         return True
     producer = tape.values[value].producer
@@ -311,10 +307,8 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _grouped_operations(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Return the number of operations of a grouped matrix product, which torch's FLOP table does not contain.
-
-    If one factor is 2-D, its rows or columns are split into the groups.
-    """
+    """Return the number of operations of a grouped matrix product, which torch's FLOP table does not contain. If one
+    factor is 2-D, its rows or columns are split into the groups."""
     if first.dim() == 2:
         return 2 * first.numel() * second.shape[-1]
     return 2 * second.numel() * first.shape[-2]
@@ -339,10 +333,8 @@ def _is_unaligned(matrix: torch.Tensor) -> bool:
 
 
 def _flop_equivalent(target: Any) -> Any:
-    """Return the operator in torch's FLOP table whose formula applies to `target`.
-
-    Attention on a CPU, for example, uses the formula of flash attention.
-    """
+    """Return the operator in torch's FLOP table whose formula applies to `target`. Attention on a CPU, for example,
+    uses the formula of flash attention."""
     if target.overloadpacket is attention_operator("cpu"):
         return attention_operator("flash")
     if target.overloadpacket is attention_operator("cpu_backward"):
@@ -351,11 +343,8 @@ def _flop_equivalent(target: Any) -> Any:
 
 
 def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `args` of fused attention, with keys and values expanded to one head per query head.
-
-    The operation counts are the same, and torch before 2.13 cannot count attention with fewer key heads than query
-    heads.
-    """
+    """Return `args` of fused attention, with keys and values expanded to one head per query head. The operation counts
+    are the same, and torch before 2.13 cannot count attention with fewer key heads than query heads."""
     if "scaled_dot_product" not in op_name(target):
         return args
     first = 1 if op_name(target).endswith("backward") else 0  # the output's gradient precedes the queries

@@ -311,10 +311,8 @@ class Thinning:
         )
 
     def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
-        """Return the kind of every block by the block's name. `kinds` contains the kinds of the traced blocks.
-
-        A block left out of the trace gets the kind of the last block in its run (sequence) of equal blocks.
-        """
+        """Return the kind of every block by the block's name. `kinds` contains the kinds of the traced blocks. A block
+        left out of the trace gets the kind of the last block in its run (sequence) of equal blocks."""
         return {
             block.name: kinds.get(block.name, kinds[run[-1].name])
             for run in _runs_of_blocks(self.blocks)
@@ -322,11 +320,9 @@ class Thinning:
         }
 
     def _forward_bases(self, traced_bases: dict[str, int], cached_bytes: dict[str, int]) -> dict[str, int]:
-        """Return the live bytes at the start of each block's forward.
-
-        `traced_bases` contains these bytes for the traced blocks. `cached_bytes` contains the bytes of the casts that
-        autocast caches for each block left out of the trace.
-        """
+        """Return the live bytes at the start of each block's forward. `traced_bases` contains these bytes for the
+        traced blocks. `cached_bytes` contains the bytes of the casts that autocast caches for each block left out of
+        the trace."""
         bases: dict[str, int] = {}
         extra_bytes = self.missing_bytes
         for run in _runs_of_blocks(self.blocks):

@@ -67,22 +67,17 @@ def _num_evaluated(points: Mapping[int, int]) -> int:
 
 
 def _is_largest(n: int, excess: int, predicted: Callable[[int], float]) -> bool:
-    """Return True if `n` fits and n + 1 certainly does not.
-
-    `excess` is the excess over the budget at `n`, and must be at most 0. `predicted` is a polynomial through the excess
-    at other integers. Its increase from n to n + 1 is trusted if its error at `n` is at most the fraction MAX_ERROR of
-    this increase.
-    """
+    """Return True if `n` fits and n + 1 certainly does not. `excess` is the excess over the budget at `n`, and must be
+    at most 0. `predicted` is a polynomial through the excess at other integers. Its increase from n to n + 1 is trusted
+    if its error at `n` is at most the fraction MAX_ERROR of this increase."""
     increase, error = predicted(n + 1) - predicted(n), abs(excess - predicted(n))
     return error <= MAX_ERROR * increase and excess + increase > error + MARGIN * increase > 0
 
 
 def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return a polynomial that interpolates the excess over the budget between the integers `low` and `high`.
-
-    `points` contains the excess by integer. At most NUM_INTERPOLATED points are used: those at `low` and `high`, and
-    those with the smallest absolute excess. The method is Newton's divided differences.
-    """
+    """Return a polynomial that interpolates the excess over the budget between the integers `low` and `high`. `points`
+    contains the excess by integer. At most NUM_INTERPOLATED points are used: those at `low` and `high`, and those with
+    the smallest absolute excess. The method is Newton's divided differences."""
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))
     nodes = nodes[:NUM_INTERPOLATED]
@@ -101,10 +96,8 @@ def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Call
 
 
 def _last_nonpositive(value: Callable[[int], float], low: int, high: int) -> int:
-    """Return the last n strictly between `low` and `high` with value(n) <= 0, found by bisection.
-
-    If no n qualifies, or if `value` decreases somewhere, the result is any n strictly between `low` and `high`.
-    """
+    """Return the last n strictly between `low` and `high` with value(n) <= 0, found by bisection. If no n qualifies, or
+    if `value` decreases somewhere, the result is any n strictly between `low` and `high`."""
     below, above = low, high
     while below + 1 < above:
         middle = (below + above) // 2

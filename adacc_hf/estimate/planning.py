@@ -208,10 +208,8 @@ class TrainingPlanner:
         return self._for_training(self.model.profile(self.request.batch_size, seq_len))
 
     def _add_traced(self, profile: Profile) -> None:
-        """Make `profile` available to the searches for the largest shapes.
-
-        `profile` is for the requested batch shape, and contains all heads (plain and chunked) and tiles.
-        """
+        """Make `profile` available to the searches for the largest shapes. `profile` is for the requested batch shape,
+        and contains all heads (plain and chunked) and tiles."""
         shape = (self.request.batch_size, self.request.seq_len)
         self._traced[shape] = profile
         self._for_policies.add(shape)
@@ -244,13 +242,11 @@ class TrainingPlanner:
         )
 
     def _finished_gradient_bytes(self, blocks: list[str]) -> dict[str, int]:
-        """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts.
-
-        The item "tail" contains the bytes at the end of the backward of all blocks. Gradients of the output embedding
-        and of norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are
+        """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts. The
+        item "tail" contains the bytes at the end of the backward of all blocks. Gradients of the output embedding and
+        of norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are
         complete after the blocks' gradients. Under FSDP, parameters outside the blocks are left out, because FSDP
-        shards their gradients only after backward.
-        """
+        shards their gradients only after backward."""
         model, sharding = self.model.model, self.request.workload.sharding
         last_calls = {block: call_name(block, number) for block, number in calls_per_block(blocks).items()}
         # If a block is called several times, backward starts with its last call, which allocates its gradients.
@@ -269,11 +265,8 @@ class TrainingPlanner:
         return {**bytes_at_start, "tail": finished_bytes}
 
     def _state_bytes(self, profile: Profile) -> int:
-        """Return the bytes in `profile` that are allocated before the step.
-
-        In a traced profile, these are parameters and buffers. In a saved profile, which was measured, they include
-        everything that was allocated.
-        """
+        """Return the bytes in `profile` that are allocated before the step. In a traced profile, these are parameters
+        and buffers. In a saved profile, which was measured, they include everything that was allocated."""
         if profile is self.request.profile:
             return profile.static_bytes
         return distinct_bytes([*self.model.model.parameters(), *self.model.model.buffers()])
@@ -294,10 +287,8 @@ class TrainingPlanner:
         return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
 
     def _add_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
-        """Return `forecasts` with each method's largest batch and longest sequence added.
-
-        The search for each method starts at the result of the previous method.
-        """
+        """Return `forecasts` with each method's largest batch and longest sequence added. The search for each method
+        starts at the result of the previous method."""
         extended = {}
         largest_batch, seq_len = self.request.batch_size, self.request.seq_len
         for method, forecast in forecasts.items():
@@ -336,13 +327,11 @@ class TrainingPlanner:
         return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
 
     def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
-        """Return peak minus budget in bytes under `method`, by (batch size, sequence length) of each traced shape.
-
-        The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
-        bytes that stay allocated during the whole step, minus the budget. For method "adacc", a shape is left out if
-        its profile lacks the plain or the chunked head (output layer and loss), because the shape would have to be
-        traced again.
-        """
+        """Return peak minus budget in bytes under `method`, by (batch size, sequence length) of each traced shape. The
+        search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the bytes
+        that stay allocated during the whole step, minus the budget. For method "adacc", a shape is left out if its
+        profile lacks the plain or the chunked head (output layer and loss), because the shape would have to be traced
+        again."""
         shapes = list(self._for_policies if method in ("adacc", EXACT, TILED) else self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
         return estimate | {shape: self._excess(method, *shape) for shape in shapes}
@@ -350,16 +339,14 @@ class TrainingPlanner:
     def config_of(self, method: str) -> AdaccConfig:
         """Return the config that the solver uses for `method`, one of the methods with a policy from the solver."""
         config = self.request.workload.adacc
-        return config.with_overrides(actions=("retain", "recompute"), head="plain") if method == EXACT else config
+        return config.with_overrides(exact=True) if method == EXACT else config
 
     def _excess(self, method: str, batch_size: int, seq_len: int) -> int:
         return self._peak(method, batch_size, seq_len) - self.request.budget
 
     def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
         """Return the smallest peak in bytes that `method` can reach at this batch shape, which is traced if necessary.
-
-        For method "adacc", a peak that is far from the budget is an estimate.
-        """
+        For method "adacc", a peak that is far from the budget is an estimate."""
         shape, is_adacc = (batch_size, seq_len), method in ("adacc", EXACT, TILED)
         if shape not in (self._for_policies if is_adacc else self._traced):
             self._traced[shape] = self._for_training(self.model.estimate(*shape, for_policies=is_adacc))
@@ -457,10 +444,8 @@ def _check_profile(request: Request, model: FakeModel) -> None:
 
 
 def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """Solve for a policy within `budget`, and return (policy, peak of the policy, None).
-
-    If no policy fits, return (None, smallest feasible budget, lower bound of all peaks).
-    """
+    """Solve for a policy within `budget`, and return (policy, peak of the policy, None). If no policy fits, return
+    (None, smallest feasible budget, lower bound of all peaks)."""
     try:
         policy = solve_policy(profile, budget, config)
     except InfeasibleBudgetError as error:

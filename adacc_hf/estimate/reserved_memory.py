@@ -292,10 +292,8 @@ class CachingAllocator:
         self._add_to_pool(block)
 
     def _take_best_fit(self, size: int, is_small: bool) -> _SegmentBlock | None:
-        """Remove the smallest free block of at least `size` bytes from its pool, and return the block.
-
-        Return None if no free block is large enough.
-        """
+        """Remove the smallest free block of at least `size` bytes from its pool, and return the block. Return None if
+        no free block is large enough."""
         pool = self.free_blocks[is_small]
         position = bisect_left(pool, (size,))
         if position == len(pool):

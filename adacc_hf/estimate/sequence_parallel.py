@@ -75,10 +75,8 @@ def shared_sequences(num_ranks: int) -> Iterator[None]:
 
 
 def _exchanging_attention(attention: Callable[..., Any], num_ranks: int) -> Callable[..., Any]:
-    """Return `attention`, extended by the exchange of tokens and heads among `num_ranks` ranks.
-
-    The arguments and the result of the returned function contain one rank's part of the sequences.
-    """
+    """Return `attention`, extended by the exchange of tokens and heads among `num_ranks` ranks. The arguments and the
+    result of the returned function contain one rank's part of the sequences."""
 
     def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value = (all_tokens(states, num_ranks) for states in (query, key, value))

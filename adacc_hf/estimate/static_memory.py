@@ -243,10 +243,8 @@ def _float32_on_meta(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes of the parameters that are gathered at the same time when parameters are sharded.
-
-    These are all parameters outside the blocks, and the parameters of the two largest blocks.
-    """
+    """Return the bytes of the parameters that are gathered at the same time when parameters are sharded. These are all
+    parameters outside the blocks, and the parameters of the two largest blocks."""
     from adacc_hf.torch_glue.memory import distinct_bytes
 
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)

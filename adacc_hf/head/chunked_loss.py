@@ -131,11 +131,9 @@ def _forward_in_chunks(
     num_rows: int,
     needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses).
-
-    `gradients` are the gradients of rows, weight and bias. `needed` contains a flag for each of the three. Where the
-    flag is False, the gradient is None.
-    """
+    """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses). `gradients` are the
+    gradients of rows, weight and bias. `needed` contains a flag for each of the three. Where the flag is False, the
+    gradient is None."""
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
@@ -171,11 +169,9 @@ def _forward_in_chunks(
 
 
 def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits of one chunk, padded with columns of -inf if rows would not be aligned in memory.
-
-    The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes, the logits are not padded,
-    because most of a row would be padding.
-    """
+    """Return the logits of one chunk, padded with columns of -inf if rows would not be aligned in memory. The softmax
+    of the padding is 0, so no sum changes. With fewer than COLUMNS classes, the logits are not padded, because most of
+    a row would be padding."""
     classes = weight.shape[0]
     num_padding = -classes % COLUMNS
     is_supported = all(is_plain(tensor) or is_fake(tensor) for tensor in (inputs, weight))
@@ -191,11 +187,8 @@ def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
-    """Add `outputs.T @ inputs` to `total` in place.
-
-    If the GPU has a matrix product that adds to a `total` of a wider dtype, its kernel reads and writes `total` only
-    once.
-    """
+    """Add `outputs.T @ inputs` to `total` in place. If the GPU has a matrix product that adds to a `total` of a wider
+    dtype, its kernel reads and writes `total` only once."""
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)
     elif (is_plain(total) or is_fake(total)) and adds_into_wider(total.device, outputs.dtype, is_fake(total)):

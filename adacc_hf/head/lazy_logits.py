@@ -170,10 +170,8 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
-        """Create lazy logits.
-
-        If C++ code runs backward through lazy logits, `recompute(*sources)` computes the logits for this backward.
-        """
+        """Create lazy logits. If C++ code runs backward through lazy logits, `recompute(*sources)` computes the logits
+        for this backward."""
         lazy = _LazyPlaceholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy
@@ -283,11 +281,9 @@ class _LazyPlaceholder(torch.autograd.Function):
 
 
 def _free_sources(ctx: Any) -> None:
-    """Free the tensors (sources) that lazy logits are computed from, when autograd frees saved tensors.
-
-    The sources are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself. Saved-tensor
-    hooks would read such a source, and so compute the full logits.
-    """
+    """Free the tensors (sources) that lazy logits are computed from, when autograd frees saved tensors. The sources are
+    attributes of `ctx` and not saved tensors, because a source may be lazy logits itself. Saved-tensor hooks would read
+    such a source, and so compute the full logits."""
     if not keeps_graph():
         ctx.recompute, ctx.sources = None, ()
 
@@ -314,11 +310,9 @@ def _materialize_detached(leaf: Any) -> Any:
 
 
 def _is_hook_of_sharding(hook: Any) -> bool:
-    """Return True if `hook` is the hook that DeepSpeed or FSDP registers on the outputs of a model.
-
-    The hook prepares the parameters for backward. Lazy logits need not be computed for the hook, because it is also
-    registered on the loss, another output of the model.
-    """
+    """Return True if `hook` is the hook that DeepSpeed or FSDP registers on the outputs of a model. The hook prepares
+    the parameters for backward. Lazy logits need not be computed for the hook, because it is also registered on the
+    loss, another output of the model."""
     function = hook.func if isinstance(hook, partial) else hook
     return (getattr(function, "__module__", None) or "").startswith(_SHARDING)  # a builtin method has None
 
@@ -352,10 +346,8 @@ def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
-    """Return a clone that is lazy too.
-
-    If DDP is set to detect unused parameters, its autograd function clones each output.
-    """
+    """Return a clone that is lazy too. If DDP is set to detect unused parameters, its autograd function clones each
+    output."""
     return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.as_function_output()
 
 
@@ -391,10 +383,8 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute `F.cross_entropy` of lazy logits in chunks. Return NotImplemented if the arguments are not supported.
-
     Targets must be class indices, and class weights and label smoothing are not supported. The loss is computed in
-    float32, also for bfloat16 logits.
-    """
+    float32, also for bfloat16 logits."""
     is_supported = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     is_supported = is_supported and reduction in ("mean", "sum") and not isinstance(target, LazyLogits)
     if not is_supported or lazy.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:

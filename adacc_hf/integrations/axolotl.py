@@ -5,7 +5,7 @@ In axolotl's YAML file, each field of AdaccConfig is a setting with the prefix "
     plugins:
       - adacc_hf.integrations.axolotl.AdaccPlugin
     adacc_memory_budget: 20GiB
-    adacc_actions: [retain, recompute]
+    adacc_exact: true
 """
 
 from __future__ import annotations

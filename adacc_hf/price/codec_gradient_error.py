@@ -95,11 +95,9 @@ def _raise_errors(
     stand_ins: _StandIns,
     worst_errors: GradientErrors,
 ) -> None:
-    """Update the maxima in `worst_errors` with the gradient errors that `backward` makes with inexact tensors.
-
-    For each of `values`, the saved tensor is replaced by the decoded and the recomputed tensors in `stand_ins`, one at
-    a time.
-    """
+    """Update the maxima in `worst_errors` with the gradient errors that `backward` makes with inexact tensors. For each
+    of `values`, the saved tensor is replaced by the decoded and the recomputed tensors in `stand_ins`, one at a
+    time."""
     if backward is None:
         return
     for value in values:

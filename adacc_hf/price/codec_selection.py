@@ -50,7 +50,7 @@ def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
-    is_lossless = role == MASK and config.codecs is None
+    is_lossless = role == MASK and (config.codecs is None or config.exact)
     if not is_lossless and ("compress" not in config.actions or is_sensitive):
         return []
     return codecs_of_role(role, config)
@@ -85,7 +85,7 @@ def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
     return get_codec(name, **options, **({"num_outliers": num_outliers} if codec_class.keeps_outliers else {}))
 
 
-def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
+def assumed_outliers(channels: int, config: AdaccConfig, share: float) -> int:
     """Return the number of outliers to assume among `channels` channels if no data is available to count outliers
     in."""
     return math.ceil(share * channels) if config.outliers else 0
@@ -248,10 +248,8 @@ def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
 
 
 def _may_encode(codec: type[Codec], role: str) -> bool:
-    """Return True if a codec that the settings name may encode values of `role`.
-
-    Values of the role MASK need a codec that suits masks. A codec that suits only masks encodes no other values.
-    """
+    """Return True if a codec that the settings name may encode values of `role`. Values of the role MASK need a codec
+    that suits masks. A codec that suits only masks encodes no other values."""
     return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 
 

@@ -121,10 +121,8 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
 
 
 def _losses_of_head(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
-    """Run a forward, and return the losses that `head` (output layer and loss) computes.
-
-    Do not call this function while memory is measured, because the losses keep tensors alive.
-    """
+    """Run a forward, and return the losses that `head` (output layer and loss) computes. Do not call this function
+    while memory is measured, because the losses keep tensors alive."""
     losses: list[LossCall] = []
     head.on_loss = lambda loss: losses.append(_detached_loss(loss))
     try:

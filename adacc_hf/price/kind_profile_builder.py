@@ -117,10 +117,8 @@ class KindProfileBuilder:
         )
 
     def _is_movable(self, index: int) -> bool:
-        """Return True if the value `index` may be stored in host memory.
-
-        Small values, parameters and states of random generators stay on the device.
-        """
+        """Return True if the value `index` may be stored in host memory. Small values, parameters and states of random
+        generators stay on the device."""
         record = self.tape.values[index]
         is_large = record.nbytes >= self.config.min_compress_bytes and record.nbytes > 0
         is_own = role_of(self.tape, index) not in ("parameter", "generator")
@@ -128,11 +126,8 @@ class KindProfileBuilder:
 
     def _place(self, index: int) -> Place:
         """Return the place of the value `index` among the arguments of a block's call, for example (0,) for the first
-        argument.
-
-        Return () if the value is not an argument, if it is inside a container among the arguments, or if a codec cannot
-        encode it with its dimensions in order.
-        """
+        argument. Return () if the value is not an argument, if it is inside a container among the arguments, or if a
+        codec cannot encode it with its dimensions in order."""
         record = self.tape.values[index]
         if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
             return ()
@@ -171,10 +166,8 @@ class KindProfileBuilder:
 
     def _reused_bytes(self, operator: TapeOperator) -> int:
         """Return the bytes of inputs that `operator` overwrites in place in replay, so that its results need less new
-        memory.
-
-        Replay overwrites a value only if no other operator reads the value. Otherwise, replay works on a copy.
-        """
+        memory. Replay overwrites a value only if no other operator reads the value. Otherwise, replay works on a
+        copy."""
         return sum(
             self.tape.values[old].nbytes
             for old, _ in operator.mutations
@@ -186,9 +179,7 @@ class KindProfileBuilder:
 
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
     """Return the actions allowed for a block as a whole: to run plainly, and possibly to run under torch's checkpoint.
-
     Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if every operator on the
-    block's `tape` gave the same bits in a second run (rule R7) and none is a collective.
-    """
+    block's `tape` gave the same bits in a second run (rule R7) and none is a collective."""
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

@@ -98,11 +98,9 @@ def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
 
 def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
     """Check that a forward without gradients runs all blocks, including blocks that the batch does not train, such as a
-    teacher's blocks.
-
-    If the forward draws random numbers and skips blocks, try other random states. Return True if later passes will
-    start from a different random state than before. Raises UncalledBlocksError if some block never runs.
-    """
+    teacher's blocks. If the forward draws random numbers and skips blocks, try other random states. Return True if
+    later passes will start from a different random state than before. Raises UncalledBlocksError if some block never
+    runs."""
     modules, no_trace = profiled.installation.modules, profiled.no_trace
     for num_draws in range(1 + MAX_DRAWS):
         with ExecutedBlocks(modules) as executed, torch.no_grad():
@@ -427,11 +425,9 @@ def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, TensorNote]:
 
 
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:
-    """Return the storages of the saved values that the profiled block computed, except for the values in `excluded`.
-
-    If the block runs code whose operators cannot be recorded, the results of this code have an unknown source on the
-    tape, and are included too.
-    """
+    """Return the storages of the saved values that the profiled block computed, except for the values in `excluded`. If
+    the block runs code whose operators cannot be recorded, the results of this code have an unknown source on the tape,
+    and are included too."""
     hidden = tape.untrusted in HIDDEN
     computed_values = [
         value

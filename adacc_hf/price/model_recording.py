@@ -151,10 +151,8 @@ def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bo
 
 def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any, ...]:
     """Return a key of a recorded block. Blocks with equal keys share one profile, and are called blocks of one kind.
-
     The key contains everything on the block's tape, or only the class and the arguments if the block's operators may
-    depend on data.
-    """
+    depend on data."""
     inputs = tuple(shared_tensors.record_index(tensor) for tensor in block.holdable_inputs())
     if block.tape.untrusted is not None:
         signatures = [(source, tensor.shape, tensor.dtype) for source, tensor in block.argument_tensors.items()]

@@ -95,11 +95,8 @@ def profiled_model(
 
 
 def _base_bytes(model: nn.Module, batch: Batch, step: TrainingStep, measurement: Measurement) -> int:
-    """Return the bytes live between steps, without the batch and without gradients.
-
-    Gradients are left out, because a step starts without gradients, and existing gradients are set aside while the
-    model is profiled.
-    """
+    """Return the bytes live between steps, without the batch and without gradients. Gradients are left out, because a
+    step starts without gradients, and existing gradients are set aside while the model is profiled."""
     device = next(model.parameters()).device
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]
     static_bytes = measurement.static_bytes(model, batch.tensors, step.optimizer)

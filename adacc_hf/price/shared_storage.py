@@ -189,10 +189,8 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index in `records` of the single record that represents all shared outputs.
-
-        With one record per output, no two blocks would count as equal, because each reads a different output.
-        """
+        """Return the index in `records` of the single record that represents all shared outputs. With one record per
+        output, no two blocks would count as equal, because each reads a different output."""
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:
             self.records.append(record)

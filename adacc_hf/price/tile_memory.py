@@ -60,11 +60,9 @@ def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> T
 
 
 def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:
-    """Return, for each moment at which memory was measured, a linear function from the number of rows to bytes.
-
-    `few` contains the bytes at each moment in a measurement with `fewer` rows, and `many` those in a measurement with
-    `most` rows. Return None if the two measurements differ in the number of moments.
-    """
+    """Return, for each moment at which memory was measured, a linear function from the number of rows to bytes. `few`
+    contains the bytes at each moment in a measurement with `fewer` rows, and `many` those in a measurement with `most`
+    rows. Return None if the two measurements differ in the number of moments."""
     if len(few) != len(many):
         return None
     slopes = [(more - less) / (most - fewer) for less, more in zip(few, many, strict=True)]

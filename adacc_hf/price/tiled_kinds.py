@@ -96,10 +96,8 @@ def _measured_tiling(modules: Sequence[RowWiseModule]) -> Tiling:
 
 
 def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory], tape: Tape) -> RowTiles | None:
-    """Return the tiles of the row-wise modules of a kind. `tape` was recorded with the modules in tiles.
-
-    Return None if the memory of a module's tiles is unknown.
-    """
+    """Return the tiles of the row-wise modules of a kind. `tape` was recorded with the modules in tiles. Return None if
+    the memory of a module's tiles is unknown."""
     stand_ins = tiled_operators(tape)
     tiles = []
     for module in modules:
@@ -173,10 +171,7 @@ class _PriceSource:
 
     def _priced_value(self, value: Value, index: int | None) -> Value:
         """Return a copy of `value`, a value of a block in tiles, with the codecs of the same value in the block without
-        tiles.
-
-        `index` is the value's index in the block without tiles. If `index` is None, return `value` itself.
-        """
+        tiles. `index` is the value's index in the block without tiles. If `index` is None, return `value` itself."""
         if index is None:
             return value
         source = self._kind.values[index]

@@ -132,11 +132,8 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 def _under(policy: Policy, profile: Profile) -> Profile:
     """Return a copy of `profile` in which each block runs its modules in the tiles (groups of rows) that `policy` gives
-    the block.
-
-    The profile and the policy have the same number of blocks. Raises PolicyMismatchError if the policy sets tiles for a
-    block that was not profiled in tiles.
-    """
+    the block. The profile and the policy have the same number of blocks. Raises PolicyMismatchError if the policy sets
+    tiles for a block that was not profiled in tiles."""
     try:
         return profile.under([policy.plans[index] for _, index in policy.blocks])
     except ValueError as error:
@@ -212,9 +209,7 @@ def describe_head(policy: Policy, profile: Profile) -> str:
 
 def _head_cost(profile: Profile, name: str) -> str:
     """Return the cost of a head (output layer and loss) as text: live bytes in addition to the tensors of the blocks.
-
-    If several heads were profiled, the text includes the time.
-    """
+    If several heads were profiled, the text includes the time."""
     head_profile = profile.with_head(name)
     time = f"{head_profile.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
     live_bytes = max(head_profile.outside_peak_bytes, head_profile.loss_peak_bytes)
@@ -303,11 +298,8 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
 
 def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
-    """Return True if replay can read `value` without recomputing it.
-
-    That is so if the plan's `choices` (actions by value) store it, if other blocks also hold it, or if it is the state
-    of a random generator.
-    """
+    """Return True if replay can read `value` without recomputing it. That is so if the plan's `choices` (actions by
+    value) store it, if other blocks also hold it, or if it is the state of a random generator."""
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE

@@ -139,10 +139,8 @@ def to_png(figure: Figure) -> bytes:
 
 
 def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
-    """Draw one panel of the policy map, for one kind of block.
-
-    `columns` contains the position in the model and the plan of each block of this kind.
-    """
+    """Draw one panel of the policy map, for one kind of block. `columns` contains the position in the model and the
+    plan of each block of this kind."""
     from matplotlib.colors import ListedColormap
 
     order = list(Action)
@@ -192,10 +190,8 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
 
 
 def _phase_spans(phases: Sequence[str]) -> dict[str, Span]:
-    """Return the start and width of each phase of a step on the horizontal axis. A block is one unit wide.
-
-    Each section of the step outside the blocks gets at least `SECTION_SHARE` of the blocks' width, to fit its label.
-    """
+    """Return the start and width of each phase of a step on the horizontal axis. A block is one unit wide. Each section
+    of the step outside the blocks gets at least `SECTION_SHARE` of the blocks' width, to fit its label."""
     num_blocks = sum(_is_block_phase(phase) for phase in phases)
     spans: dict[str, Span] = {}
     start = 0.0

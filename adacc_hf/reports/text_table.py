@@ -46,11 +46,9 @@ def table_lines(rows: Sequence[Sequence[str]], *, columns: int | None, right: Co
 
 
 def _places(widths: Sequence[int], columns: int | None) -> list[tuple[bool, int]]:
-    """Return (starts_line, position) for each column of a table.
-
-    A row that is too wide for the terminal is continued on further lines. `starts_line` is True for a column with which
-    such a line begins. `position` is the number of characters before the column in its line.
-    """
+    """Return (starts_line, position) for each column of a table. A row that is too wide for the terminal is continued
+    on further lines. `starts_line` is True for a column with which such a line begins. `position` is the number of
+    characters before the column in its line."""
     places = []
     position = MARGIN
     for column, width in enumerate(widths):

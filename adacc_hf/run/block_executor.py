@@ -138,10 +138,8 @@ class BlockExecutor:
         return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the block with this `key` (traced path and sizes) under the plan.
-
-        If no tape (record of operators) exists for the key, record the call.
-        """
+        """Run a call of the block with this `key` (traced path and sizes) under the plan. If no tape (record of
+        operators) exists for the key, record the call."""
         entry = self.entries.find(key)
         if entry is not None and self._has_other_numbers(entry, fn, args):
             entry = None
@@ -220,10 +218,8 @@ class BlockExecutor:
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call in which the block's parameters, buffers or attached tensors differ from the tensors on the tape.
-
         If the layout of these tensors changed, the call gets another key, and thus another tape. If tensors are
-        missing, for example because an adapter was merged for this call, the call runs without a tape.
-        """
+        missing, for example because an adapter was merged for this call, the call runs without a tape."""
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
             return self._run_as(current_key, block, fn, args, kwargs)
@@ -237,11 +233,9 @@ class BlockExecutor:
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
-
         torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
         not run these collectives again, and the ranks would wait for each other. Either all ranks run a collective
-        again, or none (rule R13).
-        """
+        again, or none (rule R13)."""
         return fn(*args) if has_collectives else checkpoint_call(fn, *args, block=block)
 
     def _call(
@@ -254,10 +248,8 @@ class BlockExecutor:
         args: tuple[Any, ...],
         is_checked: bool = False,
     ) -> Any:
-        """Run a call of the block under `plan`, the execution plan of `entry`.
-
-        If `is_checked`, backward compares what it recomputes with what this call saved.
-        """
+        """Run a call of the block under `plan`, the execution plan of `entry`. If `is_checked`, backward compares what
+        it recomputes with what this call saved."""
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
         if plan.draws and is_being_captured():
@@ -334,10 +326,8 @@ class BlockExecutor:
 
     def _saves_nothing(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if autograd saves nothing in the call: neither an argument nor a parameter requires gradients,
-        and no recorded call of a block of this kind has saved a tensor.
-
-        The recorded calls are consulted because a block may read tensors that are neither, such as another module's.
-        """
+        and no recorded call of a block of this kind has saved a tensor. The recorded calls are consulted because a
+        block may read tensors that are neither, such as another module's."""
         tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
         if any(tensor.requires_grad for tensor in tensors):
             return False
@@ -364,11 +354,9 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if every plan must run a block with this tape under torch's checkpoint.
-
-    This holds for an untrusted tape (its operators cannot be replayed) with collectives. All ranks must then run the
-    collectives again (rule R13), and other ranks may have another plan.
-    """
+    """Return True if every plan must run a block with this tape under torch's checkpoint. This holds for an untrusted
+    tape (its operators cannot be replayed) with collectives. All ranks must then run the collectives again (rule R13),
+    and other ranks may have another plan."""
     return tape.untrusted is not None and tape.has_collectives
 
 

@@ -214,11 +214,9 @@ class BlockFunction:
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward hooks, and between them the forward `fn(*args)` by the current plan's strategy.
-
         Transformers 5.23 passes the forward alone as `fn`. 5.17 passes the block's `__call__`, which runs the hooks. In
         this case, the block's forward is replaced during the call. Hooks must not be recorded and replayed, because
-        FSDP2's hooks gather the parameters before forward and free the parameters afterwards.
-        """
+        FSDP2's hooks gather the parameters before forward and free the parameters afterwards."""
         call = fn.func if isinstance(fn, partial) else fn
         if getattr(call, "__func__", None) is not nn.Module.__call__:
             return self._run(fn, args)
@@ -282,11 +280,9 @@ class BlockFunction:
 
 
 def _is_compiled_around() -> bool:
-    """Return True if this code runs inside a function or module that torch.compile compiles.
-
-    Two signs are checked: `is_compiling` is True while the compiler traces, and Dynamo's eval-frame callback is set
-    while Python runs the code.
-    """
+    """Return True if this code runs inside a function or module that torch.compile compiles. Two signs are checked:
+    `is_compiling` is True while the compiler traces, and Dynamo's eval-frame callback is set while Python runs the
+    code."""
     return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 

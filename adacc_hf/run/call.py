@@ -198,10 +198,8 @@ class Call:
         return cell.tensor is not None or cell.payload is not None
 
     def _store_state(self, value: int, device: torch.device) -> None:
-        """Store the current state of the default generator of `device`, from which replay draws random numbers.
-
-        Do nothing if the state is already stored, from a recording of this call.
-        """
+        """Store the current state of the default generator of `device`, from which replay draws random numbers. Do
+        nothing if the state is already stored, from a recording of this call."""
         if not self.has(value):
             cell = self._cells[value]
             cell.tensor = cell.saved = generator_state(device)
@@ -284,10 +282,8 @@ class Call:
         return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
-        """Put a stored value into the list of values that a replay program reads.
-
-        Decode a compressed value, unless the decoded tensor still exists.
-        """
+        """Put a stored value into the list of values that a replay program reads. Decode a compressed value, unless the
+        decoded tensor still exists."""
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
             if version_of(cell.saved) != cell.version:
@@ -299,11 +295,9 @@ class Call:
             self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
 
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """Store `value` in its cell: as a tensor or, if the plan compresses the value, as a payload.
-
-        `tensor` is a tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded
-        once, even if several saved tensors view it, because each storage has one payload (rule R3).
-        """
+        """Store `value` in its cell: as a tensor or, if the plan compresses the value, as a payload. `tensor` is a
+        tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded once, even if
+        several saved tensors view it, because each storage has one payload (rule R3)."""
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
             if is_coded:
@@ -340,10 +334,8 @@ class Call:
 
 def _may_be_overwritten() -> bool:
     """Return True if the backward that is unpacking a saved tensor may write to this tensor. Such a backward gets a
-    copy (rule R6).
-
-    Only an `autograd.Function` written in Python may do so. If the backward cannot be identified, return True too.
-    """
+    copy (rule R6). Only an `autograd.Function` written in Python may do so. If the backward cannot be identified,
+    return True too."""
     node = current_autograd_node()  # usually a node of torch itself
     node = current_node() if node is None else node
     return node is None or isinstance(node, BackwardCFunction)
@@ -471,18 +463,13 @@ class Recording:
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor that was at `source` when the block's call began.
-
-        A source is the place of an argument, parameter or other existing tensor. The block may have put another tensor
-        at this place during the call.
-        """
+        """Return the tensor that was at `source` when the block's call began. A source is the place of an argument,
+        parameter or other existing tensor. The block may have put another tensor at this place during the call."""
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:
         """Return True if the block made a saved tensor and changed it through `.data`, which autograd does not notice.
-
-        Plain backward reads the changed tensor, and replay cannot reproduce the change.
-        """
+        Plain backward reads the changed tensor, and replay cannot reproduce the change."""
         slot, tensor, version, _ = packed.content
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 

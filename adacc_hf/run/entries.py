@@ -135,10 +135,8 @@ class PlanEntries:
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
-        """Return an entry with the tape that was recorded for this `key`, or None.
-
-        The tape was recorded under another plan of the block, in a profile, or in another block of the kind.
-        """
+        """Return an entry with the tape that was recorded for this `key`, or None. The tape was recorded under another
+        plan of the block, in a profile, or in another block of the kind."""
         known_shape = self.known_shapes.get(key)
         if known_shape is not None:
             self.recorded[key] = self._entry(known_shape)
@@ -169,10 +167,8 @@ class PlanEntries:
 
     def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
         """Return an entry for `tape`, which was computed from `symbolic_tape` for a size at which no call was recorded.
-
         The execution plan of `symbolic_tape.base`, which was recorded, is resized and reused. If the size is too small
-        for one of the codecs, a new execution plan is built for `tape`.
-        """
+        for one of the codecs, a new execution plan is built for `tape`."""
         base = self.bases.get(symbolic_tape)
         if base is None or base.base is not symbolic_tape.base:
             base = self.bases[symbolic_tape] = self._entry(
@@ -195,11 +191,9 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for the calls with one key (path through the block's code, and sizes).
-
-        `known_shape` is the record of a call that ran the same operators. If `tape` is None, the entry contains the
-        tape in this record. Otherwise the entry contains `tape`, which was computed for sizes that were not recorded.
-        """
+        """Create the entry for the calls with one key (path through the block's code, and sizes). `known_shape` is the
+        record of a call that ran the same operators. If `tape` is None, the entry contains the tape in this record.
+        Otherwise the entry contains `tape`, which was computed for sizes that were not recorded."""
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_untrusted(self.name, tape)
@@ -271,11 +265,8 @@ class PlanEntries:
 
 def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
     """Return the codec of `value` at the size of the execution plan `sized`, or None if the codec does not support this
-    size.
-
-    `codec` is the codec of the execution plan `base`, for another size. If both sizes have the same number of channels,
-    `codec` itself is returned, with the outlier channels that it has chosen.
-    """
+    size. `codec` is the codec of the execution plan `base`, for another size. If both sizes have the same number of
+    channels, `codec` itself is returned, with the outlier channels that it has chosen."""
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):
         return None

@@ -53,10 +53,8 @@ class LargerBatches:
             self.remove()
 
     def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
-        """Log the predicted peak of a batch with `ratio` times as many elements as the profiled batch.
-
-        The prediction assumes that stored bytes grow in proportion to elements. Real stored bytes may grow faster.
-        """
+        """Log the predicted peak of a batch with `ratio` times as many elements as the profiled batch. The prediction
+        assumes that stored bytes grow in proportion to elements. Real stored bytes may grow faster."""
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
         log.warning(

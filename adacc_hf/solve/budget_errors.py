@@ -29,7 +29,7 @@ def infeasible_stored(
         f"memory_budget={budget.setting!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that "
         f"plain training stores for backward, but the least possible is {floor} bytes ({format_bytes(floor)}), a "
         f"fraction of {fraction:.4f}: {format_bytes(outside)} are stored outside the blocks ({profile.head} head) and "
-        f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
+        f"{format_bytes(floor - outside)} by the blocks with {config.describe_actions()}. Raise memory_budget, allow "
         f"more actions or codecs, or use a smaller batch",
         floor,
         least=policy_of_plans(profile, [priced_plan.plan for priced_plan in least], {}),
@@ -49,7 +49,7 @@ def infeasible_peak(
     origin = f" ({budget.nbytes} bytes)" if isinstance(budget.setting, str) else ""
     return InfeasibleBudgetError(
         f"memory_budget={budget.setting!r}{origin}{hint} is below the least possible peak of {needed} bytes "
-        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
+        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with {config.describe_actions()} and a "
         f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
         f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
         f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",

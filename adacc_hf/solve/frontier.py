@@ -61,11 +61,8 @@ def _frontier_of_kind(log: SolverLog, model: KindModel) -> list[PricedPlan]:
 
 def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
     """Return the corners of the convex hull of `program`'s plans that lie between `larger` and `smaller`, in the order
-    of falling bytes.
-
-    `larger` is the plan that stores more bytes, and `smaller` the plan that stores fewer. Both are left out of the
-    result.
-    """
+    of falling bytes. `larger` is the plan that stores more bytes, and `smaller` the plan that stores fewer. Both are
+    left out of the result."""
     if smaller.ms <= larger.ms:
         return []
     corner = program.cheapest(_price_of_memory(larger, smaller))
@@ -196,10 +193,7 @@ def _price_of_memory(larger: PricedPlan, smaller: PricedPlan) -> float:
 
 def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
     """Return True if the plan `corner` is faster than any mixture of the plans `larger` and `smaller` that stores as
-    many bytes.
-
-    `corner` must store fewer bytes than `larger` and more bytes than `smaller`. Otherwise return False.
-    """
+    many bytes. `corner` must store fewer bytes than `larger` and more bytes than `smaller`. Otherwise return False."""
     line_ms = larger.ms + _price_of_memory(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms
@@ -342,10 +336,8 @@ class MixtureProgram:
         return [(x, weight * ms / self.total_ms) for x, ms in terms]
 
     def _bytes(self, weight: float) -> list[tuple[int, float]]:
-        """Return the objective's terms for stored bytes.
-
-        The terms are scaled: for a policy that stores as many bytes as plain training, their sum is about `weight`.
-        """
+        """Return the objective's terms for stored bytes. The terms are scaled: for a policy that stores as many bytes
+        as plain training, their sum is about `weight`."""
         return [(x, weight * self.unit * nbytes) for x, nbytes in self._terms_bytes()]
 
     def _terms_bytes(self) -> list[tuple[int, float]]:

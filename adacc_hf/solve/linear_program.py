@@ -77,11 +77,9 @@ class LinearProgram:
 
 
 def _import_pulp() -> None:
-    """Import PuLP in a separate thread, because PuLP keeps the stack frames of the importing code alive.
-
-    PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames. An
-    import in the caller's thread would keep the caller's local variables, such as the model, alive forever.
-    """
+    """Import PuLP in a separate thread, because PuLP keeps the stack frames of the importing code alive. PuLP stores
+    the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames. An import in
+    the caller's thread would keep the caller's local variables, such as the model, alive forever."""
     if "pulp" not in sys.modules:
         thread = Thread(target=import_module, args=("pulp",))
         thread.start()
@@ -123,8 +121,6 @@ def silence_highs() -> None:
 class SolverLog:
     """Limits of a search, and statistics of its HiGHS runs."""
 
-    gap: float = 0.0
-    """Relative optimality gap at which an integer program stops. 0 requires a proof of optimality."""
     seconds: float = 60.0
     """Time limit of each run of an integer program. Linear relaxations have no time limit."""
     num_solves: int = 0
@@ -151,7 +147,7 @@ class Solver:
             mip=integer,
             msg=False,
             gapAbs=0.0,
-            gapRel=log.gap,
+            gapRel=0.0,
             threads=1,
             primal_feasibility_tolerance=TOLERANCE,
             dual_feasibility_tolerance=TOLERANCE,

@@ -172,10 +172,8 @@ def _host_limit_bytes(kind: KindProfile) -> int | None:
 
 
 def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
-    """Return the encoded forms in which `config` allows `value` to be stored, one per codec.
-
-    Lossless codecs are always allowed. Codecs in host memory are allowed only if `config` sets a limit on host memory.
-    """
+    """Return the encoded forms in which `config` allows `value` to be stored, one per codec. Lossless codecs are always
+    allowed. Codecs in host memory are allowed only if `config` sets a limit on host memory."""
     allows_lossy = Action.COMPRESS in config.parsed_actions
     return [
         StoredForm(
@@ -195,20 +193,16 @@ def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[S
 
 
 def _is_readable_in_replay(value: Value, menus: Mapping[int, Any], runnable: set[int]) -> bool:
-    """Return True if a replayed operator can read `value`.
-
-    The value must be readable whatever the choices are (`_is_always_readable`), or have a menu of stored forms in
-    `menus`, or be recomputable by an operator in `runnable`.
-    """
+    """Return True if a replayed operator can read `value`. The value must be readable whatever the choices are
+    (`_is_always_readable`), or have a menu of stored forms in `menus`, or be recomputable by an operator in
+    `runnable`."""
     is_recomputable = value.recomputable and value.producer in runnable
     return _is_always_readable(value) or value.index in menus or is_recomputable
 
 
 def _is_always_readable(value: Value) -> bool:
-    """Return True if a replay can read `value` whatever the choices for the activations.
-
-    Such values are tensors that several blocks share, and states of random generators, which are stored for the replay.
-    """
+    """Return True if a replay can read `value` whatever the choices for the activations. Such values are tensors that
+    several blocks share, and states of random generators, which are stored for the replay."""
     return value.shared is not None or value.is_generator_state
 
 

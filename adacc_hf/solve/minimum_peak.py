@@ -113,12 +113,9 @@ class PeakOracle:
 
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
         """Return a policy whose peak is at most `budget`, or None if no policy fits. `pools[k]` contains the plans for
-        blocks of the kind with index k.
-
-        Choose a plan for one block after the other, in forward order: of the plans whose own forward and backward fit,
-        the plan that stores least. Storing less never hurts a later block, but reading another shared tensor may.
-        Therefore the best policy is tracked for each set of shared tensors.
-        """
+        blocks of the kind with index k. Choose a plan for one block after the other, in forward order: of the plans
+        whose own forward and backward fit, the plan that stores least. Storing less never hurts a later block, but
+        reading another shared tensor may. Therefore the best policy is tracked for each set of shared tensors."""
         prefixes: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {
             frozenset(): ((), EarlierBlocks())
         }
@@ -184,10 +181,8 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans, for one kind of block, whose neighbours the local search computes next.
-
-    The plans of `policy` come first, then the plans with the least working set.
-    """
+    """Return the plans, for one kind of block, whose neighbours the local search computes next. The plans of `policy`
+    come first, then the plans with the least working set."""
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
@@ -217,10 +212,8 @@ def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[Price
 
 def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
     """Return the Pareto-optimal plans. A plan is left out if another plan needs at most as much of every type of
-    memory.
-
-    The types are the stored bytes, the live bytes, the shared tensors, and the working sets of forward and backward.
-    """
+    memory. The types are the stored bytes, the live bytes, the shared tensors, and the working sets of forward and
+    backward."""
     optimal: dict[_Needs, PricedPlan] = {}
     for plan in sorted(plans, key=lambda plan: plan.ms):
         outcome = oracle.outcome(kind, plan)
@@ -261,11 +254,9 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 
 
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
-    """Yield, for each event of a block's backward, the bytes that are live under any plan for the block.
-
-    The bytes are those of the saved tensors that autograd has unpacked and not yet freed, and of the temporaries of
-    backward's operators. Tensors shared with other blocks are not counted.
-    """
+    """Yield, for each event of a block's backward, the bytes that are live under any plan for the block. The bytes are
+    those of the saved tensors that autograd has unpacked and not yet freed, and of the temporaries of backward's
+    operators. Tensors shared with other blocks are not counted."""
     slots: dict[int, int] = {}
     for event in kind.backward:
         value = kind.slots[event.slot]

@@ -161,10 +161,8 @@ class PolicySearch:
     @cached_property
     def _low_peak_frontiers(self) -> list[list[PricedPlan]]:
         """Frontier of each kind of block, from plans whose working set is near that of the policy with the least peak.
-
         The plans on a kind's own frontier are selected by stored bytes. The plan with the least peak may store more, so
-        that no mixture of frontier plans is near it.
-        """
+        that no mixture of frontier plans is near it."""
         least = self._timed(self._byte_search.least)
         plans: list[list[PricedPlan]] = [[] for _ in self.models]
         for block, plan in zip(self.profile.blocks, least, strict=True):
@@ -194,10 +192,8 @@ class PolicySearch:
         return [replace(plan, ms=self.oracle.outcome(block.kind, plan).overhead_ms) for block, plan in blocks]
 
     def _falling_peaks(self) -> Iterator[int]:
-        """Yield peaks of policies that this search can find: the quickest to compute first, the least peak last.
-
-        A budget is feasible if the least peak fits, even if a faster search finds no policy.
-        """
+        """Yield peaks of policies that this search can find: the quickest to compute first, the least peak last. A
+        budget is feasible if the least peak fits, even if a faster search finds no policy."""
         checkpointed = [
             (*model.checkpoints, plain)[0] for model, plain in zip(self.models, self.retain_plans, strict=True)
         ]
@@ -232,10 +228,8 @@ class PolicySearch:
         return self._least_peak(self.kinds.frontiers, self.trail[-1])
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """Search repeatedly for a policy with a lower peak, starting from `policy`.
-
-        Return the policy with the lowest peak found.
-        """
+        """Search repeatedly for a policy with a lower peak, starting from `policy`. Return the policy with the lowest
+        peak found."""
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
             budget = Budget(nbytes, nbytes, limits_peak=True)
@@ -270,10 +264,8 @@ class PolicySearch:
         return all(self.models[block.kind].fits_host(plan.host_bytes) for block, plan in blocks)
 
     def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
-        """Return a peak budget that some policy with plans of `frontiers` fits.
-
-        The budget is quick to compute, but is not the smallest budget that a policy fits.
-        """
+        """Return a peak budget that some policy with plans of `frontiers` fits. The budget is quick to compute, but is
+        not the smallest budget that a policy fits."""
         backs = range(1, NUM_FRONTIER_ENDS + 1)
         ends = ([frontier[max(-back, -len(frontier))] for frontier in frontiers] for back in backs)
         policies = ([end[block.kind] for block in self.profile.blocks] for end in ends)
@@ -291,11 +283,9 @@ class PolicySearch:
         return max(in_head_ms, self._backward_ms(budget.nbytes)) if budget.limits_peak else in_head_ms
 
     def _backward_ms(self, nbytes: int) -> float:
-        """Return a lower bound on the overhead in ms of any policy whose backward has a peak of at most `nbytes`.
-
-        While the backward of a block runs, the remaining memory limits the bytes that the earlier blocks store. Each
-        block gives a bound, and the result is the largest of these bounds.
-        """
+        """Return a lower bound on the overhead in ms of any policy whose backward has a peak of at most `nbytes`. While
+        the backward of a block runs, the remaining memory limits the bytes that the earlier blocks store. Each block
+        gives a bound, and the result is the largest of these bounds."""
         num_earlier = [0] * len(self.models)
         bound_ms = 0.0
         for index, block in enumerate(self.profile.blocks):
@@ -326,10 +316,8 @@ class PolicySearch:
         return budget.nbytes - max(EarlierBlocks(live_bytes=-cast_bytes).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return a list with the first of `greedy_policies` that fits.
-
-        The list is empty if no policy fits that takes less time than `incumbent_ms`.
-        """
+        """Return a list with the first of `greedy_policies` that fits. The list is empty if no policy fits that takes
+        less time than `incumbent_ms`."""
         policies = greedy_policies(self.profile, self.models)
         faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
         return list(itertools.islice(filter(fits, faster), 1))
@@ -430,10 +418,8 @@ class PolicySearch:
 
     def _promising_caps(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
         """Return the caps (limits on stored bytes) whose fastest policy could fit and be faster than `incumbent_ms`.
-
         `caps` is in ascending order. Of the caps above the budget's limit, only the first can be returned, because a
-        larger cap gives the same policy, or a policy that does not fit.
-        """
+        larger cap gives the same policy, or a policy that does not fit."""
         outside = fixed_bytes(self.profile)
         unsaved_shared = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
         limit = self._limit_bytes(budget)
@@ -441,20 +427,16 @@ class PolicySearch:
         return [cap for cap in caps[: num_within + 1] if self._least_ms(min(limit, cap - outside)) < incumbent_ms]
 
     def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return a list with the fastest policy of `program` that stores at most `cap_bytes`.
-
-        The list is empty if no such policy is found that takes at most `incumbent_ms`.
-        """
+        """Return a list with the fastest policy of `program` that stores at most `cap_bytes`. The list is empty if no
+        such policy is found that takes at most `incumbent_ms`."""
         policy = program.least_ms(cap_bytes, incumbent_ms - self.head_ms)
         return [] if policy is None else [policy]
 
     def _neighboring_plans(
         self, frontiers: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
     ) -> list[list[PricedPlan]]:
-        """Return `frontiers` with only the plans that `policy` uses and, for `kind`, the plans next to them.
-
-        Plans farther along the frontier of `kind` take too much time for the bytes that they free.
-        """
+        """Return `frontiers` with only the plans that `policy` uses and, for `kind`, the plans next to them. Plans
+        farther along the frontier of `kind` take too much time for the bytes that they free."""
         used: list[set[PricedPlan]] = [set() for _ in frontiers]
         for block, plan in zip(self.profile.blocks, policy, strict=True):
             used[block.kind].add(plan)
@@ -465,10 +447,8 @@ class PolicySearch:
         ]
 
     def _mixture_program(self, frontiers: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
-        """Return the integer program in which one block of `kind` may have any plan.
-
-        Every other block gets a plan from `frontiers`.
-        """
+        """Return the integer program in which one block of `kind` may have any plan. Every other block gets a plan from
+        `frontiers`."""
         num_free = [int(k == kind) for k in range(len(self.models))]
         return MixtureProgram(self.profile, self.models, frontiers, num_free, self.log)
 

@@ -69,7 +69,7 @@ def solve_policy(
         "budget_of": "peak" if budget.limits_peak else "stored",
         "plain_stored_bytes": profile.plain_stored_bytes,
         **({} if config.host_memory is None else {"host_limit_bytes": host_limit}),
-        "status": "plain" if plans is searches[0].plain else "optimal" if gap <= config.solver_gap else "feasible",
+        "status": "plain" if plans is searches[0].plain else "optimal" if gap == 0.0 else "feasible",
         "gap": gap,
         "solves": search.log.num_solves,
         "seconds": time.perf_counter() - start,
@@ -156,10 +156,8 @@ def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
 
 
 def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
-    """Return the fastest policy whose peak is at most `nbytes`.
-
-    If no policy fits, return a policy with the lowest peak that the solver finds.
-    """
+    """Return the fastest policy whose peak is at most `nbytes`. If no policy fits, return a policy with the lowest peak
+    that the solver finds."""
     try:
         return solve_policy(profile, nbytes, config)
     except InfeasibleBudgetError as error:
@@ -169,11 +167,9 @@ def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) 
 
 
 def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySearch]:
-    """Return a search for each pair of a profile and a head that the config allows.
-
-    `profiles` come from `tiled_profiles`. The first search is for blocks without tiles (groups of rows), and for the
-    plain head (output layer and loss).
-    """
+    """Return a search for each pair of a profile and a head that the config allows. `profiles` come from
+    `tiled_profiles`. The first search is for blocks without tiles (groups of rows), and for the plain head (output
+    layer and loss)."""
     heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
     every_kind: list[Kinds] = []
     for profile in profiles:
@@ -185,11 +181,9 @@ def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySe
 def _fastest_within_host(
     profiles: Sequence[Profile], config: AdaccConfig, searches: Sequence[PolicySearch], budget: Budget, host_limit: int
 ) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget that also keeps a limit on host memory.
-
-    The policy stores at most `host_limit` bytes in host memory. `searches` have no limit on host memory. Raises
-    InfeasibleBudgetError if no policy fits.
-    """
+    """Return (search, plans) of the fastest policy within the budget that also keeps a limit on host memory. The policy
+    stores at most `host_limit` bytes in host memory. `searches` have no limit on host memory. Raises
+    InfeasibleBudgetError if no policy fits."""
     if config.host_memory is None or all(kind.host_link is None for kind in profiles[0].kinds):
         return _fastest(searches, budget)
     # Neither search is exact: the one without host memory may find a faster policy. Host memory never costs time.
@@ -225,12 +219,10 @@ def _may_move(profile: Profile) -> bool:
 def _fastest(
     searches: Sequence[PolicySearch], budget: Budget, bound_bytes: int | None = None
 ) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget.
-
-    Each of `searches` covers the policies with one head (output layer and loss), and possibly with one limit on the
-    host memory of each block. Raises InfeasibleBudgetError if no policy fits. The error reports `bound_bytes`, a lower
-    bound on the budget that any policy needs. If `bound_bytes` is None, the lowest bound of the searches is reported.
-    """
+    """Return (search, plans) of the fastest policy within the budget. Each of `searches` covers the policies with one
+    head (output layer and loss), and possibly with one limit on the host memory of each block. Raises
+    InfeasibleBudgetError if no policy fits. The error reports `bound_bytes`, a lower bound on the budget that any
+    policy needs. If `bound_bytes` is None, the lowest bound of the searches is reported."""
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
     for search in sorted(searches, key=lambda search: search.fixed_ms):
@@ -253,9 +245,7 @@ def _fastest(
 
 def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None) -> InfeasibleBudgetError:
     """Return an error that reports the lowest feasible budget in `errors`, and a lower bound on all feasible budgets.
-
-    The lower bound is `bound_bytes` or, if this is None, the lowest bound in `errors`.
-    """
+    The lower bound is `bound_bytes` or, if this is None, the lowest bound in `errors`."""
     least = min(errors, key=lambda error: error.smallest_budget_bytes)
     bounds = [error.bound_bytes for error in errors]
     floor, bound = least.smallest_budget_bytes, min(bounds) if bound_bytes is None else bound_bytes
@@ -272,10 +262,7 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
     """Return the optimality gap of a policy with the overhead `ms`: the largest fraction of this overhead that another
-    policy might avoid.
-
-    The overhead is counted from the time of the fastest head (output layer and loss).
-    """
+    policy might avoid. The overhead is counted from the time of the fastest head (output layer and loss)."""
     fastest_ms = min(0.0, *(search.head_ms for search in searches))
     if ms <= fastest_ms:
         return 0.0

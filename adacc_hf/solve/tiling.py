@@ -57,11 +57,8 @@ def _most_tiles(profile: Profile) -> list[int]:
 
 
 def _most_tiles_of(kind: KindProfile) -> int:
-    """Return the smallest number of tiles that saves nearly as much memory as the most tiles.
-
-    With this number, the peak of a recomputing block of `kind` is at most the fraction ENOUGH above the peak with the
-    most tiles.
-    """
+    """Return the smallest number of tiles that saves nearly as much memory as the most tiles. With this number, the
+    peak of a recomputing block of `kind` is at most the fraction ENOUGH above the peak with the most tiles."""
     assert kind.tiles is not None  # the caller passes kinds with tiles
     number = most_tiles(kind.tiles.num_rows)
     if not number:

@@ -38,11 +38,9 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
 
 
 def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Return True if `tensor` is a list of indices into a larger tensor of the batch, and not data.
-
-    An index list has one dimension, a length other than the number of samples, and fewer elements than another tensor
-    of integers. Activations do not grow with the length of an index list.
-    """
+    """Return True if `tensor` is a list of indices into a larger tensor of the batch, and not data. An index list has
+    one dimension, a length other than the number of samples, and fewer elements than another tensor of integers.
+    Activations do not grow with the length of an index list."""
     if tensor.dim() != 1 or not _has_integers(tensor):
         return False
     has_own_samples = any(other.dim() > 1 and other.shape[0] == len(tensor) for other in tensors)
@@ -81,10 +79,8 @@ def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
 
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
     """Return the index of the dimension whose size is never rounded, or None. Batches are grouped only if they have the
-    same size in this dimension.
-
-    The dimension is N, the images per sample, in [B, N, C, H, W], and C, the channels, in [B, C, H, W].
-    """
+    same size in this dimension. The dimension is N, the images per sample, in [B, N, C, H, W], and C, the channels, in
+    [B, C, H, W]."""
     return 1 if len(size) > 3 else None
 
 

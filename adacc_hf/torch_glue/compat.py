@@ -170,11 +170,8 @@ class _IdentityFunction(torch.autograd.Function):
 
 def _python_objects_own() -> bool:
     """Return True if, in this release of torch, a Python reference to the node of an `autograd.Function` keeps the node
-    alive.
-
-    Before torch 2.13 it did not: the node died with the last tensor or node that referred to it. For nodes of torch's
-    own operators, a Python reference suffices in all releases.
-    """
+    alive. Before torch 2.13 it did not: the node died with the last tensor or node that referred to it. For nodes of
+    torch's own operators, a Python reference suffices in all releases."""
     with torch.enable_grad():
         node = _IdentityFunction.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
     try:
@@ -298,10 +295,8 @@ def checkpoint_call(
 
 def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return one empty tensor for each device, except the CPU, of the tensors among the arguments of a checkpointed
-    call.
-
-    The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
-    """
+    call. The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments'
+    devices."""
     leaves = tree_leaves((args, keyword_arguments(fn)))
     devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]

@@ -189,10 +189,8 @@ waiting forever."""
 
 
 def _picklable_parts(error: Exception) -> SentError:
-    """Return (class, arguments, attributes) of `error`, to send it to other ranks.
-
-    If the parts of `error` cannot be pickled, return the parts of an AdaccError with the same message.
-    """
+    """Return (class, arguments, attributes) of `error`, to send it to other ranks. If the parts of `error` cannot be
+    pickled, return the parts of an AdaccError with the same message."""
     parts = (type(error), error.args, vars(error))
     try:
         _rebuild_error(*pickle.loads(pickle.dumps(parts)))

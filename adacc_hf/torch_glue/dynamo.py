@@ -143,12 +143,10 @@ class ClassReads:
 
 
 def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return (suffix,) such that the expression `owner.name` + suffix gives the same object at each evaluation.
-
-    The guard compares these objects. For a class method, Python creates a new bound method at each evaluation, so the
+    """Return (suffix,) such that the expression `owner.name` + suffix gives the same object at each evaluation. The
+    guard compares these objects. For a class method, Python creates a new bound method at each evaluation, so the
     suffix is ".__func__". The suffix is "" if `owner.name` itself always gives the same object. Return () if no suffix
-    gives the same object.
-    """
+    gives the same object."""
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):
             value = vars(base)[name]
@@ -211,12 +209,10 @@ def trace(
 
 def _without_views(scope: Scope) -> Scope:
     """Return a copy of `scope` in which no argument after the hidden states is a view. Each view is replaced by another
-    tensor on the same memory.
-
-    Dynamo would guard the layout of a view's base, on which no operator of the block depends. A later call with an
-    equal tensor that is not a view, such as a detached copy, would then be traced again. The hidden states, the first
-    tensor, are kept: a profile's calls on detached hidden states then have a path, and records, of their own.
-    """
+    tensor on the same memory. Dynamo would guard the layout of a view's base, on which no operator of the block
+    depends. A later call with an equal tensor that is not a view, such as a detached copy, would then be traced again.
+    The hidden states, the first tensor, are kept: a profile's calls on detached hidden states then have a path, and
+    records, of their own."""
     replacements: dict[int, torch.Tensor] = {}
 
     def replaced(value: Any) -> Any:
@@ -267,10 +263,8 @@ existing hooks, which have their own guards.
 
 
 def _message_functions() -> Iterator[Callable[..., Any]]:
-    """Yield the functions that log or warn, which are left out of traces.
-
-    The functions are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
-    """
+    """Yield the functions that log or warn, which are left out of traces. The functions are looked up at each trace,
+    because Transformers adds some methods to loggers when it is imported."""
     yield warnings.warn
     yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
@@ -315,11 +309,9 @@ class _DeadObjects(list[Any]):
 
 
 def _compile_getter(names: Iterable[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Compile the expressions `names` to one function that returns their values.
-
-    The expressions are Dynamo's description of where a value comes from (its source). The function's argument is a
-    `Scope`, the variable `L` of the expressions. `variables` contains the expressions' other variables.
-    """
+    """Compile the expressions `names` to one function that returns their values. The expressions are Dynamo's
+    description of where a value comes from (its source). The function's argument is a `Scope`, the variable `L` of the
+    expressions. `variables` contains the expressions' other variables."""
     items = "".join(f"{name}, " for name in names)
     return eval(f"lambda L: ({items})", variables)
 
@@ -390,11 +382,8 @@ def _decides_tensors(node: Any) -> bool:
 
 
 def _raw_environment() -> dict[Any, Any]:
-    """Return the environment variables undecoded, as os.environ stores them.
-
-    The variables are compared at each call, and decoding them would take longer than the check of all of Dynamo's
-    guards.
-    """
+    """Return the environment variables undecoded, as os.environ stores them. The variables are compared at each call,
+    and decoding them would take longer than the check of all of Dynamo's guards."""
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
 
@@ -404,10 +393,8 @@ _EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def _may_equal_another(value: Any) -> bool:
-    """Return True if a guard that compares by `==` may accept a different value.
-
-    Examples are -0.0 == 0.0, True == 1, and containers that can change.
-    """
+    """Return True if a guard that compares by `==` may accept a different value. Examples are -0.0 == 0.0, True == 1,
+    and containers that can change."""
     if isinstance(value, tuple | frozenset):
         return any(isinstance(item, bool | float | list | dict | set) or _may_equal_another(item) for item in value)
     if isinstance(value, complex):
@@ -503,10 +490,8 @@ def _dynamo_namespace() -> Any:
 @contextmanager
 def _static_marks_restored() -> Iterator[None]:
     """After the `with` block, remove the attribute with which a trace marks parameters and buffers as inputs of fixed
-    address, or restore the attribute's earlier value.
-
-    The attribute would stay on the model's tensors after the policy is removed, and would be pickled with them.
-    """
+    address, or restore the attribute's earlier value. The attribute would stay on the model's tensors after the policy
+    is removed, and would be pickled with them."""
     from torch._dynamo import decorators
 
     name, original = "_dynamo_static_input_type", decorators.mark_static_address
@@ -530,10 +515,8 @@ def _static_marks_restored() -> Iterator[None]:
 
 @contextmanager
 def _quiet_dynamo() -> Iterator[None]:
-    """Silence Dynamo's logs and all warnings inside the `with` block.
-
-    Dynamo warns, for example, about `.grad` of non-leaf tensors.
-    """
+    """Silence Dynamo's logs and all warnings inside the `with` block. Dynamo warns, for example, about `.grad` of
+    non-leaf tensors."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -53,11 +53,9 @@ def total_host_bytes() -> int:
 
 
 def _container_bytes() -> list[tuple[int, int]]:
-    """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it.
-
-    The limits come from containers, batch systems such as Slurm, and systemd. The inactive part of the page cache
-    counts as free, because the kernel frees it when memory is needed.
-    """
+    """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it. The
+    limits come from containers, batch systems such as Slurm, and systemd. The inactive part of the page cache counts as
+    free, because the kernel frees it when memory is needed."""
     return [
         limit
         for hierarchy, names in ((CGROUP, VERSION_2), (CGROUP / "memory", VERSION_1))
@@ -67,10 +65,8 @@ def _container_bytes() -> list[tuple[int, int]]:
 
 
 def _own_path(is_version_2: bool) -> str:
-    """Return the path of this process's cgroup in the hierarchy of version 2 or 1, or "/" if the path is unknown.
-
-    A line of OWN_CGROUPS is "number:controllers:path". The number in version 2 is 0.
-    """
+    """Return the path of this process's cgroup in the hierarchy of version 2 or 1, or "/" if the path is unknown. A
+    line of OWN_CGROUPS is "number:controllers:path". The number in version 2 is 0."""
     with suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -80,11 +76,9 @@ def _own_path(is_version_2: bool) -> str:
 
 
 def _folders(hierarchy: Path, path: str) -> list[Path]:
-    """Return the folder of the cgroup `path` and all folders above it, up to the folder `hierarchy`.
-
-    Folders that do not exist are included: within a container, `path` may be relative to the machine's hierarchy, of
-    which only the container's part is mounted.
-    """
+    """Return the folder of the cgroup `path` and all folders above it, up to the folder `hierarchy`. Folders that do
+    not exist are included: within a container, `path` may be relative to the machine's hierarchy, of which only the
+    container's part is mounted."""
     parts = [part for part in Path(path).parts if part not in ("/", "..")]
     return [hierarchy.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 

@@ -260,10 +260,8 @@ class CpuMemoryMeter(MemoryMeter):
 
     def _add_point(self, live_bytes: int, max_bytes: int) -> None:
         """Append the next point: the live bytes at a mark, and the maximum of the live bytes until the following mark.
-
         Points are appended in the order of the marks. The first point has an empty label, and covers the interval
-        before the first mark.
-        """
+        before the first mark."""
         index = len(self.points)
         label = self._labels[index - 1] if index else ()
         self.points.append(MemoryPoint(label, live_bytes, max_bytes))
@@ -275,10 +273,8 @@ _open_meters: list[CpuMemoryMeter] = []
 
 @contextmanager
 def _silenced_stderr() -> Iterator[None]:
-    """Discard all output to stderr inside the `with` block.
-
-    The profiler's C++ code writes a line to stderr at each start and stop.
-    """
+    """Discard all output to stderr inside the `with` block. The profiler's C++ code writes a line to stderr at each
+    start and stop."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with open(os.devnull, "w") as devnull:

@@ -137,10 +137,8 @@ class _StateSearch:
         self._queue += inner
 
     def _search_code_of(self, obj: type | FunctionType) -> None:
-        """Add the installed packages that define `obj` and its base classes to the packages whose code is searched.
-
-        Run the searches of these packages that were postponed (`_skips`).
-        """
+        """Add the installed packages that define `obj` and its base classes to the packages whose code is searched. Run
+        the searches of these packages that were postponed (`_skips`)."""
         for base in getattr(obj, "__mro__", (obj,)):
             package = _installed_package(base.__module__)
             if package is not None and package not in self._packages:
@@ -149,10 +147,8 @@ class _StateSearch:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched for state, or not yet.
-
-        If the module belongs to an installed package, postpone `search`: it runs if the package is searched later.
-        """
+        """Return True if the code of `module` is not searched for state, or not yet. If the module belongs to an
+        installed package, postpone `search`: it runs if the package is searched later."""
         if _is_library_module(module):
             return True
         package = _installed_package(module)
@@ -236,10 +232,7 @@ class _StateSearch:
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
         """Add the global variables that a function's code uses to the found state. If a variable is a module, also
-        search this module.
-
-        `namespace` contains the globals, and `code_names` the names that occur in the code.
-        """
+        search this module. `namespace` contains the globals, and `code_names` the names that occur in the code."""
         names = Globals(namespace, code_names)
         for value in names.values():
             if not isinstance(value, ModuleType):

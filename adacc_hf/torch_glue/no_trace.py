@@ -89,10 +89,7 @@ def _is_tensor_replaced(now: Any, before: Any) -> bool:
 
 def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
     """Return the tensors of a dict entry if the entry may be a table (`Tables`) that a run of the model has filled,
-    else [].
-
-    `now` is the value of the entry after the run, and `before` is the value before the run.
-    """
+    else []. `now` is the value of the entry after the run, and `before` is the value before the run."""
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]
         return tensors if len(tensors) == len(now) else []

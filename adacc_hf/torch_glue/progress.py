@@ -151,10 +151,8 @@ def reported_if_slow(phase: str) -> Iterator[None]:
 
 
 def _report_progress(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
-    """Log that `phase` is running, first after `first` seconds and then at growing intervals, until `ended` is set.
-
-    The times of the reports, in seconds since `started`, are appended to `reports`.
-    """
+    """Log that `phase` is running, first after `first` seconds and then at growing intervals, until `ended` is set. The
+    times of the reports, in seconds since `started`, are appended to `reports`."""
     seconds = first
     while not ended.wait(max(0.0, started + seconds - time.monotonic())):
         progress.info("Adacc: %s: %.0f s so far", phase, seconds)

@@ -166,10 +166,7 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
 
 def _local_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a sharded module's `__dict__`, or of a dict in it, without parameters and views of
-    parameters.
-
-    FSDP sets and removes parameters and views of parameters around each forward.
-    """
+    parameters. FSDP sets and removes parameters and views of parameters around each forward."""
     return {
         name: value
         for name, value in entries.items()

@@ -306,10 +306,8 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split tensors of one shape into parts: each item contains one part of every tensor, with the elements at the same
-    indices.
-
-    If the layouts of the tensors differ or have gaps, there is a single item, which contains the whole tensors.
-    """
+    indices. If the layouts of the tensors differ or have gaps, there is a single item, which contains the whole
+    tensors."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):

@@ -73,10 +73,8 @@ def without_onednn():
 
 @pytest.fixture(scope="session")
 def run_steps():
-    """`run_steps(model, batch, num_steps=3, autocast=None)`: a dict of the loss and every gradient, per step.
-
-    Step i starts from random seed i. No optimizer runs. Buffers are restored at the end, so that runs can be compared.
-    """
+    """`run_steps(model, batch, num_steps=3, autocast=None)`: a dict of the loss and every gradient, per step. Step i
+    starts from random seed i. No optimizer runs. Buffers are restored at the end, so that runs can be compared."""
     import torch
 
     def run(model, batch, num_steps=3, autocast=None):
@@ -117,10 +115,8 @@ def assert_same_steps():
 
 @pytest.fixture(scope="session")
 def assert_exact(run_steps, assert_same_steps):
-    """`assert_exact(model, batch, num_policies=6)`: profile, train under lossless policies, and return the profile.
-
-    The first policy recomputes every recomputable value, the others are random. All must equal plain training.
-    """
+    """`assert_exact(model, batch, num_policies=6)`: profile, train under lossless policies, and return the profile. The
+    first policy recomputes every recomputable value, the others are random. All must equal plain training."""
     from adacc_hf import AdaccConfig, apply_policy, profile_model
 
     def check(model, batch, num_policies=6, autocast=None, config=None):

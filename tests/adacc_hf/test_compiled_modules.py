@@ -50,20 +50,16 @@ def with_compiled_mlp(toy_model, backend, wrapped=True):
 
 
 def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
-    """A compiled module inside a block is exact.
-
-    Its one autograd Function saves the tensors that the compiler chose, and runs kernels without operators.
-    """
+    """A compiled module inside a block is exact. Its one autograd Function saves the tensors that the compiler chose,
+    and runs kernels without operators."""
     profile = assert_exact(with_compiled_mlp(toy_model, "aot_eager"), toy_batch())
     assert all(kind.untrusted == COMPILED for kind in profile.kinds)
     assert all(kind.forward_ms > 0 for kind in profile.kinds)
 
 
 def test_a_module_inside_a_block_that_compiles_itself(toy_model, toy_batch, assert_exact):
-    """A module inside a block that compiles itself is exact.
-
-    Under hooks older releases run it operator by operator, newer ones run the compiled code.
-    """
+    """A module inside a block that compiles itself is exact. Under hooks older releases run it operator by operator,
+    newer ones run the compiled code."""
     assert_exact(with_compiled_mlp(toy_model, "aot_eager", wrapped=False), toy_batch())
 
 
@@ -73,10 +69,8 @@ def test_what_dynamo_alone_has_traced_is_seen_operator_by_operator(toy_model, to
 
 
 def hidden_code(runs, graphs):
-    """Return a backend whose code appears in no record, like Inductor's kernels.
-
-    `runs` gets an item for every run of a forward, `graphs` one for every forward that is compiled.
-    """
+    """Return a backend whose code appears in no record, like Inductor's kernels. `runs` gets an item for every run of a
+    forward, `graphs` one for every forward that is compiled."""
 
     def forward_compiler(module, _):
         graphs.append(None)
@@ -92,10 +86,8 @@ def hidden_code(runs, graphs):
 
 
 def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
-    """Compiled code stays compiled, also in recorded calls.
-
-    There torch would run it operator by operator, and in older releases ever after.
-    """
+    """Compiled code stays compiled, also in recorded calls. There torch would run it operator by operator, and in older
+    releases ever after."""
     runs, graphs = [], []
     model, batch = with_compiled_mlp(toy_model, hidden_code(runs, graphs)), toy_batch()
     profile = profile_model(model, batch, CONFIG)
@@ -152,10 +144,8 @@ def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
 
 @hooks_forward
 def test_blocks_that_are_compiled_later_are_refused(tiny_llama, token_batch):
-    """Blocks that are compiled after the policy was applied are refused.
-
-    A Trainer with `torch_compile=True` does this: its callbacks see the bare model.
-    """
+    """Blocks that are compiled after the policy was applied are refused. A Trainer with `torch_compile=True` does this:
+    its callbacks see the bare model."""
     model, batch = tiny_llama(layers=1), token_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):

@@ -73,7 +73,7 @@ def settings_of(capfd, *options: str) -> dict:
         (("--memory-budget", "20GiB"), {"memory_budget": "20GiB"}),
         (("--memory-budget", "0.5"), {"memory_budget": 0.5}),
         (("--memory-budget=30000000",), {"memory_budget": 30000000}),
-        (("--lossless",), {"actions": ["retain", "recompute"]}),
+        (("--exact",), {"exact": True}),
     ],
 )
 def test_options_reach_the_processes(options: tuple[str, ...], settings: dict, capfd) -> None:
@@ -83,18 +83,18 @@ def test_options_reach_the_processes(options: tuple[str, ...], settings: dict, c
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("c.json", '{"memory_budget": 0.4, "head": "plain", "actions": ["retain", "compress"]}'),
-        ("c.yaml", "memory_budget: 0.4\nhead: plain\nactions: [retain, compress]\n"),
-        ("c.yml", "memory_budget: 0.4\nhead: plain\nactions: [retain, compress]\n"),
+        ("c.json", '{"memory_budget": 0.4, "head": "plain", "actions": ["retain"]}'),
+        ("c.yaml", "memory_budget: 0.4\nhead: plain\nactions: [retain]\n"),
+        ("c.yml", "memory_budget: 0.4\nhead: plain\nactions: [retain]\n"),
     ],
 )
 def test_a_file_sets_fields_and_options_override_it(name: str, text: str, tmp_path: Path, capfd) -> None:
     path = tmp_path / name
     path.write_text(text)
-    settings = {"memory_budget": 0.4, "head": "plain", "actions": ["retain", "compress"]}
+    settings = {"memory_budget": 0.4, "head": "plain", "actions": ["retain"]}
     assert settings_of(capfd, "--config", str(path)) == settings
-    options = ("--config", str(path), "--memory-budget", "1GiB", "--lossless")
-    assert settings_of(capfd, *options) == {"memory_budget": "1GiB", "head": "plain", "actions": ["retain"]}
+    options = ("--config", str(path), "--memory-budget", "1GiB", "--exact")
+    assert settings_of(capfd, *options) == settings | {"memory_budget": "1GiB", "exact": True}
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_wrong_options_are_refused_before_the_command_starts(tmp_path: Path, cap
     refusal = refusal_of(["--config", str(missing)], capsys)
     assert f"--config={missing} cannot be read (No such file or directory): check the path" in refusal
     (tmp_path / "c.json").write_text('{"head": "chunked"}')
-    assert 'set head="auto", or leave out' in refusal_of(["--lossless", "--config", str(tmp_path / "c.json")], capsys)
-    assert main(["run", "--lossless"]) == main(["run", "--"]) == 2
+    assert "leave out head, or exact" in refusal_of(["--exact", "--config", str(tmp_path / "c.json")], capsys)
+    assert main(["run", "--exact"]) == main(["run", "--"]) == 2
     assert capsys.readouterr().err.count("COMMAND is missing: write it after --") == 2
     monkeypatch.setenv("ADACC_HF_RUN_RECORDS", str(tmp_path))
     assert "use `adacc run` once" in refusal_of([], capsys)
@@ -152,10 +152,10 @@ def test_settings_are_checked_without_torch(tmp_path: Path) -> None:
 def test_the_command_keeps_its_own_options(capfd) -> None:
     """After the command's name, options belong to the command, with and without `--`."""
     code = "import sys; print(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "--lossless", "--", "--config", "x"]
+    command = [sys.executable, "-c", code, "--exact", "--", "--config", "x"]
     main(["run", "--", *command])
     main(["run", *command])
-    assert capfd.readouterr().out == "['--lossless', '--', '--config', 'x']\n" * 2
+    assert capfd.readouterr().out == "['--exact', '--', '--config', 'x']\n" * 2
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,10 @@ def test_under_the_interpreter():
 
 @pytest.fixture(scope="module")
 def liger():
-    """The function that puts liger's kernels into a LLaMA, adapted to the interpreter of this release of Triton.
-
-    The interpreter passes floats to kernels bare, where a compiled kernel gets scalars that can be cast, and has no
+    """The function that puts liger's kernels into a LLaMA, adapted to the interpreter of this release of Triton. The
+    interpreter passes floats to kernels bare, where a compiled kernel gets scalars that can be cast, and has no
     libdevice. It moves tensors by torch operators, where a compiled kernel runs none, so dispatch modes must not see
-    them. And reference cycles keep tensors alive, which would be measured as stored.
-    """
+    them. And reference cycles keep tensors alive, which would be measured as stored."""
     import numpy as np
     import triton.language as tl
     from liger_kernel.ops import rms_norm
@@ -123,10 +121,8 @@ def test_a_plan_predicts_the_bytes_of_a_step(liger, tiny_llama, token_batch):
 
 @interpreted
 def test_the_least_peak_is_no_higher_than_checkpointings(liger, tiny_llama, token_batch):
-    """The least peak is no higher than torch's checkpoint's. `TRITON_INTERPRET=1 pytest -s` prints the peaks.
-
-    Printed peaks exclude the model.
-    """
+    """The least peak is no higher than torch's checkpoint's. `TRITON_INTERPRET=1 pytest -s` prints the peaks. Printed
+    peaks exclude the model."""
     model, batch = tiny_llama(layers=4), token_batch(1, 16)
     liger(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 

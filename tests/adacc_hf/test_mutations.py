@@ -267,10 +267,8 @@ some_changes = st.none() | st.tuples(
 
 
 def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
-    """Lossless training equals plain training, or stops with an error.
-
-    An error is allowed only if a change comes before the first step that runs as profiled; few runs stop.
-    """
+    """Lossless training equals plain training, or stops with an error. An error is allowed only if a change comes
+    before the first step that runs as profiled; few runs stop."""
     stopped = []
 
     @settings(max_examples=EXAMPLES, database=None)

@@ -58,9 +58,7 @@ def padded_batch():
 @pytest.fixture(scope="module")
 def assert_same_training():
     """`assert_same_training(build, batch, loop, num_policies=2, precision=None)`: the loop runs alike under policies.
-
-    `loop(model)` yields dicts of tensors. Policies are made from a profile of `batch` under autocast to `precision`.
-    """
+    `loop(model)` yields dicts of tensors. Policies are made from a profile of `batch` under autocast to `precision`."""
 
     def note(model, loop):
         torch.manual_seed(7)

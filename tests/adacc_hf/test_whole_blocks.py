@@ -54,11 +54,9 @@ def input_options(kind):
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_a_checkpointed_block_keeps_and_needs_is_predicted(request, token_batch, name, dtype):
-    """Bytes that a checkpointed block keeps and needs are predicted to the byte, with each codec for its input.
-
-    In bfloat16 the predicted peak is a bound: matrix products have workspaces, which differ between processors, and the
-    last ones of the second forward may have the peak. torch's checkpoint stops before them.
-    """
+    """Bytes that a checkpointed block keeps and needs are predicted to the byte, with each codec for its input. In
+    bfloat16 the predicted peak is a bound: matrix products have workspaces, which differ between processors, and the
+    last ones of the second forward may have the peak. torch's checkpoint stops before them."""
     model, batch = request.getfixturevalue(name)(layers=3), token_batch(4, 32)
     with under(dtype):
         profile = profile_model(model, batch, CONFIG)

@@ -20,10 +20,8 @@ needs_deepspeed = pytest.mark.skipif(
 
 @cache
 def run_script(script: str, num_ranks: int, *arguments: str) -> dict:
-    """Run the Python code `script` on `num_ranks` ranks, and return its result.json in the folder sys.argv[1].
-
-    The following arguments are `arguments`. Runs are deterministic, so equal runs are made once per process.
-    """
+    """Run the Python code `script` on `num_ranks` ranks, and return its result.json in the folder sys.argv[1]. The
+    following arguments are `arguments`. Runs are deterministic, so equal runs are made once per process."""
     with TemporaryDirectory(prefix="adacc_hf-tests-") as folder:
         path = Path(folder) / "train.py"
         path.write_text(script)

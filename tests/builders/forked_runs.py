@@ -41,11 +41,9 @@ def run_forked(
     cwd: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the file `script` as `__main__`, as `python script` does, or as torchrun does on `num_ranks` ranks.
-
-    If a rank fails, the other ranks are stopped. The output is that of all ranks, one after the other. `paths` is put
-    at the front of sys.path, and `modules` is imported before the fork, both for all runs with these values.
-    """
+    """Run the file `script` as `__main__`, as `python script` does, or as torchrun does on `num_ranks` ranks. If a rank
+    fails, the other ranks are stopped. The output is that of all ranks, one after the other. `paths` is put at the
+    front of sys.path, and `modules` is imported before the fork, both for all runs with these values."""
     settings = [{}]
     if num_ranks is not None:
         common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0}
@@ -117,9 +115,7 @@ def free_port() -> int:
 
 def serve() -> None:
     """Import the modules of the command line. Then run a script for each line of stdin, and write its exit status.
-
-    Times that decide policies are counted in all scripts, see counted_times.py.
-    """
+    Times that decide policies are counted in all scripts, see counted_times.py."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
     for module in sys.argv[1:]:

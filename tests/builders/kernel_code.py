@@ -124,10 +124,7 @@ def _inspected(compiled: Any, scratch: Path, *command: str) -> str:
 
 def _instructions(compiled: Any, scratch: Path) -> Counter[str]:
     """Count the instructions that a thread executes, by name. Each is counted once, because only the kernel of long
-    rows has a loop.
-
-    Code after the kernel's own part is left out. It handles divisions with denormal results.
-    """
+    rows has a loop. Code after the kernel's own part is left out. It handles divisions with denormal results."""
     listing = _inspected(compiled, scratch, triton.knobs.nvidia.nvdisasm.path, "-c")
     own = re.split(r"^\$__internal_\S+:", listing, maxsplit=1, flags=re.MULTILINE)[0]
     pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)(?:@\S+\s+)?([A-Z][A-Z0-9]*)"

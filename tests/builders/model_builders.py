@@ -8,11 +8,8 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_gpt2(one_thread):
     """`tiny_gpt2(attention="sdpa", layers=2, width=32, **config)`: a GPT-2 in train mode, with the same weights at each
-    call.
-
-    The model has no cache, as in Trainer and under gradient checkpointing. A cache copies keys and values, and the
-    copies' layout changes sums by a rounding error.
-    """
+    call. The model has no cache, as in Trainer and under gradient checkpointing. A cache copies keys and values, and
+    the copies' layout changes sums by a rounding error."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -70,11 +67,9 @@ def token_batch():
 
 @pytest.fixture(scope="session")
 def toy_model(one_thread):
-    """`toy_model(forward, num_blocks=2, setup=None)`: a model whose blocks run `forward(block, hidden, **kwargs)`.
-
-    A block has linear layers `up` (8 -> 8) and `down` (8 -> 8); `setup(block)` may add more. The model takes `x` of
-    [batch, 6, 8] and passes the result of `kwargs_of(x)` to each block as keyword arguments.
-    """
+    """`toy_model(forward, num_blocks=2, setup=None)`: a model whose blocks run `forward(block, hidden, **kwargs)`. A
+    block has linear layers `up` (8 -> 8) and `down` (8 -> 8); `setup(block)` may add more. The model takes `x` of
+    [batch, 6, 8] and passes the result of `kwargs_of(x)` to each block as keyword arguments."""
     from types import SimpleNamespace
 
     import torch

@@ -34,11 +34,8 @@ class TapeBuilder:
         return len(self.values) - 1
 
     def operator(self, name, inputs, outputs, ms, save=(), replayable=True):
-        """Add an operator and return the indices of its outputs.
-
-        `outputs` holds (name, nbytes) pairs. `save` holds indices of the values that the operator's autograd node
-        saves; a negative number is a position in `outputs`.
-        """
+        """Add an operator and return the indices of its outputs. `outputs` holds (name, nbytes) pairs. `save` holds
+        indices of the values that the operator's autograd node saves; a negative number is a position in `outputs`."""
         index = len(self.operators)
         output_indices = [self.value(label, nbytes, index) for label, nbytes in outputs]
         for value in output_indices:
@@ -234,10 +231,8 @@ def random_kinds(draw, digest="tape"):
 
 @st.composite
 def random_profiles(draw, num_kinds=1, max_blocks=1):
-    """Draw profiles with up to `max_blocks` blocks of each of `num_kinds` kinds.
-
-    Only the first shared tensor is saved, and some kinds read the second one in replay.
-    """
+    """Draw profiles with up to `max_blocks` blocks of each of `num_kinds` kinds. Only the first shared tensor is saved,
+    and some kinds read the second one in replay."""
     held_places, given_places = st.sampled_from([(), (1,)]), st.sampled_from([(0,), (0, 1)])
     actions = st.sampled_from([(BlockAction.PLAIN,), tuple(BlockAction)[:2]])
     kinds = [
@@ -293,10 +288,8 @@ def bytes_of_step(profile, outcomes):
 
 @pytest.fixture(scope="session")
 def every_plan():
-    """`every_plan(kind)`: all plans in which replay recomputes no value from coded values that it must not read.
-
-    The simulator rejects some of them as infeasible.
-    """
+    """`every_plan(kind)`: all plans in which replay recomputes no value from coded values that it must not read. The
+    simulator rejects some of them as infeasible."""
     return every_plan_of
 
 

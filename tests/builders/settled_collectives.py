@@ -30,11 +30,9 @@ def _is_running(task: Path) -> bool:
 
 
 def settled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `collective` that waits until nobody but the caller refers to the tensors.
-
-    Gloo's thread keeps references for a while after the collective has ended. A collective that returns a handle, or a
-    new tensor, does not wait.
-    """
+    """Return a version of `collective` that waits until nobody but the caller refers to the tensors. Gloo's thread
+    keeps references for a while after the collective has ended. A collective that returns a handle, or a new tensor,
+    does not wait."""
 
     @functools.wraps(collective)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -162,10 +162,8 @@ def run_two_ranks(tmp_path):
 
 
 def write_rank_results(folder: Path, results: Any) -> None:
-    """Write this rank's results to the file that `run_two_ranks` reads, and end the process group.
-
-    If the group is not ended, gloo's threads may still run when Python exits, and the process sometimes aborts.
-    """
+    """Write this rank's results to the file that `run_two_ranks` reads, and end the process group. If the group is not
+    ended, gloo's threads may still run when Python exits, and the process sometimes aborts."""
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
@@ -205,11 +203,8 @@ class Sharpen(TrainerCallback):
 @pytest.fixture(scope="session")
 def sharpen():
     """Return `sharpen(factor, step=4)`, a callback that makes gradients depend on queries and keys more than on all
-    else.
-
-    At a factor of 20 INT4 degrades the gradients under fused attention, whose backward recomputes the softmax from
-    queries and keys.
-    """
+    else. At a factor of 20 INT4 degrades the gradients under fused attention, whose backward recomputes the softmax
+    from queries and keys."""
     return Sharpen
 
 

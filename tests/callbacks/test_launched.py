@@ -27,9 +27,9 @@ from adacc_hf.callbacks import AdaccCallback, AdaccTrainerMixin
 from adacc_hf.callbacks.launched import add_adacc_callback
 
 ADACC = (sys.executable, "-c", "import sys; from adacc_hf.cli import main; sys.exit(main())", "run")
-OPTIONS = ("--memory-budget", "0.5", "--lossless", "--")
-SETTINGS = json.dumps({"memory_budget": 0.5, "actions": ["retain", "recompute"]})
-LINE = "trains with AdaccCallback(memory_budget=0.5, actions=('retain', 'recompute')) in process"
+OPTIONS = ("--memory-budget", "0.5", "--exact", "--")
+SETTINGS = json.dumps({"memory_budget": 0.5, "exact": True})
+LINE = "trains with AdaccCallback(memory_budget=0.5, exact=True) in process"
 
 # Trains a GPT-2 twice, by hand if sys.argv[1] says so, and writes losses, gradient norms and the policies' actions.
 SCRIPT = """
@@ -62,7 +62,7 @@ def by_hand():
     if sys.argv[1] != "by-hand":
         return []
     from adacc_hf import AdaccCallback
-    return [AdaccCallback(memory_budget=0.5, actions=("retain", "recompute"))]
+    return [AdaccCallback(memory_budget=0.5, exact=True)]
 
 if __name__ == "__main__":
     # The second Trainer reads its batches in a worker process.

@@ -42,11 +42,8 @@ def sentence():
 @pytest.fixture
 def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
     """Return `assert_run_unchanged(trainer_class, config_class, examples, more={}, **arguments)`, which returns the
-    callback.
-
-    It compares losses, weights and all other logged values but times with a run without the callback. `more` maps
-    further arguments of the trainer to functions that create them.
-    """
+    callback. It compares losses, weights and all other logged values but times with a run without the callback. `more`
+    maps further arguments of the trainer to functions that create them."""
 
     def run(trainer_class, config_class, examples, callbacks, arguments, more):
         torch.manual_seed(0)

@@ -107,11 +107,9 @@ PATCHES = pytest.MonkeyPatch()
 
 @pytest.fixture(autouse=True)
 def replay_is_a_second_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept a replay where Transformers' tests expect a second call of a block's forward.
-
-    The assertion that there was more than one call also holds if operators of the test were replayed, or if the one
-    call has shown that torch's checkpoint must run the block from then on.
-    """
+    """Accept a replay where Transformers' tests expect a second call of a block's forward. The assertion that there was
+    more than one call also holds if operators of the test were replayed, or if the one call has shown that torch's
+    checkpoint must run the block from then on."""
     if request.cls is not None and hasattr(request.cls, "assertGreater"):
         original, counts = request.cls.assertGreater, (RECORD.num_replayed, RECORD.num_untrusted)
 

@@ -1,4 +1,4 @@
-"""Commands of other packages, once as they are and once under `adacc run --lossless`, compared bit by bit.
+"""Commands of other packages, once as they are and once under `adacc run --exact`, compared bit by bit.
 
 python tests/others/run_commands.py [--examples DIR] [NAME ...]
 
@@ -28,7 +28,7 @@ from adacc_hf.artifacts.files import POLICY_FILE  # noqa: E402
 from adacc_hf.artifacts.policy import Policy  # noqa: E402
 
 RUNS = cases.RUNS / "commands"
-ADACC = ("adacc", "run", "--memory-budget", "0.6", "--lossless", "--")
+ADACC = ("adacc", "run", "--memory-budget", "0.6", "--exact", "--")
 NUM_STEPS = 6
 TIMES = ("_runtime", "_per_second", "step_time", "total_flos")
 """Endings of logged names that are not results of the training."""

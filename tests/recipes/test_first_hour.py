@@ -11,7 +11,7 @@ from forked_runs import run_forked
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "first_hour.ipynb"
 EXPECTED = {
-    "callback": "<AdaccCallback(memory_budget=0.5, actions=('retain', 'recompute')): 4 blocks, ",
+    "callback": "<AdaccCallback(memory_budget=0.5, exact=True): 4 blocks, ",
     "callback.report()": "data:image/png;base64,",
     "profile": "Profile of LlamaForCausalLM on cpu",
     "handle": "PolicyHandle on LlamaForCausalLM",

@@ -100,11 +100,8 @@ def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
 def train(
     name: str, width: int, steps: int, budget: int | None, checkpointing: bool, loop: str = "trainer"
 ) -> dict[str, Any]:
-    """Train one set-up in this process and return its record.
-
-    With a `budget`, an AdaccCallback keeps to it. With `loop` "accelerate" that is an AdaccSession, with "lightning" an
-    AdaccLightningCallback.
-    """
+    """Train one set-up in this process and return its record. With a `budget`, an AdaccCallback keeps to it. With
+    `loop` "accelerate" that is an AdaccSession, with "lightning" an AdaccLightningCallback."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     settings = {"memory_budget": budget, "actions": LOSSLESS}

@@ -21,11 +21,9 @@ def batches_of(trainer: Trainer) -> Iterator[dict[str, Any]]:
 
 
 def prepare_batch(trainer: Trainer, batch: Any) -> dict[str, Any]:
-    """Return the arguments of `trainer.compute_loss` for an item of the trainer's loader.
-
-    A GRPOTrainer's items are prompts. It generates completions for them at every few calls, which `_step` counts. The
-    two attributes are those that its own loop sets.
-    """
+    """Return the arguments of `trainer.compute_loss` for an item of the trainer's loader. A GRPOTrainer's items are
+    prompts. It generates completions for them at every few calls, which `_step` counts. The two attributes are those
+    that its own loop sets."""
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     prepared = dict(trainer._prepare_inputs(batch))
     trainer._step = getattr(trainer, "_step", 0) + 1

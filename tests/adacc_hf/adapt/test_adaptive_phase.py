@@ -60,10 +60,7 @@ def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_mo
 @pytest.fixture
 def plans_of_recorded_calls(monkeypatch):
     """Return a map of (step, class) to the plans of blocks whose calls were recorded or checked, and a function that
-    sets the Trainer.
-
-    Calls of a profile, which follow no policy, are left out.
-    """
+    sets the Trainer. Calls of a profile, which follow no policy, are left out."""
     plans, trainers = {}, []
     for call_class in (Recording, Call):
 

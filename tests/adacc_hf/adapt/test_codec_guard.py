@@ -20,12 +20,9 @@ FUNCTIONS = (torch.square, torch.tanh)
 
 def test_codecs_that_degrade_gradients_are_switched_off_and_healthy_ones_stay(toy_model, toy_batch, monkeypatch):
     """The gradient of a square is proportional to its input. Here one of the input's eight channels becomes huge, and
-    gets no gradient.
-
-    INT4 and INT8 decode all other channels to 0, so the error of the gradient is 1. The error of the input itself is
-    below 1 %, and the huge channel is no outlier: a Z-score of eight channels is at most sqrt(7), and the threshold is
-    3. The learning rate is 0, so rounding does not accumulate.
-    """
+    gets no gradient. INT4 and INT8 decode all other channels to 0, so the error of the gradient is 1. The error of the
+    input itself is below 1 %, and the huge channel is no outlier: a Z-score of eight channels is at most sqrt(7), and
+    the threshold is 3. The learning rate is 0, so rounding does not accumulate."""
     for module in (maker_module, selection_module):  # all activations are compressed, so that only the guard can help
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     model, plain = models = [toy_model(lambda block, x: block.down(block.function(block.up(x)))) for _ in range(2)]

@@ -41,10 +41,8 @@ class Gradient:
     ids=["one", "two", "a-pair-of-which-either-does", "three"],
 )
 def test_what_degrades_by_itself_is_found_and_nothing_else(degrades, expected, much):
-    """An activation or set that degrades the gradient is found, and no other one.
-
-    If queries and keys both degrade it, leaving out either one alone helps little.
-    """
+    """An activation or set that degrades the gradient is found, and no other one. If queries and keys both degrade it,
+    leaving out either one alone helps little."""
     gradient = Gradient(12, *degrades, much=much)
     assert gradient.culprits() == expected
     assert len(gradient.queries) <= 2 * 12 + 1

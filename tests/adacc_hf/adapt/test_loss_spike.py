@@ -13,15 +13,15 @@ from adacc_hf.adapt.codec_guard import MIN_LOSSES, WINDOW, LossSpikeDetector
 STEADY = [3.0, 3.1, 2.9, 3.05, 2.95] * 4
 
 
-def reasons(losses, spike=2.0):
-    detector = LossSpikeDetector(spike)
+def reasons(losses):
+    detector = LossSpikeDetector()
     return [detector.check(loss, None) for loss in losses]
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_suspicious_at_once_and_enters_no_median(name, value):
-    detector = LossSpikeDetector(2.0, STEADY[:5])
+    detector = LossSpikeDetector(STEADY[:5])
     figures = {"loss": 3.0, "grad_norm": 1.0} | {name: value}
     assert detector.check(figures["loss"], figures["grad_norm"]) == f"{name} is {value}"
     assert detector.losses == STEADY[:5]
@@ -32,10 +32,8 @@ def test_a_spike_is_found_and_what_came_before_is_not():
 
 
 def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
-    """A loss that stays high is normal after half a window.
-
-    Otherwise, after a change of the data, each further log would cause a check of all blocks.
-    """
+    """A loss that stays high is normal after half a window. Otherwise, after a change of the data, each further log
+    would cause a check of all blocks."""
     results = reasons([*STEADY, *[9.0] * 20])
     assert all(results[20 : 20 + WINDOW // 2])
     assert not any(results[20 + WINDOW // 2 + 1 :])
@@ -45,7 +43,7 @@ def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
 def test_nothing_within_the_range_of_noise_around_zero_is_a_spike(losses, scale):
     """Values within the noise around zero are no spike: if losses alternate in sign, the noise is their size."""
     signs = [scale * (-1) ** number + loss / 4 for number, loss in enumerate(losses)]
-    assert LossSpikeDetector(2.0, signs).check(1.5 * scale, None) is None
+    assert LossSpikeDetector(signs).check(1.5 * scale, None) is None
 
 
 @pytest.mark.parametrize(("loss", "is_spike"), [(-4.0, False), (1.0, True)])

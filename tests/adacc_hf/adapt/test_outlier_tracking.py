@@ -38,9 +38,7 @@ def option(name, **options):
 
 def measure(tensor, codec, options, **settings):
     measurements = Measurements()
-    measuring = MeasuringCodec(
-        codec, (0, 3), options, AdaccConfig(zscore_threshold=4.0, **settings), measurements, tracks=True
-    )
+    measuring = MeasuringCodec(codec, (0, 3), options, AdaccConfig(zscore_threshold=4.0, **settings), measurements)
     decoded = measuring.decode(measuring.encode(tensor))
     return measurements.read({}, frozenset()), decoded
 
@@ -65,9 +63,7 @@ def test_errors_are_measured_where_the_budget_has_room(room_bytes, is_measured):
     measurements, codec = Measurements(), get_codec("outlier_int4")
     config = AdaccConfig(zscore_threshold=4.0)
     tensor = with_outliers([5])
-    MeasuringCodec(
-        codec, (0, 3), [option(codec.name)], config, measurements, tracks=True, room_bytes=room_bytes
-    ).encode(tensor)
+    MeasuringCodec(codec, (0, 3), [option(codec.name)], config, measurements, room_bytes).encode(tensor)
     observation = measurements.read({}, frozenset())
     assert observation.num_outliers == {(0, 3): 1}
     assert (observation.errors.keys(), measurements.unmeasured) == (

@@ -13,10 +13,8 @@ from adacc_hf.price.live_step import LiveStep
 def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
     make_trainer, monkeypatch, late_policy
 ):
-    """Each step has micro-batches of 16 and of 32 tokens, and the longer ones have no policy.
-
-    No predicted peak can be compared, and on a CPU each measurement needs a profiler.
-    """
+    """Each step has micro-batches of 16 and of 32 tokens, and the longer ones have no policy. No predicted peak can be
+    compared, and on a CPU each measurement needs a profiler."""
     measured_steps = []
     refuse_profiles_of(32, monkeypatch)
     original = StepMeter.count_memory

@@ -92,10 +92,8 @@ def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
 def test_what_a_faster_head_saves_is_no_part_of_what_a_gain_is_compared_with(
     gpt2_like_profile, add_chunked_head, monkeypatch, gain, is_taken
 ):
-    """The time that a faster head saves is not part of the overhead that a gain is compared with.
-
-    Otherwise the overhead is below 0, and a gain of 0 is more than a share of it.
-    """
+    """The time that a faster head saves is not part of the overhead that a gain is compared with. Otherwise the
+    overhead is below 0, and a gain of 0 is more than a share of it."""
     profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100, ms=-15.0)
     policy, other = (solve_policy(profile, fraction) for fraction in (0.6, 0.7))
     assert (policy.head, policy.predicted_overhead_ms < 0) == ("chunked", True)

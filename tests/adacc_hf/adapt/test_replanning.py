@@ -43,7 +43,7 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
         return ReplanResult(policy=policy, reason="fits the old budget", has_solved=True)
 
     monkeypatch.setattr(rectifier_module, "replan", stale_replan)
-    callback = AdaccCallback(**lossless, takeover_steps=3)
+    callback = AdaccCallback(**lossless)
 
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -51,7 +51,7 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
                 phase = callback.session.phase
                 phase.replanning.start(3, phase.choice.shown)
 
-    trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
+    trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((4, "forward")), max_steps=6)
     trainer.train()
     (tighter,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
     assert callback.policy.predicted_stored_bytes == tighter["stored_bytes"]

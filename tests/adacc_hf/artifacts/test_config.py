@@ -57,8 +57,7 @@ def test_a_setting_without_its_name_is_refused():
         ("codecs", "int8", r"codecs='int8' must be a tuple of names: write \('int8',\)"),
         ("codecs", "int9", r"codecs=\['int9'\] are unknown: choose from .*int8"),
         ("actions", None, "actions=None has type NoneType: it must be a tuple of names"),
-        ("tracked_modules", 5, r"tracked_modules=5 has type int: it must be a tuple .*, such as \('mlp\.\*',\)"),
-        ("tracked_modules", ("mlp.*", 5), "tracked_modules=.*: it must be a tuple of names, each of them a string"),
+        ("block_classes", 5, r"block_classes=5 has type int: it must be a tuple .*, such as \('GPT2Block',\)"),
         (
             "block_classes",
             (AdaccConfig,),
@@ -114,6 +113,40 @@ def test_lists_become_tuples_so_that_a_config_can_be_hashed():
     assert hash(config) == hash(config.with_overrides())
 
 
+def test_exact_leaves_out_all_that_changes_gradients():
+    config = AdaccConfig(memory_budget=0.5, exact=True)
+    assert config.actions == ("retain", "recompute")
+    assert (config.heads, config.allows_tiles, repr(config)) == (
+        ("plain",),
+        False,
+        "AdaccConfig(memory_budget=0.5, exact=True)",
+    )
+    assert AdaccConfig(exact=True, actions=("retain",), codecs=("bitmask",)).actions == ("retain",)
+    assert config.with_overrides(exact=False) == AdaccConfig(memory_budget=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"actions": ("retain", "compress")},
+            r"exact=True allows 'retain' and 'recompute' only, and actions=.*compress",
+        ),
+        (
+            {"codecs": ("bitmask", "int8")},
+            r"exact=True allows lossless codecs .* and codecs=\('bitmask', 'int8'\) is not",
+        ),
+        (
+            {"head": "chunked"},
+            "exact=True allows 'auto' and 'plain' only, and head='chunked' is not bit-equal to plain",
+        ),
+    ],
+)
+def test_a_setting_that_contradicts_exact_is_named(settings, message):
+    with pytest.raises(ValueError, match=f"{message}.*: leave out .*, or exact"):
+        AdaccConfig(exact=True, **settings)
+
+
 def test_overrides_are_checked_like_the_rest():
     assert AdaccConfig().with_overrides(group_size=32).group_size == 32
     with pytest.raises(ValueError, match="group_size=24 is not a power of two"):
@@ -128,7 +161,8 @@ def test_overrides_are_checked_like_the_rest():
         ("budget", "memory_budget"),
         ("zzz", "memory_budget, m"),
         ("Memory_Budget", "memory_budget$"),
-        ("lossless", r'actions=\("retain", "recompute"\)'),
+        ("lossless", "exact=True"),
+        ("length_buckets", "memory_budget, m"),
         ("offload", 'host_memory="64GiB"'),
     ],
 )

@@ -102,10 +102,8 @@ def test_so_do_lossless_policies(sorting):
 
 @pytest.fixture
 def norming(toy_model, toy_batch, measurement_without_errors):
-    """(model, batch, its profile, its gradients) of a norm with BERT's epsilon.
-
-    One row is small next to the others in its group of codes.
-    """
+    """(model, batch, its profile, its gradients) of a norm with BERT's epsilon. One row is small next to the others in
+    its group of codes."""
 
     def forward(block, hidden):
         small = hidden * torch.tensor([1.0, 1, 1e-3, 1, 1, 1]).unsqueeze(-1)
@@ -160,10 +158,8 @@ def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
 
 
 def test_a_statistic_is_stored_beside_its_own_rows_alone_however_far_off_it_would_be(tape_builder):
-    """A statistic is stored if its own rows are coded only, whatever its recomputation error.
-
-    An exact statistic does not match rows that are recomputed from earlier coded values.
-    """
+    """A statistic is stored if its own rows are coded only, whatever its recomputation error. An exact statistic does
+    not match rows that are recomputed from earlier coded values."""
     tape = tape_builder()
     start = tape.value("input", 16)
     (rows,) = tape.operator("product", [start], [("rows", 16)], 1.0, save=[-1])

@@ -56,14 +56,6 @@ def test_a_cast_is_read_from_what_it_is_a_cast_of(forward_graph: Callable[..., f
     assert _coding("outlier_int4", value)[1] == pytest.approx(value.meta["val"].nbytes / 2, abs=1)
 
 
-def test_outliers_take_a_pass_to_find_and_one_to_encode(
-    coded_value: Any, forward_graph: Callable[..., fx.Graph]
-) -> None:
-    value = _value(forward_graph(coded_value.forward, "cuda"))
-    encoding = _coding("outlier_int4", value, num_outliers=4)[1]
-    assert encoding == pytest.approx(2 * value.meta["val"].nbytes, abs=1)
-
-
 def test_a_mask_is_written_and_read_before_it_is_packed(forward_graph: Callable[..., fx.Graph]) -> None:
     def masked(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         mask = x > 0

@@ -83,10 +83,7 @@ def test_gradients_of_sharp_attention_come_through_codecs(
     train_step: Any, is_fused: bool, actions: tuple[str, ...]
 ) -> None:
     """Gradients of sharp attention stay close to plain ones under codecs, which need more than 4 bits for queries and
-    keys.
-
-    Fused attention's sums are those of the exact queries and keys.
-    """
+    keys. Fused attention's sums are those of the exact queries and keys."""
     options = {"dropout": 0.0, "is_fused": is_fused, "sharpness": 6.0}
     partitioner = _partitioner(0.01, actions=actions)
     plain, step = train_step(min_cut_rematerialization_partition, **options), train_step(partitioner, **options)
@@ -117,18 +114,6 @@ def test_every_codec_can_be_asked_for(train_step: Any, codec: str) -> None:
     assert _bytes(step.saved()) == region.stored_bytes
 
 
-@pytest.mark.parametrize(("share", "outliers", "number"), [(0.01, True, 1), (0.01, False, 0), (0.0, True, 0)])
-def test_a_share_of_the_channels_is_kept_raw(train_step: Any, share: float, outliers: bool, number: int) -> None:
-    """The share of raw channels is of 32 or 16 channels, rounded up."""
-    settings = {"actions": ("retain", "compress"), "codecs": ("outlier_int4",)}
-    partitioner = _partitioner(0.5, **settings, compiled_outliers=share, outliers=outliers)
-    step = train_step(partitioner)
-    (region,) = partitioner.policy.regions
-    assert _bytes(step.saved()) == region.stored_bytes
-    coded = [dict(choice.options) for _, choice in region.stored if choice.codec == "outlier_int4"]
-    assert {options["num_outliers"] for options in coded} == {number}
-
-
 def test_random_operators_stay_in_forward(train_step: Any) -> None:
     step = train_step(_partitioner(0.2, actions=LOSSLESS), dropout=0.5)
     assert not any(is_random(node) for node in step.backward.graph.nodes)
@@ -139,10 +124,8 @@ def test_random_operators_stay_in_forward(train_step: Any) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # from Dynamo's imports on a machine with a GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: torch.dtype) -> None:
-    """Fused attention with dropout runs in forward only. Its seeds are stored, which only backward reads.
-
-    On a CPU it runs as single operators.
-    """
+    """Fused attention with dropout runs in forward only. Its seeds are stored, which only backward reads. On a CPU it
+    runs as single operators."""
     options = {"dtype": dtype, "dropout": 0.5, "device": "cuda", "is_fused": True}
     step = train_step(_partitioner(0.2, actions=LOSSLESS), **options)
     assert all("backward" in name for name in _attention(step.backward))
@@ -150,10 +133,8 @@ def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: t
 
 
 def test_what_attention_makes_for_backward_alone_is_handed_over(train_step: Any) -> None:
-    """Outputs of attention that only backward reads are stored.
-
-    Otherwise attention would run again in backward, under any plan and at no price.
-    """
+    """Outputs of attention that only backward reads are stored. Otherwise attention would run again in backward, under
+    any plan and at no price."""
     step = train_step(_partitioner(0.9, actions=("retain", "compress")), dropout=0.0, is_fused=True)
     assert len(_attention(step.backward)) == 2
     assert all("backward" in name for name in _attention(step.backward))
@@ -244,10 +225,8 @@ def test_a_plan_says_what_becomes_of_each_tensor(train_step: Any) -> None:
 
 @pytest.mark.parametrize("budget", [0.01, 1.0], ids=["least", "all"])
 def test_backward_reads_what_an_input_held_before_forward_wrote_to_it(train_function: Any, budget: float) -> None:
-    """Backward reads an input's value before forward's write, as for fp8's scale history or a running mean.
-
-    torch's own partitioner reads the value after the write.
-    """
+    """Backward reads an input's value before forward's write, as for fp8's scale history or a running mean. torch's own
+    partitioner reads the value after the write."""
 
     def function(x: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         scale = 1.0 / (1.0 + count)
@@ -368,7 +347,7 @@ class _Watched(AdaccConfig):
 
 def test_graphs_are_cut_by_the_settings_that_options_may_have(train_step: Any) -> None:
     settings = {"actions": ("retain", "compress"), "codecs": ("int8", "outlier_int4"), "min_compress_bytes": 0}
-    partitioner = AdaccPartitioner(_Watched(memory_budget=0.5, compiled_outliers=0.01, **settings))
+    partitioner = AdaccPartitioner(_Watched(memory_budget=0.5, **settings))
     readings: set[str] = set()
 
     def partition(*args: Any, **kwargs: Any) -> Any:

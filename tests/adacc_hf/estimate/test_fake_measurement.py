@@ -144,10 +144,8 @@ def test_a_plan_can_be_solved_from_it() -> None:
 
 @pytest.mark.parametrize("config", [gpt2(64, 3), t5(64, 3)], ids=["gpt2", "t5"])
 def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(config: PretrainedConfig) -> None:
-    """The predicted time of a plain step is the profiled step's without replay, which redraws dropout.
-
-    T5 has four kinds of blocks.
-    """
+    """The predicted time of a plain step is the profiled step's without replay, which redraws dropout. T5 has four
+    kinds of blocks."""
     device = find_device("h100")
     with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

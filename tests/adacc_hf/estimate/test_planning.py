@@ -137,9 +137,7 @@ def test_the_largest_batch_with_adapters_is_found(plan, tmp_path):
 
 def test_accumulated_gradients_are_there_all_the_time(plan, one_thread):
     """Accumulated gradients are live all the time: a plan for later micro-batches predicts the memory of a real one.
-
-    The gradients of the block in backward come on top.
-    """
+    The gradients of the block in backward come on top."""
     options = ["--device", "cpu", "--dtype", "fp32", "--batch-size", "4", "--seq-len", "64", "--no-largest"]
     plan_record = plan(*options, "--accumulate", "--optimizer", "sgd")
     model = AutoModelForCausalLM.from_config(CONFIG).train()

@@ -200,10 +200,8 @@ def test_neighbours_are_joined_and_segments_are_not(allocator):
 
 
 def test_what_is_held_in_the_middle_keeps_the_rest_apart(allocator):
-    """A live block in the middle of free memory splits it: a gradient in the place of an activation.
-
-    Hence more bytes are reserved than live.
-    """
+    """A live block in the middle of free memory splits it: a gradient in the place of an activation. Hence more bytes
+    are reserved than live."""
     allocator.allocate("activation", 64 * MIB)
     allocator.free("activation")
     for name in ("first", "gradient"):

@@ -88,10 +88,8 @@ def test_padded_rows_of_logits_change_no_bit(num_rows, chunk, width, classes, ha
 )
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 def test_rows_of_logits_start_at_whole_cache_lines_where_that_takes_little(classes, columns, has_bias):
-    """Rows of logits start at whole cache lines if the padding is small.
-
-    This holds in all three products and in the softmax between them, whose padding is 0.
-    """
+    """Rows of logits start at whole cache lines if the padding is small. This holds in all three products and in the
+    softmax between them, whose padding is 0."""
     operators = []
 
     class Noted(TorchDispatchMode):
@@ -117,10 +115,8 @@ def test_all_rows_ignored_gives_nan_as_the_mean_over_nothing_does():
 
 
 def test_a_bfloat16_product_has_the_loss_of_float32_logits_and_gradients_no_worse():
-    """A bfloat16 loss is within 1e-5 of the loss of the same logits in float32, as only sums differ.
-
-    Against float32 throughout, gradients are at most a tenth worse than those of plain training in bfloat16.
-    """
+    """A bfloat16 loss is within 1e-5 of the loss of the same logits in float32, as only sums differ. Against float32
+    throughout, gradients are at most a tenth worse than those of plain training in bfloat16."""
     *tensors, target = make_case(96, 64, 1000, scale=0.02)
     exact = loss_and_gradients(whole_loss, tensors, target)
     plain = loss_and_gradients(whole_loss, tensors, target, dtype=torch.bfloat16)

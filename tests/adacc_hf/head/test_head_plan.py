@@ -128,10 +128,7 @@ FRACTIONS = (1.0, 0.9, 0.6, 0.3)
 @settings(deadline=None, max_examples=8)
 def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_head, ms, saved, limits_peak):
     """The fastest policy of both heads is found: a faster chunked head is chosen although the plain one fits, a slower
-    not.
-
-    The simulator agrees, and more memory never costs time.
-    """
+    not. The simulator agrees, and more memory never costs time."""
     both = add_chunked_head(head_profile, saved, ms)
     plain = uniform_policy(head_profile, "retain")
     previous_ms = -float("inf")

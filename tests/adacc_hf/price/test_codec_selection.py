@@ -47,11 +47,9 @@ def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
 
 
 def test_a_codec_that_says_what_it_suits_is_chosen_for_it(tiny_gpt2, token_batch, half_precision):
-    """A codec that declares a suitable role is chosen for it, though no code of the package names the codec.
-
-    INT4 and INT8, with errors of 1e-1 and 1e-2, exceed the bound. The tested codec, with 11 bits of mantissa and an
-    error below 2^-11, does not.
-    """
+    """A codec that declares a suitable role is chosen for it, though no code of the package names the codec. INT4 and
+    INT8, with errors of 1e-1 and 1e-2, exceed the bound. The tested codec, with 11 bits of mantissa and an error below
+    2^-11, does not."""
     config = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=0, max_error=1e-3)
     profile = profile_model(tiny_gpt2(), token_batch(), config)
     offered = {v.role: {option.codec for option in v.codecs} for v in profile.kinds[0].activations if v.codecs}

@@ -36,10 +36,8 @@ def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_bat
 
 
 def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, tiny_gpt2, token_batch):
-    """The block's own host time decides which resource is scarce.
-
-    Its launches alone are ahead of the device; with modules, hooks and autograd's graph the host is behind.
-    """
+    """The block's own host time decides which resource is scarce. Its launches alone are ahead of the device; with
+    modules, hooks and autograd's graph the host is behind."""
     host_times = []
 
     def block_host_ms(run, device):

@@ -50,11 +50,8 @@ def test_forward_starts_with_the_block_and_frees_only_what_was_saved(gpt2_profil
 
 
 def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gpt2):
-    """Gradients accumulate from the last block to the first.
-
-    When a block's backward starts, gradients of all later blocks are live. Scalars that their operators held as tensors
-    of 8 bytes are gone: a handful per block.
-    """
+    """Gradients accumulate from the last block to the first. When a block's backward starts, gradients of all later
+    blocks are live. Scalars that their operators held as tensors of 8 bytes are gone: a handful per block."""
     bases = [block.backward_base_bytes for block in gpt2_profile.blocks]
     block_bytes = sum(p.nbytes for p in tiny_gpt2().transformer.h[0].parameters())
     for earlier, later in pairwise(bases):
@@ -71,10 +68,8 @@ def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gp
 def test_peaks_are_as_predicted_whichever_blocks_are_frozen(
     tiny_gpt2, token_batch, run_steps, peak_of, frozen, is_inlet_frozen, seed
 ):
-    """Peaks are as predicted for any frozen blocks.
-
-    No gradient flows through frozen blocks below the first that trains; through those above it does.
-    """
+    """Peaks are as predicted for any frozen blocks. No gradient flows through frozen blocks below the first that
+    trains; through those above it does."""
     model, batch = tiny_gpt2(layers=len(frozen)), token_batch(4, 24)
     for block, is_frozen in zip(model.transformer.h, frozen, strict=True):
         block.requires_grad_(not is_frozen)

@@ -73,10 +73,8 @@ def ends_in_tanh(block, hidden):
 
 
 def test_an_output_that_its_maker_saves_is_counted_there(toy_model, toy_batch, assert_stores_as_predicted):
-    """An output saved by the operator that computes it is counted there.
-
-    tanh saves its result, which the next block's layer or the head saves as its input.
-    """
+    """An output saved by the operator that computes it is counted there. tanh saves its result, which the next block's
+    layer or the head saves as its input."""
     model, batch = toy_model(ends_in_tanh, num_blocks=4), toy_batch()
     profile = assert_stores_as_predicted(model, batch)
     assert len(profile.kinds) == 2  # the first block's input comes from elsewhere

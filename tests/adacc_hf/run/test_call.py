@@ -227,9 +227,7 @@ def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_po
 @pytest.mark.parametrize("actions", [("retain",), ("recompute",), ACTIONS])
 def test_nothing_outlives_a_recorded_graph_that_is_dropped(tiny_gpt2, token_batch, gpt2_profile, actions):
     """The recorded step, which holds every intermediate until a block has returned, frees its bytes with the graph too.
-
-    Lossless codecs only: others keep a map of their outlier channels from their first step on.
-    """
+    Lossless codecs only: others keep a map of their outlier channels from their first step on."""
     model, batch = tiny_gpt2("eager"), token_batch()
     policy = random_policy(gpt2_profile, 4, actions, lossless=True)
     gc.collect()

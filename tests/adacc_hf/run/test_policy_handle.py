@@ -286,11 +286,9 @@ USES += [one_backward_for_two, accumulation, unused_forward]
 
 @pytest.mark.parametrize("use", USES)
 def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
-    """Every use of the graph is bit-equal, as first, second and third step, with plain steps in between.
-
-    Eager attention is used because all its operators have second derivatives. A use that changes the learned order of
-    backward must not degrade the plain steps.
-    """
+    """Every use of the graph is bit-equal, as first, second and third step, with plain steps in between. Eager
+    attention is used because all its operators have second derivatives. A use that changes the learned order of
+    backward must not degrade the plain steps."""
     model = tiny_gpt2("eager")
     profile = profile_model(model, batch, CONFIG)
 
@@ -326,10 +324,8 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
 
 
 def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
-    """A new size starts with the order of backward learned at other sizes.
-
-    In the wrong order, every recomputed value lives until the end of its block, and the step exceeds the policy's peak.
-    """
+    """A new size starts with the order of backward learned at other sizes. In the wrong order, every recomputed value
+    lives until the end of its block, and the step exceeds the policy's peak."""
 
     def fail(*_):
         raise AssertionError("out of order")

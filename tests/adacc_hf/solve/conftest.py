@@ -41,17 +41,15 @@ def solve_greedy() -> Callable[[Profile, float | int], Policy]:
 
 @pytest.fixture(scope="session")
 def one_plan_policies() -> Callable[[Profile], list[Policy]]:
-    """`one_plan_policies(profile)`: policies with one plan per kind, as in the paper's program.
-
-    They are the fastest at every percent of plain training's bytes, and, with one kind, those of its frontier.
-    """
+    """`one_plan_policies(profile)`: policies with one plan per kind, as in the paper's program. They are the fastest at
+    every percent of plain training's bytes, and, with one kind, those of its frontier."""
 
     def solve(profile: Profile) -> list[Policy]:
         config = AdaccConfig()
         models = [build_block_model(kind, config) for kind in profile.kinds]
         blocks = Counter(block.kind for block in profile.blocks)
         num_free = [blocks[k] for k in range(len(models))]
-        log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
+        log = SolverLog(config.solver_seconds)
         program = MixtureProgram(profile, models, [[]] * len(models), num_free, log)
         columns_of_policies = [
             program.least_ms(profile.plain_stored_bytes * percent // 100) for percent in range(1, 101)

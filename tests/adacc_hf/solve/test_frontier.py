@@ -94,10 +94,8 @@ def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
 
 
 def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec):
-    """An integer program decides a plan that the relaxation divides.
-
-    With half of the input coded and half retained, half of a value could be recomputed that a coded input forbids.
-    """
+    """An integer program decides a plan that the relaxation divides. With half of the input coded and half retained,
+    half of a value could be recomputed that a coded input forbids."""
     tape = tape_builder()
     start = tape.value("input", 12, codecs=(make_codec("int4", 4, 0.0, 0.0),))
     (exactness_dependents,) = tape.operator("first", [start], [("exactness_dependents", 4)], 1.0, save=[-1])

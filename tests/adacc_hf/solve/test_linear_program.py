@@ -117,10 +117,8 @@ def test_a_relaxation_keeps_to_a_limit_too() -> None:
 
 
 def test_the_first_program_leaves_nothing_of_its_callers_alive() -> None:
-    """The first program keeps none of its caller's objects alive.
-
-    PuLP keeps errors of its import with the frames below, and a new process imports PuLP anew.
-    """
+    """The first program keeps none of its caller's objects alive. PuLP keeps errors of its import with the frames
+    below, and a new process imports PuLP anew."""
     code = """
 import gc, weakref
 from adacc_hf.solve.linear_program import LinearProgram

@@ -96,10 +96,8 @@ def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, one_plan_po
 
 
 def test_one_plan_per_kind_is_tried_where_no_mixture_fits(wide_profile, one_plan_policies):
-    """If no mixture fits, policies with one plan per kind are tried.
-
-    The least mixture replays everything, with a higher peak than a plan between that and plain.
-    """
+    """If no mixture fits, policies with one plan per kind are tried. The least mixture replays everything, with a
+    higher peak than a plan between that and plain."""
     *_, middle, least = sorted(one_plan_policies(wide_profile), key=lambda p: p.predicted_overhead_ms)
     assert middle.predicted_peak_bytes < least.predicted_peak_bytes
     policy = solve_policy(wide_profile, middle.predicted_peak_bytes)

@@ -78,10 +78,8 @@ def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps
 
 
 def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_model, toy_batch, assert_exact):
-    """An attached tensor that moves during the recorded call is not replayed from.
-
-    8-bit layers move their scales off the weight in their first call.
-    """
+    """An attached tensor that moves during the recorded call is not replayed from. 8-bit layers move their scales off
+    the weight in their first call."""
 
     def setup(block):
         block.up.weight.scale, block.state = scale_of(3), SimpleNamespace(scale=None)

@@ -65,10 +65,8 @@ def test_different_values_are_not_equal(record, x, forward):
 
 
 def test_what_nobody_saves_first_stands_for_nothing(record, x):
-    """A value that is saved after its copy replaces nothing.
-
-    The later cast is saved first, so its storage would be the one that is kept.
-    """
+    """A value that is saved after its copy replaces nothing. The later cast is saved first, so its storage would be the
+    one that is kept."""
 
     def forward(x):
         first, second = x.double(), x.double()
@@ -88,10 +86,8 @@ def test_a_value_that_nobody_saves_is_taken_from_a_saved_one(record, x):
 
 
 def test_a_kernel_that_counts_its_calls_repeats_nothing(record, x):
-    """A kernel that counts its calls has no equal values.
-
-    Results may be equal by chance; replay shows that they do not follow from the input.
-    """
+    """A kernel that counts its calls has no equal values. Results may be equal by chance; replay shows that they do not
+    follow from the input."""
     calls = iter([1.0, 1.0, 2.0, 3.0, 4.0])
 
     @torch.library.custom_op("adacc_test::count_calls", mutates_args=())

@@ -107,10 +107,8 @@ def test_what_no_state_is_taken_for_is_not_drawn_again(record_call, forward, abl
 
 
 def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
-    """A draw from a seed that the block sets is not replayed.
-
-    A plan takes the state at the last saved tensor, and verification there draws other numbers.
-    """
+    """A draw from a seed that the block sets is not replayed. A plan takes the state at the last saved tensor, and
+    verification there draws other numbers."""
 
     def forward(block, x):
         y = block.up(x)

@@ -42,10 +42,8 @@ def buckets_in_place(block, hidden):
 
 
 def overwrites_what_nobody_differentiates(block, hidden):
-    """Overwrite x, which autograd saves for the sine although no gradient flows there.
-
-    Autograd would refuse the sine's backward. The exponential reads the overwritten version.
-    """
+    """Overwrite x, which autograd saves for the sine although no gradient flows there. Autograd would refuse the sine's
+    backward. The exponential reads the overwritten version."""
     x = block.up(hidden)
     block.diagnostic = x.sin().detach()
     y = x.exp()
@@ -131,10 +129,8 @@ def multiplies_by_quantized_weight(block, hidden):
 def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
     toy_model, toy_batch, assert_exact, run_steps, assert_same_steps
 ):
-    """A parameter's attributes, such as a quantized weight's scales, are read at each call (rule R12).
-
-    Otherwise no value computed from such a weight could be replayed.
-    """
+    """A parameter's attributes, such as a quantized weight's scales, are read at each call (rule R12). Otherwise no
+    value computed from such a weight could be replayed."""
     model, batch = toy_model(multiplies_by_quantized_weight, setup=add_quantized_weight), toy_batch()
     profile = assert_exact(model, batch)
     (kind,) = profile.kinds
@@ -157,11 +153,8 @@ def runs_recurrent_cells(block, hidden):
 
 
 def test_recurrent_cells_train_exactly(toy_model, toy_batch, assert_exact):
-    """LSTM and GRU cells train exactly.
-
-    LSTM runs another kernel without gradients. GRU saves parts of tensors and overwrites the others, so that replay
-    starts from retained versions that it cannot compute again.
-    """
+    """LSTM and GRU cells train exactly. LSTM runs another kernel without gradients. GRU saves parts of tensors and
+    overwrites the others, so that replay starts from retained versions that it cannot compute again."""
     profile = assert_exact(toy_model(runs_recurrent_cells, setup=add_recurrent_cells), toy_batch(), num_policies=4)
     values = {value.name: value for value in profile.kinds[0].activations if value.producer is not None}
     assert not values["lstm:mkldnn_rnn_layer"].recomputable
@@ -177,10 +170,8 @@ def writes_unseen(block, hidden):
 
 
 def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batch, assert_exact):
-    """A block with a write unseen by autograd runs under torch's checkpoint.
-
-    Backward reads the changed tanh. A replay would compute the original one, and the product would differ.
-    """
+    """A block with a write unseen by autograd runs under torch's checkpoint. Backward reads the changed tanh. A replay
+    would compute the original one, and the product would differ."""
     profile = assert_exact(toy_model(writes_unseen), toy_batch())
     assert "behind autograd's back" in profile.kinds[0].untrusted
 

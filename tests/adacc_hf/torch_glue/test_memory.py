@@ -91,10 +91,8 @@ def test_full_recomputation_stores_and_peaks_less(profile_and_measure):
 
 
 def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_batch, peak_of):
-    """Recomputing everything peaks no higher than torch's checkpoint.
-
-    Embeddings are small here, so that blocks have the peak.
-    """
+    """Recomputing everything peaks no higher than torch's checkpoint. Embeddings are small here, so that blocks have
+    the peak."""
     model, batch = tiny_gpt2(layers=6, width=256, n_head=4, n_positions=256), token_batch(8, 256)
     policy = uniform_policy(profile_model(model, batch), "recompute")
     with apply_policy(model, policy):

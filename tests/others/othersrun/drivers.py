@@ -84,10 +84,8 @@ def train_with(case: cases.TrainerClass, folder: str) -> None:
 
 
 def train_on_the_cpu() -> None:
-    """Make all TrainingArguments use the CPU and float32.
-
-    TRL's configurations ask for bfloat16, in which CPUs without bfloat16 instructions take minutes per step.
-    """
+    """Make all TrainingArguments use the CPU and float32. TRL's configurations ask for bfloat16, in which CPUs without
+    bfloat16 instructions take minutes per step."""
     from transformers import TrainingArguments
 
     check = TrainingArguments.__post_init__
