@@ -1,4 +1,4 @@
-"""Train Hugging Face language models under a memory budget. Command line: `adacc`, `adacc run`, `adacc doctor`.
+"""Train Hugging Face language models under a memory budget. Command line: `adacc`, `adacc run`, `adacc verify`.
 
 Names are imported on first use. Therefore the import of this package does not initialize CUDA, and does not load
 triton, highspy or lm_eval.

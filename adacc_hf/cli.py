@@ -1,5 +1,5 @@
-"""The `adacc` command. Its subcommands run and plan training, explain policies, write reports, list codecs, check the
-environment, and run experiments."""
+"""The `adacc` command. Its subcommands run, plan and verify training, explain policies, write reports, list
+codecs, check the environment, and run experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf import __version__, doctor, launch
+from adacc_hf import __version__, doctor, launch, verify
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
 from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
@@ -75,6 +75,7 @@ def _command_parser() -> argparse.ArgumentParser:
     launch.add_parser(commands)
     _add_policy_parsers(commands)
     cli_plan.add_parser(commands)
+    verify.add_parser(commands)
     _add_profiles_parser(commands)
     doctor.add_parser(commands)
 
@@ -155,10 +156,8 @@ def _explain_command(arguments: argparse.Namespace) -> str:
 
 
 def _fallback_lines(policy: Path) -> list[str]:
-    """Return lines of `adacc explain` on fallback steps, which did not follow the policy.
-
-    The steps are read from the history that the run saved next to the file `policy`.
-    """
+    """Return lines of `adacc explain` on fallback steps, which did not follow the policy. The steps are read from the
+    history that the run saved next to the file `policy`."""
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
     summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
@@ -212,10 +211,8 @@ def _describe_report_files(markdown: Path) -> str:
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
-    """Return the policy in the file `path` if it is for compiled graphs, else None.
-
-    For other policies, torch's compiler is not imported.
-    """
+    """Return the policy in the file `path` if it is for compiled graphs, else None. For other policies, torch's
+    compiler is not imported."""
     record = read_json(path, PolicyMismatchError, "policy")
     if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:
         return None
@@ -225,11 +222,9 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
 
 
 def _saved_profile(policy: Path) -> Path | None:
-    """Return the path of the profile that a run saved next to the file `policy`, or None if there is no profile.
-
-    The newer profile in a checkpoint is not used, because its codecs may have fewer raw (uncompressed) channels than
-    the policy needs.
-    """
+    """Return the path of the profile that a run saved next to the file `policy`, or None if there is no profile. The
+    newer profile in a checkpoint is not used, because its codecs may have fewer raw (uncompressed) channels than the
+    policy needs."""
     profile = policy.with_name(policy.name.replace("policy", "profile"))
     return profile if profile != policy and profile.is_file() else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
@@ -12,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
+from adacc_hf.callbacks.step_recorder import StepRecorder
 from adacc_hf.callbacks.trainer_guard import calling_trainer
 
 
@@ -19,12 +21,21 @@ def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: 
     """Add an AdaccCallback to the callbacks of a Trainer that begins to train, and print a line on the main process.
 
     `settings` are the fields of AdaccConfig in JSON. If the Trainer already has an AdaccCallback, no callback is added.
+    A further field, "verify", contains settings of a StepRecorder, which `adacc verify` needs.
     """
-    config = AdaccConfig(**json.loads(settings))
+    fields = json.loads(settings)
+    verify = fields.pop("verify", None)
+    config = AdaccConfig(**fields)
     callback = next((one for one in handler.callbacks if isinstance(one, AdaccCallback)), None)
+    if verify is not None and verify["is_plain"]:
+        others = [one for one in handler.callbacks if not isinstance(one, AdaccCallback)]
+        handler.callbacks[:] = [*others, StepRecorder(Path(verify["folder"]), verify["num_steps"], None)]
+        return
     if callback is None:
         callback = AdaccCallback(config)
         handler.callbacks.append(callback)
+    if verify is not None:
+        handler.callbacks.append(StepRecorder(Path(verify["folder"]), verify["num_steps"], callback))
     caller = calling_trainer(callback)
     if caller is None:
         raise RuntimeError(

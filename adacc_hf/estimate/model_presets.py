@@ -20,11 +20,14 @@ def load_config(name: str) -> PretrainedConfig:
     if name in PRESETS:
         return PRESETS[name].config()
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:
         raise ValueError(f"--model={name} has a configuration with an invalid value: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(unknown_model(name, error)) from error
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # T5Config().save_pretrained leaves it out
+    return config
 
 
 def context_length(config: PretrainedConfig) -> int | None:
