@@ -35,7 +35,7 @@ def test_its_code_prints_what_it_shows_and_no_warning(tmp_path):
     assert [word for word in ("Warning", "[transformers]", "WARNING") if word in process.stderr] == []
 
 
-def test_its_requirements_and_extras_are_those_of_the_package():
+def test_its_requirements_are_those_of_the_package():
     options = configparser.ConfigParser()
     options.read(ROOT / "setup.cfg", encoding="utf-8")
     minimum = dict(re.findall(r"^(\w+)>=([0-9.]+)$", options["options"]["install_requires"], re.MULTILINE))
@@ -44,13 +44,17 @@ def test_its_requirements_and_extras_are_those_of_the_package():
         f"Python {python}, torch {minimum['torch']}, Transformers {minimum['transformers']} and Accelerate "
         f"{minimum['accelerate']}, or newer"
     ) in " ".join(README.split())
-    rows = re.findall(r"^\| (`.*?`) \|", README.split("| extra | for |")[1].split("\n\n")[0], re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(options["options.extras_require"])
 
 
 def test_it_says_that_nothing_was_measured_on_a_gpu_while_limits_say_so():
     limits = (ROOT / "docs" / "LIMITS.md").read_text(encoding="utf-8")
     assert ("Not yet measured on a GPU" in README) == ("## Not yet measured on a GPU" in limits)
+
+
+def test_it_is_short_and_begins_with_code():
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1300
+    assert len(re.split(r"^    |^```", README, maxsplit=1, flags=re.MULTILINE)[0].split()) < 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

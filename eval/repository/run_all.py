@@ -209,10 +209,8 @@ HANGING = -1
 
 
 def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, command: Sequence[str]) -> int:
-    """Run the command until it ends, the time is over, or the command hangs. Save the results after each new point.
-
-    A point that is being measured when the time ends is lost, and measured again in the next slice.
-    """
+    """Run the command until it ends, the time is over, or the command hangs. Save the results after each new point. A
+    point that is being measured when the time ends is lost, and measured again in the next slice."""
     output = record_path(ledger, stage.key)
     last_change, since = _modified_ns(output), time.monotonic()
     with subprocess.Popen([sys.executable, "-m", "adacc_hf.cli", *command], start_new_session=True) as process:

@@ -25,7 +25,9 @@ from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.reports.run_record import Spread, markdown_table
 
 REGION = re.compile(
-    r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))? -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
+    r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))?( rows: (?P<rows>[^\n]*))? -->\n)"
+    r".*?(?P<end><!-- end of table -->)",
+    re.DOTALL,
 )
 
 
@@ -107,6 +109,13 @@ def with_tables(text: str, results: Path) -> str:
                     f"table: {region['name']}#{region['number']} must be #1 to #{len(tables)}: correct the number"
                 )
             text = tables[int(region["number"]) - 1].rstrip("\n") + "\n"
+        if region["rows"]:
+            header, rule, *rows = text.splitlines()
+            row_of = {row.split("|")[1].strip(): row for row in rows}
+            missing = [name for name in region["rows"].split("; ") if name not in row_of]
+            if missing:
+                raise TableError(f"table: {region['name']} has no row {missing[0]!r}: correct the name")
+            text = "\n".join([header, rule, *(row_of[name] for name in region["rows"].split("; "))]) + "\n"
         return f"{region[1]}\n{text}\n{region['end']}"
 
     return REGION.sub(fill_region, text)

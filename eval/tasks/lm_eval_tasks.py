@@ -92,10 +92,8 @@ def _local_task(name: str, source: TaskSource, files: list[Path]) -> Configurabl
 
 
 def _check_rows(name: str, source: TaskSource, kind: str, data_files: dict[str, list[str]]) -> None:
-    """Raise ValueError for wrong rows, which lm-eval would report only when it reads the first row.
-
-    The rows are cached, so they are read once.
-    """
+    """Raise ValueError for wrong rows, which lm-eval would report only when it reads the first row. The rows are
+    cached, so they are read once."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
@@ -125,10 +123,8 @@ def _hub_task(name: str) -> ConfigurableTask:
 
 
 def _task(name: str, source: TaskSource, changes: dict[str, Any]) -> ConfigurableTask:
-    """Return lm-eval's definition with `changes`, zero-shot.
-
-    The task is built directly, because lm-eval's index of all tasks takes 5 s.
-    """
+    """Return lm-eval's definition with `changes`, zero-shot. The task is built directly, because lm-eval's index of all
+    tasks takes 5 s."""
     from lm_eval.api.task import ConfigurableTask
 
     definition = yaml.safe_load((definitions_folder() / source.definition).read_text(encoding="utf-8"))

@@ -84,10 +84,8 @@ def relative_error(expected: Gradients, actual: Gradients) -> float:
 
 
 def _pairs(expected: Gradients, actual: Gradients) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the name, the expected gradient and the actual gradient of each parameter.
-
-    The expected gradient is moved to the device of the actual one. One pair is yielded at a time, to save memory.
-    """
+    """Yield the name, the expected gradient and the actual gradient of each parameter. The expected gradient is moved
+    to the device of the actual one. One pair is yielded at a time, to save memory."""
     for name, other in actual.by_name.items():
         yield name, expected.by_name[name].to(other.device), other
 

@@ -153,10 +153,8 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> InstalledMeth
 
 
 def _share_within(bench: Bench, call: Callable[..., Any], installed: Any, budget_bytes: int) -> float:
-    """Find and set the share of the compiler's default bytes whose step peak is closest below the budget.
-
-    Return the share.
-    """
+    """Find and set the share of the compiler's default bytes whose step peak is closest below the budget. Return the
+    share."""
     fitting_share, share, peak_bytes = None, 1.0, 0
     for _ in range(MATCH_ROUNDS):
         installed.partitioner.start_over(share)

@@ -234,10 +234,8 @@ def check(subject: Subject, model: nn.Module, installed: InstalledMethod, refere
 def _step_error(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, step: int
 ) -> float:
-    """Return the gradient error of one step. Raise WrongResultError if the error breaks the method's promise.
-
-    The step's gradients are freed before the next step.
-    """
+    """Return the gradient error of one step. Raise WrongResultError if the error breaks the method's promise. The
+    step's gradients are freed before the next step."""
     gradients = step_gradients(subject, model, installed.call, reference.batch)
     if installed.promise.is_own:
         return _check_own_loss(subject, model, installed, reference, in_host_memory(gradients))
@@ -254,11 +252,9 @@ def _step_error(
 def _check_own_loss(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, gradients: Gradients
 ) -> float:
-    """Return the relative error of the loss's slope, as predicted by the gradient, under the same dropout masks.
-
-    Noise of relative size e in a gradient changes the slope along the gradient by e squared only: the component of the
-    noise across the true gradient makes the step longer, but does not change the loss.
-    """
+    """Return the relative error of the loss's slope, as predicted by the gradient, under the same dropout masks. Noise
+    of relative size e in a gradient changes the slope along the gradient by e squared only: the component of the noise
+    across the true gradient makes the step longer, but does not change the loss."""
     expected = reference.gradients.loss
     if not abs(gradients.loss - expected) <= MAX_LOSS_DIFFERENCE * abs(expected):
         raise WrongResultError(

@@ -50,6 +50,10 @@ def test_a_region_may_have_one_table_of_a_report() -> None:
     assert third.splitlines()[2].startswith("| point ")
     assert fourth.splitlines()[2].startswith("| peer ")
     assert first.endswith("|\n\n<!-- end of table -->")
+    some = with_tables("<!-- table: cpu/peers#1 rows: Adacc at 15%; plain -->\n<!-- end of table -->", RESULTS)
+    assert [row.split("  ")[0] for row in some.splitlines()[4:6]] == ["| Adacc at 15%", "| plain"]
+    with pytest.raises(TableError, match="cpu/peers has no row 'fast'"):
+        with_tables("<!-- table: cpu/peers#1 rows: fast -->\n<!-- end of table -->", RESULTS)
     with pytest.raises(TableError, match="cpu/peers#5 must be #1 to #4"):
         with_tables("<!-- table: cpu/peers#5 -->\n<!-- end of table -->", RESULTS)
 
