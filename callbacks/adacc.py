@@ -164,6 +164,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 KEEP_ATTACHED,
             )
         self._session.begin_step(state.global_step, optimizer)
+        if self._guard is None:  # a loop that calls the events alone
+            self._session.phase.begin_micro_batch(None)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -77,6 +77,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._report: SlowReport | None = None
         """Object that logs the current step if the step is slow. None in normal steps."""
         self._started = 0.0
+        self._has_recorded = False
+        """True if a micro-batch of the current step is, or was, recorded."""
         self._num_micro, self._num_begun = run.loop.num_micro, 0
         """Micro-batches per step that the profiles count, and micro-batches of the current step so far."""
 
@@ -171,7 +173,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return advice(self.choice.shown.replanner)
 
     def end_micro_batch(self) -> None:
-        self._profiler.end_backward()
+        self._end_recorded()
         fallbacks = self.handle.tape_cache.fallbacks
         refuse_fallbacks(self._run.config, fallbacks)
         self._run.stats.add(*self.choice.end_micro_batch(fallbacks.counts))
@@ -180,22 +182,23 @@ class AdaptivePhase(FixedPolicyPhase):
         super().begin_forward(inputs)
         self._choose(inputs)
         profiler, run = self._profiler, self._run
-        if profiler.is_recording:
+        if self._has_recorded:
             profiler.enter_forward(inputs)
         elif self._is_to_be_recorded() and not profiler.must_wait(run.model):
             self.choice.suspend()
-            handle = self.handle
+            handle, self._has_recorded = self.handle, True
             profiler.begin(handle.installation, run.optimizer, inputs, handle.tape_cache, handle.head)
 
     def _is_to_be_recorded(self) -> bool:
         """Return True if the micro-batch that begins is to be recorded for a profile."""
-        requests, is_busy = self._requests, self._tracking.is_on or self._peaks.is_on or self._profiler.has_recorded
-        if is_busy or not self._profiler.is_turn(self._num_begun, self._run.model):
+        requests, is_busy = self._requests, self._tracking.is_on or self._peaks.is_on or self._has_recorded
+        if is_busy or not (requests.is_due or requests.num_tries > 0 or self.choice.wants_profile):
             return False
-        return requests.is_due or requests.num_tries > 0 or self.choice.wants_profile
+        return self._profiler.is_turn(self._num_begun, self._run.model)
 
     def note_loss(self, result: Any, inputs: Any) -> None:
-        self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
+        if self._has_recorded:
+            self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
 
     def abandon_step(self) -> None:
         self._cancel()
@@ -205,15 +208,20 @@ class AdaptivePhase(FixedPolicyPhase):
         """Stop the measurements of a step that has failed, and log how long the step took if it was slow."""
         self._end_report(has_failed=True)
         self._profiler.cancel()
+        self._has_recorded = False
         self._tracking.cancel()
         self._peaks.close()
 
     def end_backward(self) -> None:
         """End the measurement of the step's memory. The optimizer's step is left out, because policies do not affect
         its memory."""
-        self._profiler.end_backward()
+        self._end_recorded()
         if self._peaks.is_on:
             self._peaks.end_backward()
+
+    def _end_recorded(self) -> None:
+        if self._has_recorded:
+            self._profiler.end_backward()
 
     def begin_optimizer_step(self) -> None:
         self.end_backward()
@@ -247,7 +255,7 @@ class AdaptivePhase(FixedPolicyPhase):
             has_changed |= self._count_state(step)
         num_steps = step - context.policy_step
         is_turn = num_steps % LOOK_STEPS == 0 or num_steps <= FIRST_LOOKS
-        if self._profiler.has_recorded or self._requests.is_due or self._requests.num_tries:
+        if self._has_recorded or self._requests.is_due or self._requests.num_tries:
             has_changed |= self._end_recording(step)
         if is_turn:
             self._requests.look()
@@ -304,7 +312,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _end_recording(self, step: int) -> bool:
         """Make a policy of the micro-batch that the step has recorded. Return True if a policy was set."""
-        requests, called = self._requests, self._profiler.called
+        requests, called, self._has_recorded = self._requests, self._profiler.called, False
         is_restart, requests.is_due = requests.num_tries > 0, False
         profile = self._profiler.take(self._run.model, self._run.optimizer, is_largest=not is_restart)
         if is_restart:

@@ -78,10 +78,10 @@ class HeadMeter:
             whole = [self._extrapolated(num_rows, larger, smaller, has_weight) for has_weight in (True, False)]
         more = [max(plain) - own for *plain, own in zip(*whole, chunked, strict=True)]
         # The layer keeps its input for backward, unless it casts the input.
-        kept = loss.rows.nbytes if loss.rows.dtype is loss.call.dtype else 0
+        kept_bytes = loss.rows.nbytes if loss.rows.dtype is loss.call.dtype else 0
         stored, forward, backward = self._more
-        at_peak = 0 if self.is_plain else kept
-        self._more = [stored + more[0] + kept, max(forward, more[1]), max(backward, more[2] + at_peak)]
+        at_peak = 0 if self.is_plain else kept_bytes
+        self._more = [stored + more[0] + kept_bytes, max(forward, more[1]), max(backward, more[2] + at_peak)]
 
     def _extrapolated(self, num_rows: int, larger: LossCall, smaller: LossCall, has_weight: bool) -> list[int]:
         """Return the bytes of whole logits of `num_rows` rows, from those of two parts."""

@@ -369,8 +369,8 @@ class _LiveRecorder(ModelRecorder):
         """Note the inputs of blocks that only the recorded calls keep alive, neither autograd outside of the blocks nor
         the model's state or batch."""
         inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
-        held = self._outside_storages.keys() | self.kept_keys
-        self._freed_keys = {note.key for note in inputs if note.key not in held}
+        held_keys = self._outside_storages.keys() | self.kept_keys
+        self._freed_keys = {note.key for note in inputs if note.key not in held_keys}
 
     def _run(self, recording: Recording, called: Callable[..., Any], has_key: bool) -> Any:
         started = time.perf_counter()

@@ -209,7 +209,7 @@ def error_of(steps: Sequence[Gradients], plain: Sequence[Gradients]) -> float:
         for changed, step in zip(steps, plain, strict=True)
         for name, gradient in step.by_name.items()
     ]
-    excess = sum(float((left - right).square().sum()) for left, right in pairs)
+    excess = sum(float((changed - plain).square().sum()) for changed, plain in pairs)
     return math.sqrt(excess / sum(float(right.square().sum()) for _, right in pairs))
 
 
@@ -255,9 +255,9 @@ def train(model: nn.Module, batches: Sequence[Batch]) -> list[Gradients]:
     return steps
 
 
-def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
+def same_bits(first: Sequence[Gradients], second: Sequence[Gradients]) -> bool:
     """Return True if all losses and gradients of all steps are equal bit for bit."""
-    return all(first_difference(a, b) is None for a, b in zip(left, right, strict=True))
+    return all(first_difference(a, b) is None for a, b in zip(first, second, strict=True))
 
 
 def train_through_codecs(

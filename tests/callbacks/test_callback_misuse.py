@@ -46,7 +46,7 @@ def test_the_class_in_place_of_a_callback_trains_with_the_defaults_and_says_so(t
     """The Trainer makes a callback of each class, as for its own callbacks."""
     train([AdaccCallback])
     assert any(
-        text.startswith("Adacc: memory_budget='auto': profiling the first batch (input_ids 4x32, labels 4x32)")
+        text.startswith("Adacc: memory_budget='auto': the first step is profiled while it trains")
         for text in caplog.messages
     )
 

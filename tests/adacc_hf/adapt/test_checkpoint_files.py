@@ -226,7 +226,7 @@ def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, profi
     callback = AdaccCallback(**lossless)
     resumed = train([callback], resume=str(checkpoint), **SAVING, **settings)
     resumed.assert_equals(plain)
-    assert len(profilings) == (settings == {"per_device_train_batch_size": 8}), "a larger batch than the profile's"
+    assert len(profilings) == ("per_device_train_batch_size" in settings), "another size than the profile's"
     more = callback.profile.static_bytes - Profile.load(checkpoint / PROFILE_FILE).static_bytes
     gradients = sum(parameter.nbytes for parameter in resumed.trainer.model.parameters())
     assert more >= gradients if "gradient_accumulation_steps" in settings else more < gradients
@@ -382,7 +382,7 @@ def test_a_home_that_cannot_be_written_does_not_end_the_run(make_trainer, tmp_pa
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.delenv("ADACC_HF_PROFILES", raising=False)
     _cpu.library.cache_clear()
-    trainer = make_trainer([AdaccCallback(memory_budget=0.6)])
+    trainer = make_trainer([AdaccCallback(memory_budget=0.8)])
     trainer.train()
     _cpu.library.cache_clear()
     assert trainer.state.global_step == 5

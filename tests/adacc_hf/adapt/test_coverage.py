@@ -131,7 +131,7 @@ def test_a_run_that_ends_before_its_policy_is_warned_about(train, late_policy, c
 
 def test_a_profile_that_must_wait_longer_is_an_error(train, late_policy, monkeypatch):
     monkeypatch.setattr(run_profiler, "is_profiling", lambda: True)
-    with pytest.raises(UncoveredBlockError, match="a torch profiler is active"):
+    with pytest.raises(UncoveredBlockError, match="let a torch profiler end"):
         train([AdaccCallback(**COVERED)])
 
 
@@ -203,8 +203,8 @@ def test_a_call_that_differs_ends_an_own_loop_at_the_end_of_its_micro_batch(make
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = attributes(model)
     session = AdaccSession(model, optimizer, **COVERED)
-    step(session, model, optimizer, batch_of(32))
     mask = torch.ones(4, 32, dtype=torch.long)
+    step(session, model, optimizer, {**batch_of(32), "attention_mask": mask.clone()})
     mask[0, 30:] = 0
     with pytest.raises(UncoveredBlockError, match="other operators"), session.step(), session.micro_batch():
         model(**batch_of(32), attention_mask=mask).loss.backward()

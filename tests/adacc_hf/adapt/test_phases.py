@@ -67,7 +67,10 @@ def test_the_table_has_the_policy_of_the_failed_size(make_trainer, lossless, cap
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     with pytest.raises(torch.OutOfMemoryError):
         run_lengths(
-            make_trainer, [16] * 4 + [32], [callback], trainer_class=type("F", (failing((5, "forward")), InOrder), {})
+            make_trainer,
+            [16] * 4 + [32] * 2,
+            [callback],
+            trainer_class=type("F", (failing((6, "forward")), InOrder), {}),
         )
     (table,) = [record.getMessage() for record in caplog.records if "when it ran out" in record.getMessage()]
     (longer,) = [event for event in callback.history if event.get("reason", "").startswith("for batches of")]

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
+from live_step_builders import LOSSLESS, TABLE, are_equal, grads_of, train
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf import profile_model
 from adacc_hf.price.batch import Batch
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
@@ -15,41 +15,8 @@ from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.torch_glue.memory import measure_step
 
-TABLE = architectures()
-LOSSLESS = AdaccConfig(actions=("retain", "recompute"), min_compress_bytes=0)
 LAYOUT = ("static_bytes", "outside_peak_bytes", "loss_peak_bytes", "tail_peak_bytes", "outside_live_bytes")
-
-
-def train(model, batch, config=None, autocast=False, num_micro=1, block_classes=None):
-    """Train on one micro-batch, profiled if `config` is given. Return (loss, profile)."""
-    live = None
-    if config is not None:
-        installation = Installation(model, block_classes)
-        live = LiveStep(installation, config, Measurement(), TapeCache())
-        live.begin(Batch(batch), TrainingStep(gradient_accumulation_steps=num_micro))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(**batch).loss
-    if live is not None:
-        live.leave_forward(loss)
-    loss.backward()
-    value = loss.detach().clone()
-    del loss
-    if live is None:
-        return value, None
-    live.end()
-    profile = live.profile()
-    installation.remove()
-    return value, profile
-
-
-def grads_of(model):
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
-
-
-def are_equal(first, second):
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
@@ -70,8 +37,11 @@ def test_it_trains_bit_for_bit_as_without_a_profile(name, autocast, one_thread):
     assert len(profile.blocks) >= 2
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert"])
+# T5 under autocast is left out: the first decoder block's casts count at other moments (docs/LIMITS.md).
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [*((name, False) for name in ("gpt2", "llama", "t5", "bert")), ("gpt2", True), ("llama", True), ("bert", True)],
+)
 def test_the_profile_is_that_of_extra_runs(name, autocast, one_thread, without_onednn):
     """A profile from a step that trains has the bytes of `profile_model`, which runs the model by itself."""
     batch = TABLE[name].make_batch(0)
@@ -87,39 +57,6 @@ def test_the_profile_is_that_of_extra_runs(name, autocast, one_thread, without_o
         assert policies[0].predicted_peak_bytes == policies[1].predicted_peak_bytes
         # The loss itself, and numbers that its division keeps, count as stored here.
         assert policies[0].predicted_stored_bytes == pytest.approx(policies[1].predicted_stored_bytes, abs=16)
-
-
-@pytest.mark.parametrize(("budget", "trained"), [("auto", "plain"), ("1GiB", "chunked")])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_both_heads_are_known_from_one_step(name, budget, trained, one_thread, without_onednn):
-    """The peak with the head that trains is exact. That with the other is computed from the losses alone, which
-    overlap by the rows' bytes with what is live around them."""
-    config = AdaccConfig(min_compress_bytes=0, memory_budget=budget)
-    batch = {key: value.repeat(4, 1) for key, value in TABLE[name].make_batch(0).items()}
-    model = TABLE[name].build().train()
-    loss, profile = train(model, batch, config)
-    if trained == "plain":
-        plain = TABLE[name].build().train()
-        assert torch.equal(train(plain, batch)[0], loss)
-        assert are_equal(grads_of(plain), grads_of(model))
-    assert profile.heads == ("plain", "chunked")
-    for head in profile.heads:
-        policy = uniform_policy(profile.with_head(head), "retain")
-        model = TABLE[name].build().train()
-        with apply_policy(model, policy):
-            measure_step(model, batch)
-            peak = measure_step(model, batch).peak_bytes
-        # The labels of a noted loss live until its end.
-        assert policy.predicted_peak_bytes == pytest.approx(peak, rel=0.005 if head == trained else 0.08)
-
-
-def test_gradients_of_earlier_micro_batches_are_counted(tiny_gpt2, token_batch, without_onednn):
-    model = tiny_gpt2()
-    train(model, token_batch())
-    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
-    _, profile = train(model, token_batch(), LOSSLESS, num_micro=2)
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
-    assert profile.static_bytes >= parameters + gradients + 2 * sum(t.nbytes for t in {*token_batch().values()})
 
 
 def test_an_error_in_the_step_leaves_the_model_as_it_was(tiny_gpt2, token_batch):
