@@ -56,7 +56,7 @@ def test_an_exact_policy_is_bit_equal(config, options, one_thread, tmp_path, cap
     plain, checkpointing, adacc = (int(rows[name][1].removesuffix("%")) for name in names)
     assert max(checkpointing, adacc) < plain == 100
     assert re.search(r"policy: 2 blocks, .* [1-9]\d* recompute", out)
-    assert out.rstrip().endswith("equal those of plain.")
+    assert "equal those of plain. Steps that did not follow the policy" in " ".join(out.split())  # the first step
 
 
 @pytest.mark.gate
@@ -81,7 +81,7 @@ def test_a_broken_replay_is_named_by_step_and_tensor(one_thread, tmp_path, monke
     last = " ".join(out[out.index("Not bit-equal") :].split())
     assert last.startswith("Not bit-equal. First difference in step 3: gradient of transformer.h.1.")
     assert "largest difference" in last
-    assert last.endswith("This is a fault of adacc_hf: please report it with this output.")
+    assert "This is a fault of adacc_hf: please report it with this output." in last
 
 
 def test_an_approximate_policy_is_not_bit_equal(one_thread, tmp_path, monkeypatch, capsys):

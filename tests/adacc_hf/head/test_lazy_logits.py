@@ -19,6 +19,7 @@ class Counts:
 
     def __init__(self):
         self.losses = self.wholes = 0
+        self.computes_plainly = False
 
     def note_loss(self, loss):
         self.losses += 1

@@ -341,7 +341,7 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
     block_class = type(model.transformer.h[0])
     forward = block_class.forward.__wrapped__
     monkeypatch.setattr(block_class, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
-    with pytest.raises(ValueError, match=r"transformer\.h\.0 first, were not called.*block_classes"):
+    with pytest.raises(ValueError, match=r"transformer\.h\.0 first, never reached Adacc.*block_classes"):
         profile_model(model, token_batch())
     config = AdaccConfig(block_classes=("GPT2Block",))
     with recompute_all(model, token_batch(), config, config) as handle:
