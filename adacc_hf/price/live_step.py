@@ -1,8 +1,8 @@
 """Profile of a micro-batch, recorded and measured while the micro-batch trains.
 
-Nothing of the user's runs for it. Each block's call is recorded, and then follows the plan that recomputes all it can,
-as under gradient checkpointing. Times are those of single operators and codecs, and the memory of a block is that of
-its traced graph, both measured right after the call. The memory of the rest of the step is measured in the step.
+Nothing of the user's runs for it, but one call of each kind of block that has no traced graph. A recorded call follows
+the plan that recomputes all it can, as under gradient checkpointing. Times of operators and codecs, and the memory of a
+block's graph or second call, are measured right after the call, and the memory of the rest of the step in the step.
 """
 
 from __future__ import annotations
