@@ -5,7 +5,6 @@ tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used h
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.training_loop import TrainingLoop
-from adacc_hf.price.training_step import NoSync
 
 
 class TrainerLoop(TrainingLoop):
@@ -55,18 +53,13 @@ class TrainerLoop(TrainingLoop):
     def num_before_step(self, device: torch.device) -> int:
         return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
 
-    def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return a function that creates the context of every micro-batch of a step except the last.
-
-        In this context, ranks do not exchange gradients. Return None if ranks exchange gradients in every micro-batch.
-        """
+    def postpones_exchange(self, model: nn.Module) -> bool:
+        """Return True if ranks exchange gradients only in the last micro-batch of a step."""
         if self._trainer is None:
-            return None
+            return False
         accelerator = self._trainer.accelerator
         syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return None
-        return partial(accelerator.no_sync, model=model)
+        return not syncs_each and accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
 def run_folder(args: TrainingArguments, trainer: Trainer | None) -> str:

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, solve_policy
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile, Shapes
 from adacc_hf.artifacts.size_model import joined
@@ -35,10 +35,8 @@ from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.model_under_test import Batch
 from adacc_hf.eval.trials.trial import check_limit
-from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.price.timing import seconds_of
-from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.reports.run_record import Spread, markdown_table, to_json
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import quick_least_policy
@@ -289,8 +287,7 @@ class LongTraining:
 
     def profile(self, tokens: int) -> Profile:
         """Profile one step on `tokens` tokens."""
-        step = TrainingStep(optimizer=self.optimizer)
-        return profile_batch(self.model, self.batch(tokens), AdaccConfig(), step)
+        return profile_model(self.model, self.batch(tokens), AdaccConfig(), self.optimizer)
 
 
 def shapes_of(tokens: int) -> Shapes:

@@ -29,7 +29,7 @@ from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.head.head import ChunkedHead
@@ -51,6 +51,10 @@ the other blocks out.
 If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
 
 
+MOST_TILE_STEPS = 16
+"""Maximum number of steps to wait for a batch of the profiled sizes, to profile it with modules in tiles."""
+
+
 class WarmUpPhase(Phase):
     """Phase of a run before the first policy. Blocks run under torch's checkpoint, except in the micro-batch that is
     recorded for the profile (price/live_step.py)."""
@@ -68,6 +72,10 @@ class WarmUpPhase(Phase):
         """True after the first forward. The loop may skip batches, for example without labels."""
         self._is_checked = False
         """True after the first step that called the model."""
+        self._infeasible: InfeasibleBudgetError | None = None
+        """The error if no policy without tiles fits the budget, while a step with modules in tiles is awaited."""
+        self._num_waited = 0
+        """Number of steps that had other sizes than the awaited one."""
         self._num_failures = 0
         """Number of recorded micro-batches in which memory ran out. After MOST_FAILURES, no other one is recorded."""
         if run.source is None or callable(run.source):
@@ -190,12 +198,30 @@ class WarmUpPhase(Phase):
         if not any(gather_from_all_ranks(bool(self._profiler.called))):
             text = describe_uncalled(checkpointing, list(checkpointing.modules), "in a step", checkpointing.executed)
             raise UncalledBlocksError(text)
-        profile = self._profiler.take(run.model, run.optimizer)
-        assert profile is not None  # every rank has recorded a micro-batch
+        if self._infeasible is None:
+            profile = self._profiler.take(run.model, run.optimizer)
+            assert profile is not None  # every rank has recorded a micro-batch
+        else:
+            profile = self._profiler.take_tiles()
+            if profile is None:
+                self._num_waited += 1
+                if self._num_waited == MOST_TILE_STEPS:
+                    checkpointing.remove()
+                    raise self._infeasible
+                return
         try:
             policy, is_provisional = self._builder.first(profile)
-        finally:
-            self._checkpointing.remove()
+        except InfeasibleBudgetError as error:
+            if self._infeasible is None and self._profiler.begin_tiles(profile, checkpointing):
+                announce("Adacc: no policy fits the budget, so a step with modules in tiles is profiled too")
+                self._infeasible = error
+                return
+            checkpointing.remove()
+            raise
+        except BaseException:
+            checkpointing.remove()
+            raise
+        checkpointing.remove()
         run.phase = following = follow(run, policy, profile, step - 1)  # tracking counts from the profiled step
         following.begin_after_step(profile, policy, is_provisional)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))

@@ -19,6 +19,7 @@ from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.optimizer_memory import state_bytes
 from adacc_hf.price.profile_cache import ProfileCache
+from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
@@ -46,6 +47,10 @@ class RunProfiler:
         self._live: LiveStep | None = None
         """The recorded micro-batch of the current step, or None."""
         self._tape_cache: TapeCache | None = None
+        self._taken: LiveStep | None = None
+        """The micro-batch of the latest profile of this rank."""
+        self._tiles: TiledKinds | None = None
+        """Kinds of blocks whose modules run in tiles (groups of rows) in the next recorded micro-batch, or None."""
 
     def remove(self) -> None:
         """Remove all hooks. Further calls have no effect."""
@@ -79,7 +84,7 @@ class RunProfiler:
         With gradient accumulation, it must find the gradients of earlier ones. If ranks exchange gradients only in the
         last micro-batch, it is the last.
         """
-        is_last_only = is_sharded(model) and self._loop.no_sync(model) is not None
+        is_last_only = is_sharded(model) and self._loop.postpones_exchange(model)
         return number == (self._loop.num_micro if is_last_only else self._loop.recorded_micro_batch)
 
     def must_wait(self, model: nn.Module) -> bool:
@@ -122,7 +127,12 @@ class RunProfiler:
             gradient_accumulation_steps=self._loop.num_micro,
             prefetched_batches=self._loop.num_prefetched(next(model.parameters()).device),
         )
-        self._live = LiveStep(installation, self._config, self._measurement, tape_cache, head)
+        tiles, measurement = self._tiles, self._measurement
+        if tiles is None:
+            self._live = LiveStep(installation, self._config, measurement, tape_cache, head)
+        else:
+            in_tiles = tiles.measurement(measurement)
+            self._live = LiveStep(installation, self._config, in_tiles, tape_cache, head, tiles.tilings)
         try:
             self._live.begin(_batch_of(inputs), step)
         except BaseException:
@@ -169,8 +179,30 @@ class RunProfiler:
         with fail_together():
             profile = live.profile(optimizer_step_bytes=self.optimizer.nbytes, optimizer_state_bytes=max(0, created))
         assert self._tape_cache is not None
+        self._taken = live
         profiled_tapes(model).take(self._tape_cache)
         return common_profile(profile, num_elements(from_profile_shapes(profile.measured[0][0])) if is_largest else 0)
+
+    def begin_tiles(self, profile: Profile, installation: Installation) -> bool:
+        """Record the next micro-batch with row-wise modules in tiles, if modules of the blocks of `profile`, the latest
+        one, may run in tiles on all ranks. Return False if not, or if the budget does not limit the peak."""
+        if isinstance(self._config.memory_budget, float):
+            return False
+        assert self._taken is not None
+        tiles = TiledKinds(profile, self._taken.recording, installation, self._taken.config)
+        self._tiles = tiles if all(gather_from_all_ranks(bool(tiles.tilings))) else None
+        return self._tiles is not None
+
+    def take_tiles(self) -> Profile | None:
+        """Return the profile to which `begin_tiles` belongs with the kinds of blocks in tiles that were recorded in
+        this step. Return None if some rank has recorded no micro-batch of its sizes."""
+        live, self._live = self._live, None
+        assert self._tiles is not None
+        has_sizes = live is not None and live.sizes == self._tiles.profile.measured[0][0]
+        if not all(gather_from_all_ranks(has_sizes)) or live is None:
+            return None
+        tiles, self._tiles = self._tiles, None
+        return common_profile(tiles.added(live.recording), 0)
 
     def state_bytes(self, model: nn.Module, optimizer: Any) -> int:
         """Return the bytes of state that the optimizer holds on the model's device now."""

@@ -17,7 +17,6 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import describe_value
-from adacc_hf.price.training_step import NoSync
 from adacc_hf.torch_glue.distributed import is_first_rank
 
 if TYPE_CHECKING:
@@ -69,12 +68,9 @@ class TrainingLoop:
         """
         return int(device.type == "cpu")
 
-    def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return a function that creates the context of every micro-batch of a step except the last.
-
-        In this context, ranks do not exchange gradients. Return None if ranks exchange gradients in every micro-batch.
-        """
-        return None
+    def postpones_exchange(self, model: nn.Module) -> bool:
+        """Return True if ranks exchange gradients only in the last micro-batch of a step."""
+        return False
 
 
 class SessionAdapter:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,7 @@ from adacc_hf.tape.operator_effects import DESCRIBED, DeclaredRngUse, operator_a
 from adacc_hf.tape.replay import stand_in, takes_device, view
 from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
-from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
+from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes
 from adacc_hf.torch_glue.private import (
     GROUPED_PRODUCT,
     TorchDispatchMode,
@@ -72,6 +73,8 @@ class FakeMeasurement(Measurement):
         self.device = device
         self.outlier_share = outlier_share
         self.rng_use = DeclaredRngUse
+        self.head_shares = (1, 2)
+        self._times = SumOfTimes(device)
         self._backward = FakeBackward()
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
@@ -158,14 +161,12 @@ class FakeMeasurement(Measurement):
         with torch.autocast(loss.device.type, enabled=False):
             self._backward.run(loss)
 
-    def seconds_at(self, device: torch.device) -> float:
-        return 0.0  # fake operators take no time
+    def clock(self) -> AbstractContextManager[Any]:
+        self._times = SumOfTimes(self.device)
+        return self._times
 
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
-        with at_most_chunks(None), SumOfTimes(self.device) as times:
-            self.backward(forward_loss(model, batch))
-        model.zero_grad(set_to_none=True)
-        return times.total_ms
+    def seconds_at(self, device: torch.device) -> float:
+        return self._times.total_ms / 1e3
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
         return count_static_bytes(model, batch, optimizer)
@@ -195,10 +196,10 @@ class FakeMemoryMeasurement(FakeMeasurement):
     """Measurement on fake tensors for memory only. Times of the step and of the heads, which no peak needs, are
     skipped."""
 
-    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        return {"plain": 0.0, "chunked": 0.0}
+    def clock(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
+    def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         return 0.0
 
 

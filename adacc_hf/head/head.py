@@ -41,8 +41,6 @@ class ChunkedHead:
         """Number of times that the full logits were computed, because code other than the loss read the logits."""
         self.on_loss: Callable[[LossCall], None] | None = None
         """Callback for each loss that is computed in chunks, or None."""
-        self.on_call: Callable[[], object] | None = None
-        """Callback for each call of the output layer, or None."""
         self._layer: nn.Linear | None = output_layer(model)
         self._layer.__dict__["forward"] = HeadForward(self, self._layer)
 
@@ -87,8 +85,6 @@ class HeadForward:
         self.layer = layer
 
     def __call__(self, input: Tensor) -> Tensor:  # the parameter name of nn.Linear.forward
-        if self.head is not None and self.head.on_call is not None:
-            self.head.on_call()
         if self.head is None or not self.head.is_on or not _can_defer(self.layer, input):
             return type(self.layer).forward(self.layer, input)
         dtype = product_dtype(self.layer.weight)

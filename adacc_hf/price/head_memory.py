@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -13,17 +14,20 @@ from adacc_hf.head.head import ChunkedHead
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.measurement import PRICED_HEADS, Measurement, full_logits_loss
 from adacc_hf.price.memory_profile import StepLayout
-
-MEASURED_SHARES = (4, 8)
-"""Whole logits of all rows may not fit the budget, so they are measured for a quarter and for an eighth of the rows.
-Bytes are linear in the number of rows, and times are proportional to it."""
+from adacc_hf.torch_glue.memory import MemoryMeter
 
 
 class HeadMeter:
     """Meter of the losses of one micro-batch. They are computed in chunks, or from whole logits if `is_plain`."""
 
-    def __init__(self, head: ChunkedHead, measurement: Measurement, is_plain: bool) -> None:
-        self._head, self._measurement = head, measurement
+    def __init__(
+        self,
+        head: ChunkedHead,
+        measurement: Measurement,
+        aside: Callable[[], AbstractContextManager[MemoryMeter]],
+        is_plain: bool,
+    ) -> None:
+        self._head, self._measurement, self._aside = head, measurement, aside
         self.is_plain = is_plain
         self.times: dict[str, float] = dict.fromkeys(PRICED_HEADS, 0.0)
         """Milliseconds of each head, forward and backward."""
@@ -65,13 +69,12 @@ class HeadMeter:
 
     def _note(self, loss: LossCall) -> None:
         num_rows = loss.rows.shape[0]
-        larger, smaller = (loss.part(max(1, num_rows // share)) for share in MEASURED_SHARES)
+        larger, smaller = (loss.part(max(1, num_rows // share)) for share in self._measurement.head_shares)
         ratio = num_rows / larger.rows.shape[0]
         # The saved-tensor hooks around the model's forward must not see these losses.
-        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            with self._measurement.meter(loss.rows.device):  # no part of the step's memory
-                for name, compute in PRICED_HEADS.items():
-                    self.times[name] += ratio * self._measurement.head_ms(larger, compute)
+        with self._aside(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            for name, compute in PRICED_HEADS.items():
+                self.times[name] += ratio * self._measurement.head_ms(larger, compute)
             chunked = self._bytes(loss, LossCall.chunked)
             # The backward has two peaks. That of the softmax grows with the rows alone, so it is measured without the
             # weight's gradient.

@@ -9,45 +9,38 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError
-from adacc_hf.artifacts.kind_profile import KindProfile
-from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.assembled_profile import Readings, StepBase, assemble
 from adacc_hf.price.batch import Batch
 from adacc_hf.price.call_marker import CallMarker
-from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_profile import StepLayout, StepReadings, gradient_bytes, with_step
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
+from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
-from adacc_hf.run.call import Recording
-from adacc_hf.tape.execution_plan import unfit_values
 from adacc_hf.tape.inputs import argument_tensors
-from adacc_hf.tape.recorder import HIDDEN, Recorder
-from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
-from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
 from adacc_hf.torch_glue.tensors import kept_by_autograd
 
@@ -68,13 +61,17 @@ class LiveStep:
         measurement: Measurement,
         tape_cache: TapeCache,
         head: ChunkedHead | None = None,
+        tilings: Mapping[str, Tiling] | None = None,
+        repeats_blocks: bool = False,
     ) -> None:
         self._installation, self._measurement, self._tape_cache = installation, measurement, tape_cache
-        self._config, self._head = config, head
+        self.config, self._head, self._tilings = config, head, tilings or {}
+        self._repeats_blocks = repeats_blocks
         self._own_head: ChunkedHead | None = None
         self._stack = ExitStack()
         self._hooks = _OutsideHooks(self)
         self._has_forward_ended = False
+        self._loss_bytes = 0
         self.is_open = False
         """True from `begin` to `end` or `cancel`."""
 
@@ -84,14 +81,14 @@ class LiveStep:
         model = self._installation.model
         gc.collect()  # garbage that is freed in the step would lower its bytes
         self._step, self.is_open = step, True
-        self._config = self._config.for_rows(batch.num_tokens)
         self._device = next(model.parameters()).device
         self._earlier_bytes = gradient_bytes(model)
         self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer)
         self._state_keys = state_storages(model)
         self._note(batch)
-        self._recorder = _LiveRecorder(self._config, self._measurement, self._tape_cache, {}, calls_again=False)
-        self._recorder.is_sharded = is_sharded(model)
+        self._recorder = ModelRecorder(
+            self.config, self._measurement, self._tape_cache, self._tilings, self._device, self._repeats_blocks
+        )
         self._recorder.leaves_gradients = self._earlier_bytes > 0
         self._meter = self._measurement.meter(self._device)
         self._prepare_head(model)
@@ -103,18 +100,20 @@ class LiveStep:
             function.strategy = _LiveStrategy(name, self, trained_calls, is_first=index == 0)
         self._stack.enter_context(self._meter)
         self._begin_seconds = self._measurement.seconds_at(self._device)
-        self.recording_seconds = 0.0
+        self._aside_seconds = 0.0
         self.enter_forward()
 
     def note_batch(self, batch: Batch) -> None:
         """Set the batch of a micro-batch that began before its batch was known. Do nothing if it was known."""
-        if not self._sizes:
+        if not self.sizes:
             self._note(batch)
             if self._device.type == "cpu":  # where the bytes in use are the sum of the known tensors
                 self._static_bytes += batch.nbytes
 
     def _note(self, batch: Batch) -> None:
-        self._sizes, self._batch_bytes = batch.sizes, batch.nbytes
+        self.sizes, self._batch_bytes = batch.sizes, batch.nbytes
+        if self.sizes:
+            self.config = self.config.for_rows(batch.num_tokens)
         self._batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
 
     def enter_forward(self) -> None:
@@ -126,17 +125,17 @@ class LiveStep:
         """Observe the losses of the micro-batch, if the config allows a chunked head. The head is chunked if the budget
         is a number of bytes, which whole logits may exceed."""
         self._head_meter: HeadMeter | None = None
-        if "chunked" not in self._config.heads or (self._recorder.is_sharded and len(self._config.heads) > 1):
+        if "chunked" not in self.config.heads or (is_sharded(model) and len(self.config.heads) > 1):
             return
         if self._head is None:
             try:
                 self._head = self._own_head = ChunkedHead(model)
             except ChunkedHeadError as error:
-                if self._config.heads == ("chunked",):
+                if self.config.heads == ("chunked",):
                     raise
                 log.info("Adacc: the head uses full logits (head='plain'): %s", error)
                 return
-        self._head_meter = HeadMeter(self._head, self._measurement, is_plain=not self._is_head_chunked)
+        self._head_meter = HeadMeter(self._head, self._measurement, self.aside, is_plain=not self._is_head_chunked)
 
     @property
     def has_outermost_hooks(self) -> bool:
@@ -148,14 +147,20 @@ class LiveStep:
         """Record that autograd saves `tensor` outside the blocks."""
         self._recorder.note_outside_storage(tensor)
 
+    @contextmanager
+    def aside(self) -> Iterator[MemoryMeter]:
+        """Take memory and time that are no part of the step's. Yield a meter of this memory."""
+        started = self._measurement.seconds_at(self._device)
+        try:
+            with self._measurement.meter(self._device) as meter:
+                yield meter
+        finally:
+            self._aside_seconds += self._measurement.seconds_at(self._device) - started
+
     def run(self, name: str, block: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run and record one call of a block."""
-        started = time.perf_counter()
-        try:
-            with self._measurement.meter(self._device):  # what recording takes is no part of the step's memory
-                return self._recorder.record_call(name, block, fn, args, kwargs)
-        finally:
-            self.recording_seconds += time.perf_counter() - started
+        with self.aside():
+            return self._recorder.record_call(name, block, fn, args, kwargs)
 
     @property
     def meter(self) -> Any:
@@ -173,20 +178,20 @@ class LiveStep:
             return
         self._has_forward_ended = True
         self._meter.mark(("loss",))
-        self._recorder.kept_keys = self._state_keys | self._batch_keys
         self._recorder.end_forward(self._state_keys, self._batch_keys)
 
     def leave_forward(self, loss: Any = None) -> None:
         """Leave the saved-tensor hooks around the model's forward, which has computed `loss` if this is a tensor."""
         self._hooks.end()
         if self.is_open and isinstance(loss, torch.Tensor) and loss.requires_grad:
+            self._loss_bytes = loss.untyped_storage().nbytes()
             self._measurement.on_gradient(loss, self.end_forward)
 
     def end(self) -> None:
         """End after the micro-batch's backward."""
         self.leave_forward()
         self.end_forward()
-        seconds = self._measurement.seconds_at(self._device) - self._begin_seconds - self.recording_seconds
+        seconds = self._measurement.seconds_at(self._device) - self._begin_seconds - self._aside_seconds
         self._step_ms = 1e3 * seconds
         self._gradient_bytes = gradient_bytes(self._installation.model)
         self._close()
@@ -223,6 +228,11 @@ class LiveStep:
         """Names of the calls that were recorded."""
         return {block.name for block in self._recorder.blocks}
 
+    @cached_property
+    def recording(self) -> ModelRecording:
+        """The recorded calls of blocks."""
+        return self._recorder.recording()
+
     def profile(self, optimizer_step_bytes: int = 0, optimizer_state_bytes: int = 0) -> Profile:
         """Return the profile of the micro-batch. Call this method after `end`.
 
@@ -232,27 +242,29 @@ class LiveStep:
         step = replace(
             self._step, optimizer_step_bytes=optimizer_step_bytes, optimizer_state_bytes=optimizer_state_bytes
         )
-        recorder, measurement = self._recorder, self._measurement
-        recording = replace(recorder.recording(), plan_of=live_plan)
-        outcomes: dict[str, BlockOutcome] = {b.name: recording.outcomes[b.kind] for b in recording.blocks}
+        recorder, measurement, recording = self._recorder, self._measurement, self.recording
+        outcomes = {block.name: recording.outcome_of(block) for block in recording.blocks}
+        unplanned = recording.unplanned_bytes
         readings = StepReadings(
             self._meter.points,
             [block.name for block in recording.blocks],
-            {name: outcome.stored_bytes for name, outcome in outcomes.items()},
-            {name: outcome.live_bytes for name, outcome in outcomes.items()},
+            {name: outcome.stored_bytes + unplanned.get(name, 0) for name, outcome in outcomes.items()},
+            {name: outcome.live_bytes + unplanned.get(name, 0) for name, outcome in outcomes.items()},
         )
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
-        layout = readings.layout(0, self._gradient_bytes, self._earlier_bytes, self._step_ms + in_blocks_ms)
+        layout = readings.layout(
+            self._loss_bytes, self._gradient_bytes, self._earlier_bytes, self._step_ms + in_blocks_ms
+        )
         layout = recorder.without_leftovers(layout)
         recording = with_step(recording, layout)
         layouts, head_ms = self._layouts(layout)
         base = StepBase(
             model=self._installation.model,
             step=step,
-            config=self._config,
+            config=self.config,
             measurement=measurement,
             base_bytes=self._static_bytes - self._earlier_bytes - self._batch_bytes,
-            sizes=self._sizes,
+            sizes=self.sizes,
             batch_bytes=self._batch_bytes,
             other_batches_bytes=step.other_batches_bytes(self._batch_bytes),
         )
@@ -262,10 +274,10 @@ class LiveStep:
     def _layouts(self, layout: StepLayout) -> tuple[dict[str, StepLayout], dict[str, float]]:
         """Return the memory of the step with each head that a policy may choose, and the heads' times."""
         meter = self._head_meter
-        if meter is None or (not meter.has_both and len(self._config.heads) > 1):
+        if meter is None or (not meter.has_both and len(self.config.heads) > 1):
             return {"plain": layout}, {}
         meter.check()
-        if self._config.heads == ("chunked",):
+        if self.config.heads == ("chunked",):
             return {"chunked": layout}, {}
         other = meter.with_other_head(layout)
         plain, chunked = (layout, other) if meter.is_plain else (other, layout)
@@ -273,17 +285,8 @@ class LiveStep:
 
     @property
     def _is_head_chunked(self) -> bool:
-        budget = self._config.memory_budget
-        return self._config.heads == ("chunked",) or not (isinstance(budget, float) or budget == "auto")
-
-
-def live_plan(kind: KindProfile) -> Plan:
-    """Return the plan under which calls of `kind` train while they are recorded: without codecs."""
-    plan = recompute_plan(kind)
-    if plan.is_checkpointed or kind.untrusted is not None:
-        return plan
-    choices = tuple((value.index, RECOMPUTE if value.recomputable else RETAIN) for value in kind.activations)
-    return replace(plan, choices=choices)
+        budget = self.config.memory_budget
+        return self.config.heads == ("chunked",) or not (isinstance(budget, float) or budget == "auto")
 
 
 class _LiveStrategy:
@@ -323,93 +326,6 @@ class _Recorded:
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.live.run(self.name, block, fn, args, kwargs)
-
-
-class _LiveRecorder(ModelRecorder):
-    """Recorder of a forward that trains: each recorded call follows a plan that recomputes all it can."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.trains = True
-        self.kept_keys: set[int] = set()
-        """Keys of the storages of the model's state and of the batch."""
-        self._is_checkpointed = False
-        self._run_ms = 0.0
-        self._leftovers: list[tuple[int, int]] = []
-        """(number of calls recorded before, bytes) of what measurements left in autocast's cache: casts of copies."""
-
-    @property
-    def has_run(self) -> bool:
-        """True if autograd has saved a tensor."""
-        return bool(self.blocks or self._outside_storages)
-
-    @property
-    def leftover_bytes(self) -> int:
-        """Bytes that measurements of blocks left in autocast's cache."""
-        return sum(nbytes for _, nbytes in self._leftovers)
-
-    def _measure_memory(self, measure: Any, tape: Tape, roots: tuple[Any, ...], slot_refs: list[Any]) -> None:
-        device = next(iter(tape.values)).device if tape.values else torch.device("cpu")
-        with self._measurement.meter(device) as meter:
-            super()._measure_memory(measure, tape, roots, slot_refs)
-            meter.mark(("end",))
-        if torch.is_autocast_enabled(device.type):
-            self._leftovers.append((len(self.blocks), meter.points[-1].live_bytes))
-
-    def without_leftovers(self, layout: StepLayout) -> StepLayout:
-        """Return `layout` without the casts that measurements left in autocast's cache until the forward's end."""
-        bases = {
-            block.name: layout.forward_bases[block.name] - sum(n for number, n in self._leftovers if number < place)
-            for place, block in enumerate(self.blocks)
-        }
-        outside_peak_bytes = layout.outside_peak_bytes - self.leftover_bytes
-        return replace(layout, forward_bases=bases, outside_peak_bytes=outside_peak_bytes)
-
-    def note_freed(self) -> None:
-        """Note the inputs of blocks that only the recorded calls keep alive, neither autograd outside of the blocks nor
-        the model's state or batch."""
-        inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
-        held_keys = self._outside_storages.keys() | self.kept_keys
-        self._freed_keys = {note.key for note in inputs if note.key not in held_keys}
-
-    def _run(self, recording: Recording, called: Callable[..., Any], has_key: bool) -> Any:
-        started = time.perf_counter()
-        self._is_checkpointed = not has_key
-        result = recording.run(called) if has_key else recording.run_checkpointed(called)
-        self._run_ms = 1e3 * (time.perf_counter() - started)
-        return result
-
-    def _release(self, recording: Recording, tape: Tape) -> None:
-        if self._is_checkpointed:
-            if not tape.verified or is_reproducible(tape):
-                recording.discard()
-            return
-        if tape.untrusted is not None:
-            return
-        saved = [value for value in tape.saved_values() if tape.values[value].source is None]
-        recomputable = obtainable_values(tape, tape.recomputable, set(tape.saved_values()))
-        inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
-        choices = dict.fromkeys(inputs, RETAIN)
-        choices |= {value: RECOMPUTE if value in recomputable else RETAIN for value in saved}
-        choices |= dict.fromkeys(unfit_values(choices, tape), RETAIN)
-        plan = self.tape_cache.execution_plan(tape, choices, frozenset())
-        if not plan.is_plain:
-            recording.hand_over(plan, {})
-
-    def _price(
-        self,
-        tape: Tape,
-        recorder: Recorder,
-        outliers: dict[int, int],
-        run_again: Callable[[], Any],
-        graph: tuple[Callable[..., Any], tuple[Any, ...]] | None,
-    ) -> Prices:
-        if not tape.values:
-            return Prices([], [])
-        if tape.untrusted in HIDDEN and not tape.has_collectives:
-            return Prices([self._run_ms], [0])
-        run = None if graph is None or tape.has_collectives else lambda: graph[0](*graph[1])
-        return self._measurement.price(tape, recorder.bases, self._config, outliers, run)
 
 
 class _OutsideHooks:

@@ -7,6 +7,7 @@ fake tensors, which have no memory (estimate/fake_measurement.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from adacc_hf.price.codec_selection import count_outlier_channels
 from adacc_hf.price.cost_model import (
     Prices,
     measure_gradient_errors,
-    operator_workspaces,
-    price_call,
     price_tape,
 )
 from adacc_hf.price.host_copies import measure_host_link
@@ -45,6 +44,9 @@ class Measurement:
 
     rng_use: type[RngUse] = RngUse
     """Class whose objects detect if an operator draws random numbers."""
+    head_shares = (4, 8)
+    """Whole logits of all rows may not fit the budget, so they are measured for a quarter and for an eighth of the
+    rows. Bytes are linear in the number of rows, and times are proportional to it."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """Return the values of the profiled `tape` for which replay of its operators gives the original bits. In
@@ -79,11 +81,6 @@ class Measurement:
         """
         return measure_gradient_errors(tape, bases, prices, config)
 
-    def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
-        """Time a whole block call while the model is profiled, if the call's tape lacks some operators. `run` repeats
-        the call."""
-        return price_call(run, device)
-
     def meter(self, device: torch.device) -> MemoryMeter:
         """Return a meter of live bytes on `device`."""
         return MemoryMeter.for_device(device)
@@ -100,26 +97,13 @@ class Measurement:
         """Run backward from `loss`."""
         backward(loss)
 
+    def clock(self) -> AbstractContextManager[Any]:
+        """Return a context around the code that `seconds_at` times."""
+        return nullcontext()
+
     def seconds_at(self, device: torch.device) -> float:
         """Return the clock's time in seconds once `device` has finished all of its work."""
         return seconds_at(device)
-
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
-        """Return the milliseconds of one forward and backward in which every block is recomputed.
-
-        This method returns `measured_ms`, the time of the step whose memory was measured. A subclass may run `model` on
-        `batch` again instead.
-        """
-        return measured_ms
-
-    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        """Time each head: the output layer and the loss, forward and backward. Return a dict from the name of each head
-        to its milliseconds.
-
-        `find_losses` runs a forward and returns the step's calls of the loss, which are repeated with each head.
-        """
-        losses = find_losses()
-        return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in PRICED_HEADS.items()}
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         """Return the milliseconds of forward and backward of a model's output layer and loss.
@@ -187,41 +171,3 @@ def full_logits_loss(loss: LossCall) -> Tensor:
 
 PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
 """Functions that compute the loss with each head (plain or chunked), by the head's name."""
-
-
-class MemoryOnlyMeasurement(Measurement):
-    """Measurement of memory alone. It is used for additional batches, if times and codec errors were measured on
-    another batch of the same profile."""
-
-    def __init__(self, measurement: Measurement) -> None:
-        self._measurement = measurement
-        self.rng_use = measurement.rng_use
-        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "random_states"):
-            setattr(self, name, getattr(measurement, name))
-
-    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        return {}
-
-    def price(
-        self,
-        tape: Tape,
-        bases: list[torch.Tensor],
-        config: AdaccConfig,
-        outliers: dict[int, int],
-        run_block: Callable[[], object] | None = None,
-    ) -> Prices:
-        return Prices([0.0] * len(tape.operators), operator_workspaces(tape, bases))
-
-    def gradient_errors(
-        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
-    ) -> GradientErrors:
-        return GradientErrors()
-
-    def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
-        return Prices([], [])
-
-    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
-        return None, 0
-
-    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        return dict.fromkeys(PRICED_HEADS, 0.0)

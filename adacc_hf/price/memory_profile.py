@@ -7,7 +7,6 @@ tensors of any policy. Every block is recomputed in the measured step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +15,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindProfile
 from adacc_hf.artifacts.memory_simulator import simulate_policy
-from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.batch import Batch
 from adacc_hf.price.block_memory import BlockMemory
 from adacc_hf.price.call_marker import CallMarker
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
-from adacc_hf.price.profiled_model import ProfiledModel
+from adacc_hf.price.shared_storage import RecordedBlock
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
 from adacc_hf.run.blocks import BlockFunction, LaterCall
-from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes, garbage_collection_disabled
+from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,68 +60,25 @@ class StepLayout:
     backward are left out."""
 
 
-def measure_step(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> StepLayout:
-    """Run one forward and backward in which every block is recomputed, and return the measured memory by block.
-
-    If the step accumulates gradients, gradients of an earlier micro-batch must be live during the measurement. If an
-    earlier measurement has not produced these gradients, another micro-batch runs first.
-    """
-    measurement, device, model = profiled.measurement, profiled.device, profiled.model
-    functions = profiled.installation.functions
-    recording.set_full_recompute_strategies(functions)
-    profiled.installation.begin_step()
-    accumulates, no_sync = profiled.step.gradient_accumulation_steps > 1, profiled.step.no_sync
-    earlier_bytes = gradient_bytes(model) if profiled.step.leaves_gradients else 0
-    if accumulates and not earlier_bytes:
-        with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
-            measurement.backward(profiled.forward_loss(batch))
-            meter.mark(("end",))
-        earlier_bytes = meter.points[-1].live_bytes
-        profiled.installation.begin_step()
-    strategies = {name: function.strategy for name, function in functions.items()}
-    with garbage_collection_disabled(), measurement.meter(device) as meter:
-        trained_calls: set[str] = set()
-        for index, (name, function) in enumerate(functions.items()):
-            function.strategy = CallMarker(
-                name, strategies[name], meter, measurement, is_first=index == 0, trained_calls=trained_calls
-            )
-        begin_seconds = measurement.seconds_at(device)
-        loss = profiled.forward_loss(batch)
-        meter.mark(("loss",))
-        measurement.backward(loss)
-        ms = 1e3 * (measurement.seconds_at(device) - begin_seconds)
-        loss_bytes = loss.untyped_storage().nbytes()
-        del loss
-        new_bytes = gradient_bytes(model)
-        if not profiled.step.leaves_gradients:
-            model.zero_grad(set_to_none=True)
-    for name, function in functions.items():
-        function.strategy = strategies[name]
-    outcomes = {block.name: recording.outcomes[block.kind] for block in recording.blocks}
-    stored = {name: outcome.stored_bytes for name, outcome in outcomes.items()}
-    live = {name: outcome.live_bytes for name, outcome in outcomes.items()}
-    readings = StepReadings(meter.points, list(functions), stored, live)
-    return readings.layout(loss_bytes, new_bytes, earlier_bytes, ms)
-
-
 def with_step(recording: ModelRecording, step: StepLayout) -> ModelRecording:
     """Return a copy of `recording` in which each kind of block needs at least the memory that was measured in `step`.
 
     A block alone may need less than in the step, because it exchanges no gradients with other ranks, for example.
     """
-    pairs = zip(recording.kinds, recording.watched_names, strict=True)
-    return replace(recording, kinds=[_with_step(recording, kind, name, step) for kind, name in pairs])
+    pairs = zip(recording.kinds, recording.watched, strict=True)
+    return replace(recording, kinds=[_with_step(recording, kind, block, step) for kind, block in pairs])
 
 
-def _with_step(recording: ModelRecording, kind: KindProfile, name: str, step: StepLayout) -> KindProfile:
-    peak = step.peaks.get(name)
+def _with_step(recording: ModelRecording, kind: KindProfile, block: RecordedBlock, step: StepLayout) -> KindProfile:
+    name, peak = block.name, step.peaks.get(block.name)
     if kind.untrusted is not None:
-        extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])
-        in_forward = max(0, step.forward_peaks[name] - kind.generator_bytes)
-        if recording.plan_of is not recompute_plan:  # the first forward was recorded, and the second one measured
-            in_forward = max(in_forward, (extra_bytes or 0) + max((v.nbytes for v in kind.values[1:]), default=0))
+        again_bytes = 0 if block.is_retained else recording.saved_bytes[name]
+        extra_bytes = None if peak is None else max(0, peak - again_bytes)
+        # The first forward was recorded. The second one, in backward, was measured.
+        in_forward = (extra_bytes or 0) + max((value.nbytes for value in kind.values[1:]), default=0)
+        in_forward = max(in_forward, step.forward_peaks[name] - kind.generator_bytes)
         return with_untrusted_backward(with_untrusted_forward(kind, in_forward), extra_bytes)
-    outcome = recording.outcome_of(kind)
+    outcome = recording.outcome_of(block)
     backward_peak = 0 if peak is None else peak + outcome.stored_bytes
     is_followed = name in recording.calls_after_rest  # by the backward of the rest, as its forward follows the rest's
     memory = BlockMemory(forward=kind.forward, backward=kind.backward).with_more(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from adacc_hf.artifacts.block_outcome import run_block
@@ -13,7 +12,7 @@ from adacc_hf.artifacts.call_names import calls_per_block, split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
 from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.artifacts.policy import Plan
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.block_memory import BlockMemory
 from adacc_hf.price.cost_model import Prices
@@ -21,8 +20,6 @@ from adacc_hf.price.kind_profile_builder import KindProfileBuilder
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.price.tile_memory import TileMemory
 from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind
-from adacc_hf.run.block_executor import BlockExecutor
-from adacc_hf.run.blocks import BlockFunction, LaterCall
 from adacc_hf.tape.tape_cache import TapeCache
 
 
@@ -41,6 +38,9 @@ class ModelRecording:
     """Names of the calls after which other parts of the model run before the next call of a block."""
     calls_after_rest: set[str]
     """Names of the calls before which other parts of the model run after another call of a block."""
+    unplanned_bytes: dict[str, int]
+    """Bytes that a call kept in the recorded step beyond what its plan stores, by call: when the plan was chosen,
+    autograd held tensors that it freed afterwards. Calls without such bytes are left out."""
     saved_bytes: dict[str, int]
     """Bytes that autograd saved, by call. Only calls whose operators cannot be replayed are included."""
     tape_cache: TapeCache
@@ -50,8 +50,6 @@ class ModelRecording:
     """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the block's
     tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row from that row
     alone."""
-    plan_of: Callable[[KindProfile], Plan] = recompute_plan
-    """Plan of each kind in the measured step."""
 
     @staticmethod
     def of(
@@ -91,6 +89,11 @@ class ModelRecording:
             freed_shared=shared_tensors.records_of(freed_keys),
             calls_before_rest={name for name, (_, _, is_end) in positions.items() if is_end},
             calls_after_rest={name for name, (_, is_begin, _) in positions.items() if is_begin},
+            unplanned_bytes={
+                block.name: _unplanned_bytes(block, kinds[block.kind], shared_tensors)
+                for block in blocks
+                if block.dead_slots and block.tape.untrusted is None
+            },
             saved_bytes={
                 block.name: saved_bytes(block, shared_tensors) for block in blocks if block.tape.untrusted is not None
             },
@@ -98,32 +101,35 @@ class ModelRecording:
         )
 
     @property
-    def watched_names(self) -> list[str]:
-        """Names of the block calls at which memory is measured in a step: the last call of each kind of block, which
-        represents all calls of the kind."""
-        return list({block.kind: block.name for block in self.blocks}.values())
+    def watched(self) -> list[RecordedBlock]:
+        """The block calls at which memory is measured in a step: the last call of each kind of block, which represents
+        all calls of the kind."""
+        return list({block.kind: block for block in self.blocks}.values())
 
-    @cached_property
-    def outcomes(self) -> list[BlockOutcome]:
-        """Memory and time of a recomputed block, one `BlockOutcome` for each kind of block."""
-        return [self.outcome_of(kind) for kind in self.kinds]
-
-    def outcome_of(self, kind: KindProfile) -> BlockOutcome:
-        """Return the memory and time of a block of `kind` in the measured step."""
-        return run_block(kind, self.plan_of(kind))
-
-    def set_full_recompute_strategies(self, functions: Mapping[str, BlockFunction | LaterCall]) -> None:
-        """Set each block call to be recomputed in backward."""
-        for block in self.blocks:
-            kind = self.kinds[block.kind]
-            functions[block.name].strategy = BlockExecutor(
-                block.name, recompute_plan(kind), self.tape_cache, block.known_shapes
-            )
+    def outcome_of(self, block: RecordedBlock) -> BlockOutcome:
+        """Return the memory and time of `block` in the recorded step."""
+        kind = self.kinds[block.kind]
+        return run_block(kind, recorded_plan(kind, block.is_retained))
 
 
-def recompute_outcome(kind: KindProfile) -> BlockOutcome:
-    """Return the memory and time of a block of `kind` that is recomputed in backward."""
-    return run_block(kind, recompute_plan(kind))
+def _unplanned_bytes(block: RecordedBlock, kind: KindProfile, shared_tensors: SharedTensors) -> int:
+    notes, saved = block.input_tensors, set(block.saved_values())
+    dead = {ref.value for ref in block.tape.slots} - saved
+    own = {v for v in dead if v not in notes or shared_tensors.record_index(notes[v]) is None}
+    kept = own & block.kept
+    retained = {value for value, choice in recorded_plan(kind).choices if choice is RETAIN and value in saved}
+    values = block.tape.values
+    return sum(values[v].nbytes for v in kept) - (sum(values[v].nbytes for v in retained - block.kept) if kept else 0)
+
+
+def recorded_plan(kind: KindProfile, is_retained: bool = False) -> Plan:
+    """Return the plan under which a block of `kind` trained while it was recorded: without codecs."""
+    plan = recompute_plan(kind)
+    if not is_retained and (plan.is_checkpointed or kind.untrusted is not None):
+        return plan
+    recomputed = [value.index for value in kind.activations if value.recomputable and not is_retained]
+    choices = tuple((v.index, RECOMPUTE if v.index in recomputed else RETAIN) for v in kind.activations)
+    return Plan(kind=kind.digest, choices=choices)
 
 
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
@@ -183,7 +189,7 @@ def _build_kind(
         kind = KindProfileBuilder(group, shared_tensors, prices[tape.digest], config).build()
         own = memory.get((tape.digest, has_gradients))
         kind = _with_memory(kind, memory[tape.digest, False] if own is None else own)
-    replay_records = recompute_outcome(kind).shared
+    replay_records = run_block(kind, recompute_plan(kind)).shared
     unsaved = tuple(sorted(i for i in replay_records if not shared_tensors.records[i].saved))
     return replace(kind, held=unsaved)
 

@@ -1,26 +1,48 @@
-"""The model profiler (paper, section 3.1): a measured profile, or an estimated one if memory runs out."""
+"""The model profiler (paper, section 3.1): a micro-batch is profiled while a step runs on it (price/live_step.py)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.price.batch import Batch
 from adacc_hf.price.caching_measurement import CachingMeasurement
-from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.price.measured_profile import measure_profile
+from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
+from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.profile_cache import ProfileCache
-from adacc_hf.price.training_step import NoSync, TrainingStep
+from adacc_hf.price.tiled_kinds import TiledKinds
+from adacc_hf.price.training_step import TrainingStep
+from adacc_hf.run.blocks import CheckpointStrategy, Installation
+from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.torch_glue.compat import without_layerdrop
+from adacc_hf.torch_glue.distributed import reshard
+from adacc_hf.torch_glue.memory import forward_loss
+from adacc_hf.torch_glue.no_trace import NoTrace
+from adacc_hf.torch_glue.private import tree_leaves
 
-log = logging.getLogger(__name__)
+ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+"""Function of (model, batch) that calls the model and returns the loss to train on. The function may change the
+batch."""
+
+MAX_STEPS = 9
+"""Maximum number of steps that are recorded to find one that calls all blocks, if the model skips blocks at random."""
+
+_profiling_lock = threading.RLock()
+"""Lock held while a thread profiles a model. Profiling by a second thread at the same time would distort the times, and
+draw from the same random generators."""
 
 
 @settings_in_config(AdaccConfig)
@@ -35,16 +57,18 @@ def profile_model(
     optimizer_step_bytes: int = 0,
     optimizer_state_bytes: int = 0,
     compute_loss: ComputeLoss | None = None,
-    no_sync: NoSync | None = None,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of the model's forward, labels included.
 
-    The model must be in train mode, and may be under autocast. Afterwards the state of the model is restored: its
-    gradients, buffers and random generators. If a step calls a block several times, because layers share weights or the
-    loss calls the model again, the profile lists the block once per call. A block that runs only without gradients
-    needs no decision.
+    The model must be in train mode, and may be under autocast. One forward and backward run, in which every block is
+    recomputed as under gradient checkpointing, and each kind of block runs once more by itself. With gradient
+    accumulation another micro-batch runs before, and one more runs if modules may run in tiles. Afterwards the state of
+    the model is restored: its gradients, buffers and random generators. A run of training is profiled by its first step
+    instead (`AdaccSession`), in which nothing runs twice.
 
-    Profiling takes the memory of one block's activations on top of a step in which every block is recomputed.
+    If a step calls a block several times, because layers
+    share weights or the loss calls the model again, the profile lists the block once per call. A block that runs only
+    without gradients needs no decision.
 
     Args:
         optimizer: if given, the optimizer's state counts as static memory, and the optimizer's step as a part of the
@@ -54,10 +78,8 @@ def profile_model(
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
             the gradients of the first one.
         prefetched_batches: number of further batches, for later steps, that the loader keeps on the model's device.
-        no_sync: context of all micro-batches but the last, if this context postpones the exchange of gradients (the
-            `no_sync` of FSDP). Until the exchange, each rank holds whole gradients.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
-            loss to train on. `batch` is any mapping that the function needs. The function is called about 8 times.
+            loss to train on. `batch` is any mapping that the function needs.
         measurement: the source of the readings, by default real runs. The measured times and codec costs of real runs
             are cached in the folder that `adacc profiles` shows.
 
@@ -65,8 +87,8 @@ def profile_model(
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
     the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, ProfilerConflictError on a
     CPU while a torch profiler is active, UnrestorableError for a model whose forward changes state that cannot be
-    restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a library's own out-of-memory error,
-    if the batch does not fit.
+    restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a
+    library's own out-of-memory error, if the batch does not fit.
     """
     check_type("profile_model: model", model, nn.Module, "pass the torch.nn.Module to train")
     step = TrainingStep(
@@ -75,21 +97,129 @@ def profile_model(
         prefetched_batches=prefetched_batches,
         optimizer_step_bytes=optimizer_step_bytes,
         optimizer_state_bytes=optimizer_state_bytes,
-        compute_loss=compute_loss,
-        no_sync=no_sync,
     )
-    return profile_batch(model, batch, config or AdaccConfig(), step, measurement)
-
-
-def profile_batch(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    config: AdaccConfig,
-    step: TrainingStep,
-    measurement: Measurement | None = None,
-) -> Profile:
-    """Profile the blocks of `model` on `batch`, a micro-batch of `step`, as `profile_model` describes."""
-    measurement = measurement or CachingMeasurement(ProfileCache())
+    step.check()
     whole = Batch(batch)
-    config = config.for_rows(whole.num_tokens)
-    return measure_profile(model, whole, config, step, measurement)
+    _check_trainable(model, whole)
+    called = model if compute_loss is None else partial(_output_with_loss, compute_loss, model)
+    run = partial(forward_loss, called, whole.tensors)
+    config = (config or AdaccConfig()).for_rows(whole.num_tokens)
+    measurement = measurement or CachingMeasurement(ProfileCache())
+    devices = {parameter.device for parameter in model.parameters()}
+    with _profiling_lock, without_layerdrop(model):
+        installation = Installation(model, config.block_classes)
+        roots = (model, compute_loss, whole.tensors)
+        try:
+            with NoTrace(roots, lambda: measurement.random_states(devices)) as no_trace:
+                return _Profiler(installation, whole, config, step, measurement, run, no_trace).profile()
+        finally:
+            installation.remove()
+            reshard(model)
+
+
+def _output_with_loss(compute_loss: ComputeLoss, model: nn.Module, **batch: Any) -> SimpleNamespace:
+    return SimpleNamespace(loss=compute_loss(model, batch))
+
+
+@dataclass(frozen=True)
+class _Profiler:
+    """A model and a batch to profile. `run` runs a forward, and returns its loss."""
+
+    installation: Installation
+    batch: Batch
+    config: AdaccConfig
+    step: TrainingStep
+    measurement: Measurement
+    run: Callable[[], torch.Tensor]
+    no_trace: NoTrace
+
+    def profile(self) -> Profile:
+        tape_cache = TapeCache(self.measurement.verify)
+        tape_cache.expect_same_orders(profiled_tapes(self.installation.model))
+        if self.step.gradient_accumulation_steps > 1:
+            for function in self.installation.blocks.values():
+                function.strategy = CheckpointStrategy()
+            self.measurement.backward(self.run())
+            self.no_trace.start_over()
+        live = self._recorded_step(tape_cache)
+        profile = live.profile(self.step.optimizer_step_bytes, self.step.optimizer_state_bytes)
+        tiles = TiledKinds(profile, live.recording, self.installation, self.config)
+        if tiles.tilings:
+            profile = tiles.added(
+                self._record(tape_cache, tiles.measurement(self.measurement), tiles.tilings).recording
+            )
+        self.installation.model.zero_grad(set_to_none=True)
+        profiled_tapes(self.installation.model).take(tape_cache)
+        return profile
+
+    def _recorded_step(self, tape_cache: TapeCache) -> LiveStep:
+        """Record a step that calls all blocks and fills no tables: the first forward may build tables that every later
+        one reads. If the model skips blocks at random, other random states are tried.
+
+        Raises UncalledBlocksError if no step calls all blocks.
+        """
+        tables: frozenset[Any] = frozenset()
+        earlier_structures: set[str] = set()
+        for num_left in reversed(range(MAX_STEPS)):
+            with ExecutedBlocks(self.installation.modules) as executed:
+                live = self._record(tape_cache, self.measurement)
+            modules = self.installation.modules
+            missing = [name for name in modules if name not in executed.names or not live.called]
+            if missing:
+                if not (num_left and self.no_trace.has_drawn()):
+                    raise UncalledBlocksError(
+                        describe_uncalled(self.installation, missing, "with this batch", executed)
+                    )
+                self.no_trace.continue_random_states()
+                continue
+            tables, tables_before = self.no_trace.start_over(), tables
+            structures = {block.tape.structure for block in live.recording.blocks}
+            if tables == tables_before:
+                break
+            earlier_structures |= structures
+        tape_cache.preliminary |= earlier_structures - structures
+        return live
+
+    def _record(
+        self, tape_cache: TapeCache, measurement: Measurement, tilings: Mapping[str, Tiling] | None = None
+    ) -> LiveStep:
+        """Run a forward and backward, and record them."""
+        model, config = self.installation.model, self.config
+        if self.step.gradient_accumulation_steps == 1:
+            model.zero_grad(set_to_none=True)
+        live = LiveStep(self.installation, config, measurement, tape_cache, tilings=tilings, repeats_blocks=True)
+        torch.clear_autocast_cache()
+        with measurement.clock():
+            try:
+                live.begin(self.batch, self.step)
+                loss = self.run()
+                live.leave_forward(loss)
+                live.end_forward()
+                measurement.backward(loss)
+                del loss
+                live.end()
+            finally:
+                live.cancel()
+        return live
+
+
+def _check_trainable(model: nn.Module, batch: Batch) -> None:
+    device, tensors = next(model.parameters()).device, batch.tensors
+    if device.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} is on device='meta', which has no memory: load it to cpu or cuda first "
+            f"(from_pretrained, to_empty), or plan without a device with `adacc plan`"
+        )
+    if not model.training:
+        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
+    problem = None
+    if not isinstance(tensors, Mapping):
+        problem = f"has type {type(tensors).__name__}"
+    elif all(isinstance(leaf, (int, float, str)) for leaf in tree_leaves(dict(tensors))):
+        types = (f"{name!r} has type {type(value).__name__}" for name, value in tensors.items())
+        problem = f"has no tensors ({next(types)})" if tensors else "is empty"
+    if problem is not None:
+        raise ValueError(
+            f"batch {problem}: give a dict of the model's keyword arguments as tensors, labels included, such as "
+            f"{{'input_ids': ids, 'labels': ids}}"
+        )

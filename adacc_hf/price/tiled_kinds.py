@@ -1,6 +1,6 @@
 """Kinds of blocks with row-wise modules in tiles, measured like the kinds without tiles.
 
-The same batch is recorded again with the modules of each block in tiles. Codecs and times are those of the kind without
+Another micro-batch is recorded with the modules of each block in tiles. Codecs and times are those of the kind without
 tiles, because a tensor's codecs do not depend on tiles.
 """
 
@@ -18,14 +18,13 @@ from adacc_hf.artifacts.kind_profile import KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import MEASURED_TILES, ModuleTiles, RowTiles, Tiling
-from adacc_hf.price.batch import Batch
+from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import with_outliers
 from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import MemoryOnlyMeasurement
-from adacc_hf.price.model_recorder import record_model
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
-from adacc_hf.price.profiled_model import ProfiledModel
 from adacc_hf.price.tile_memory import TileMemory, tiled_operators
+from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.row_wise import RowWiseModule, row_wise_modules
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tiled_rows import refusal_of
@@ -33,52 +32,65 @@ from adacc_hf.tape.tiled_rows import refusal_of
 log = logging.getLogger(__name__)
 
 
-def with_tiled_kinds(profile: Profile, profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
-    """Return `profile` with more kinds: each kind of blocks that has row-wise modules is also measured with these
-    modules in tiles.
+class TiledKinds:
+    """Kinds of blocks with row-wise modules, to be measured with these modules in tiles.
 
-    `recording` is the recording that `profile` was measured from.
+    `recording` is the recording that `profile` was measured from. Record another micro-batch with `tilings` and the
+    times of `measurement`, and pass this recording to `added`.
     """
-    modules = _row_wise_modules(profiled, recording)
-    if not modules:
-        return profile
-    tilings = {block.name: _measured_tiling(modules[block.kind]) for block in recording.blocks if block.kind in modules}
-    unpriced = replace(profiled, measurement=_Unpriced(profiled.measurement))
-    tiled_recording = record_model(unpriced, batch, recording.tape_cache, tilings)
-    if [shared.name for shared in tiled_recording.shared] != [shared.name for shared in recording.shared]:
-        return profile  # the records of tensors that several blocks share would not fit the other kinds
-    pairs = {
-        block.kind: (block, tiled)
-        for block, tiled in zip(recording.blocks, tiled_recording.blocks, strict=True)
-        if block.kind in modules
-    }
-    measured = list(tiled_recording.kinds)
-    for index, (_, tiled) in pairs.items():
-        memory = tiled_recording.tile_memory.get(tiled.tape.digest, {})
-        tiles = _row_tiles(modules[index], memory, tiled.tape)
-        measured[tiled.kind] = replace(measured[tiled.kind], tiles=tiles)
-    kinds = list(profile.kinds)
-    for index, (block, tiled) in pairs.items():
-        kind = measured[tiled.kind]
-        if kind.tiles is None or kind.untrusted is not None:
-            continue
-        source = _PriceSource(profile.kinds[index], block.tape, modules[index], profiled.config)
-        if source.has_operators_of(kind, tiled.tape):
-            kinds.append(source.priced(kind, tiled.tape))
-            kinds[index] = replace(kinds[index], tiled=len(kinds) - 1)
-        else:
-            log.info("Adacc: block %s ran other operators in tiles, so it does not run in tiles", block.name)
-    return replace(profile, kinds=tuple(kinds))
+
+    def __init__(
+        self, profile: Profile, recording: ModelRecording, installation: Installation, config: AdaccConfig
+    ) -> None:
+        self.profile, self._recording, self._config = profile, recording, config
+        self._modules = _row_wise_modules(installation, recording) if config.allows_tiles else {}
+        self.tilings = {
+            block.name: _measured_tiling(self._modules[block.kind])
+            for block in recording.blocks
+            if block.kind in self._modules
+        }
+        """The tiles in which modules of each block call are measured. Empty if no module can run in tiles."""
+
+    def measurement(self, measurement: Measurement) -> Measurement:
+        """Return a measurement of memory alone: times and workspaces are those of the kinds without tiles."""
+        return _Unpriced(measurement)
+
+    def added(self, tiled: ModelRecording) -> Profile:
+        """Return the profile with more kinds: those of `tiled`, a recording of the same calls with modules in tiles."""
+        profile, recording, modules = self.profile, self._recording, self._modules
+        if [shared.name for shared in tiled.shared] != [shared.name for shared in recording.shared]:
+            return profile  # the records of tensors that several blocks share would not fit the other kinds
+        if [block.name for block in tiled.blocks] != [block.name for block in recording.blocks]:
+            return profile
+        blocks = zip(recording.blocks, tiled.blocks, strict=True)
+        pairs = {block.kind: (block, in_tiles) for block, in_tiles in blocks if block.kind in modules}
+        measured = list(tiled.kinds)
+        for index, (_, in_tiles) in pairs.items():
+            memory = tiled.tile_memory.get(in_tiles.tape.digest, {})
+            tiles = _row_tiles(modules[index], memory, in_tiles.tape)
+            measured[in_tiles.kind] = replace(measured[in_tiles.kind], tiles=tiles)
+        kinds = list(profile.kinds)
+        for index, (block, in_tiles) in pairs.items():
+            kind = measured[in_tiles.kind]
+            if kind.tiles is None or kind.untrusted is not None:
+                continue
+            source = _PriceSource(profile.kinds[index], block.tape, modules[index], self._config)
+            if source.has_operators_of(kind, in_tiles.tape):
+                kinds.append(source.priced(kind, in_tiles.tape))
+                kinds[index] = replace(kinds[index], tiled=len(kinds) - 1)
+            else:
+                log.info("Adacc: block %s ran other operators in tiles, so it does not run in tiles", block.name)
+        return replace(profile, kinds=tuple(kinds))
 
 
-def _row_wise_modules(profiled: ProfiledModel, recording: ModelRecording) -> dict[int, list[RowWiseModule]]:
+def _row_wise_modules(installation: Installation, recording: ModelRecording) -> dict[int, list[RowWiseModule]]:
     """Return the row-wise modules that may run in tiles, by the index of their kind of blocks. Kinds without such
     modules are left out."""
     tapes = {block.kind: block.tape for block in recording.blocks}
     modules = {kind: list(row_wise_modules(tape)) for kind, tape in tapes.items()}
     for block in recording.blocks:
         for module in list(modules[block.kind]):
-            owner = profiled.installation.modules[block_of_call(block.name)].get_submodule(module.path)
+            owner = installation.modules[block_of_call(block.name)].get_submodule(module.path)
             reason = refusal_of(owner)
             if reason is not None:
                 log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
@@ -200,9 +212,17 @@ class _PriceSource:
         return None
 
 
-class _Unpriced(MemoryOnlyMeasurement):
-    """Measurement of memory alone. Times and workspaces of operators are taken from the kind of blocks without
+class _Unpriced(Measurement):
+    """Measurement of memory alone. Times, codecs and workspaces of operators are taken from the kind of blocks without
     tiles."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self.rng_use = measurement.rng_use
+        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "static_bytes", "random_states"):
+            setattr(self, name, getattr(measurement, name))
+
+    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+        return {}
 
     def price(
         self,
@@ -213,3 +233,8 @@ class _Unpriced(MemoryOnlyMeasurement):
         run_block: Callable[[], object] | None = None,
     ) -> Prices:
         return Prices([0.0] * len(tape.operators), [0] * len(tape.operators))
+
+    def gradient_errors(
+        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
+    ) -> GradientErrors:
+        return GradientErrors()

@@ -1,24 +1,15 @@
-"""The training step around the micro-batch that a profile measures: optimizer, accumulation and loss function."""
+"""The training step around the micro-batch that a profile measures: optimizer and accumulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from adacc_hf.price.heads import ComputeLoss
-
-NoSync = Callable[[], AbstractContextManager[Any]]
-"""Function that returns a context in which ranks do not exchange gradients. It is used for all micro-batches of a step
-but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """Optimizer, batches and loss of the training step to profile. `profile_model` describes the fields."""
+    """Optimizer and batches of the training step to profile. `profile_model` describes the fields."""
 
     optimizer: torch.optim.Optimizer | None = None
     """Optimizer whose state and step are part of the profile. If None, the profile has no optimizer."""
@@ -30,16 +21,6 @@ class TrainingStep:
     """Temporary bytes of gradient clipping and the optimizer's step, 0 or more."""
     optimizer_state_bytes: int = 0
     """Bytes of state that the optimizer has yet to create, 0 or more."""
-    compute_loss: ComputeLoss | None = None
-    """Function that returns the loss. None for a model whose output has a loss."""
-    no_sync: NoSync | None = None
-    """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """True if a micro-batch starts with the gradients of earlier ones. With `no_sync`, gradients of later
-        micro-batches are sharded."""
-        return self.gradient_accumulation_steps > 1 and self.no_sync is None
 
     def check(self) -> None:
         """Raise ValueError if a field is out of range."""

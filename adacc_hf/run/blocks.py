@@ -329,8 +329,6 @@ class Installation:
         """Object with the strategy of each call of a block in a step, by call name. Initially, each block has one
         call."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
-        self.on_step: Callable[[], object] | None = None
-        """Callback at the beginning of each step (`begin_step`), or None."""
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
         self._gatherings = [BlockGathering(block) for _, block in blocks]
@@ -362,7 +360,6 @@ class Installation:
         for function in self.blocks.values():
             function.block = None
             function.step.reset()
-        self.on_step = None  # references a profile's batch, in a cycle that only the garbage collector could free
         self._caching_warning.remove()
 
     def expect(self, calls: Iterable[str]) -> None:
@@ -380,8 +377,6 @@ class Installation:
 
     def begin_step(self) -> None:
         """Begin a step: the next call of each block counts as its first call in the step."""
-        if self.on_step is not None:
-            self.on_step()
         for name, function in self.blocks.items():
             self._num_calls_before[name] = function.num_calls
             if function.later:

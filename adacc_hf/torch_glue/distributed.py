@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError, RankFailedError
-from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE, gradient_sync_switches
+from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,27 +69,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
-
-
-@contextmanager
-def exchanged_gradients(model: nn.Module) -> Iterator[None]:
-    """Let backward exchange gradients between ranks inside the `with` block, as in the last micro-batch of a step.
-
-    In the other micro-batches, FSDP adds gradients to those of the micro-batches before, in tensors that only FSDP can
-    free. At the end of the block, the switches of all FSDP modules are as before.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    modules = [module for module in model.modules() if isinstance(module, kinds)]
-    switches = [switch for module in modules for switch in gradient_sync_switches(module)]
-    before = [getattr(owner, name) for owner, name in switches]
-    try:
-        for owner, name in switches:
-            setattr(owner, name, True)
-        yield
-    finally:
-        for (owner, name), is_on in zip(switches, before, strict=True):
-            setattr(owner, name, is_on)
 
 
 class OutOfMemoryOnRankError(torch.OutOfMemoryError):

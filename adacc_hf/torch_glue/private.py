@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, TensorBase
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -39,11 +39,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 __all__ = [
     "ATTRIBUTES", "BACKWARD_HOOKS", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS",
     "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS",
-    "SHARDED_SIZE", "SOFTMAX", "SPEC", "SYNC_GRADIENTS", "TO_COPY", "VIEWED", "DataDependentOutputException",
+    "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "VIEWED", "DataDependentOutputException",
     "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase",
     "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all", "attention_operator", "attention_priority",
     "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices", "coo_values",
-    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "gradient_sync_switches",
+    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks",
     "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
     "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
     "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
@@ -94,25 +94,6 @@ make_wrapper_subclass = Tensor._make_wrapper_subclass
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return the number of references to `storage` from tensors and Python objects."""
     return torch._C._storage_Use_Count(storage_key(storage))
-
-
-SYNC_GRADIENTS = private_name("FullyShardedDataParallel", "_sync_gradients")
-_STATE_OF_FSDP2 = _attribute_getter("FSDPModule", "_get_fsdp_state")
-_GROUPS_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_groups")
-_GROUP_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_group")
-
-
-def gradient_sync_switches(module: nn.Module) -> list[tuple[object, str]]:
-    """Return (object, attribute) for each switch with which an FSDP module decides if backward exchanges gradients.
-
-    `module` is an FSDP or FSDP2 module. Its submodules have their own switches.
-    """
-    if hasattr(module, SYNC_GRADIENTS):
-        return [(module, SYNC_GRADIENTS)]
-    state = _STATE_OF_FSDP2(module)()
-    # Older releases of torch have one group at most.
-    groups = getattr(state, _GROUPS_OF_FSDP2, None) or [getattr(state, _GROUP_OF_FSDP2)]
-    return [(group, name) for group in groups if group is not None for name in ("reduce_grads", "all_reduce_grads")]
 
 
 LOCAL_TENSOR, SPEC = private_name("DTensor", "_local_tensor"), private_name("DTensor", "_spec")

@@ -268,9 +268,9 @@ def test_an_error_in_a_tile_leaves_the_module_as_it_was(few_rows, tiny_llama):
 
 def test_short_batches_are_profiled_without_tiles(tiny_llama, monkeypatch):
     tilings = []
-    record = ModelRecorder.record
+    end = ModelRecorder.end_forward
     monkeypatch.setattr(
-        ModelRecorder, "record", lambda self, *args: tilings.append(dict(self._tilings)) or record(self, *args)
+        ModelRecorder, "end_forward", lambda self, *args: tilings.append(dict(self._tilings)) or end(self, *args)
     )
     profile = profile_model(tiny_llama(), batch_of(2, 16))
     assert tilings == [{}]

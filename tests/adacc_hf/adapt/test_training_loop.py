@@ -13,7 +13,7 @@ def test_facts_of_a_loop_that_is_not_known():
     assert (loop.num_micro, loop.recorded_micro_batch, loop.folder) == (4, 2, "runs/1")
     assert loop.clips
     assert loop.is_first_rank
-    assert loop.no_sync(torch.nn.Linear(1, 1)) is None
+    assert not loop.postpones_exchange(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("device", "num_batches"), [("cpu", 1), ("cuda", 0)])

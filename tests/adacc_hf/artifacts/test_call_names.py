@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,23 @@ from transformers import AlbertConfig, AlbertForMaskedLM, BertConfig, BertModel
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.call_names import block_of_call, call_name, calls_per_block, split_call
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.price.heads import ModelWithLoss
 from adacc_hf.run import policy_handle
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 ACTIONS = ("retain", "recompute", "compress")
 GROUP = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+
+
+class ModelWithLoss(nn.Module):
+    """A `model` whose output has the loss that `compute_loss(model, batch)` returns."""
+
+    def __init__(self, model: nn.Module, compute_loss: Any) -> None:
+        super().__init__()
+        self.model, self.compute_loss = model, compute_loss
+
+    def forward(self, **batch: Any) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.compute_loss(self.model, batch))
 
 
 @dataclass

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from adacc_hf.price import measurement, timing
+from adacc_hf.price import head_memory, measurement, profiler, timing
 from adacc_hf.price.profiler import profile_model
+from adacc_hf.torch_glue.memory import forward_loss
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,12 +23,21 @@ def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
     assert events == ["wait for cpu", "step", "wait for cpu"]
 
 
-def test_the_step_whose_memory_is_measured_is_timed(monkeypatch, toy_model, toy_batch):
-    seconds = iter([1.0, 3.0])
-    monkeypatch.setattr(measurement, "seconds_at", lambda device: next(seconds))
-    profile = profile_model(toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), toy_batch())
-    assert next(seconds, None) is None
-    assert profile.step_ms == pytest.approx(2000.0)
+def test_the_recorded_step_is_timed_without_the_measurements_in_it(monkeypatch, toy_model, toy_batch):
+    clock = [1.0]
+
+    def advance(seconds):
+        clock[0] += seconds
+
+    monkeypatch.setattr(measurement, "seconds_at", lambda device: clock[0])
+    errors = measurement.measure_gradient_errors
+    monkeypatch.setattr(measurement, "measure_gradient_errors", lambda *args: advance(5.0) or errors(*args))
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
+    monkeypatch.setattr(profiler, "forward_loss", lambda *args: advance(2.0) or forward_loss(*args))
+    profile = profile_model(model, toy_batch())
+    assert clock[0] > 7.0
+    blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
+    assert profile.step_ms == pytest.approx(2000.0 + blocks_ms)
 
 
 def test_a_head_is_warmed_up_and_one_interruption_decides_nothing(monkeypatch, tiny_gpt2, token_batch):
@@ -44,10 +54,10 @@ def test_a_head_is_warmed_up_and_one_interruption_decides_nothing(monkeypatch, t
 
     monkeypatch.setattr(timing.time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(
-        measurement, "PRICED_HEADS", {name: priced(name, head) for name, head in measurement.PRICED_HEADS.items()}
-    )
+    heads = {name: priced(name, head) for name, head in measurement.PRICED_HEADS.items()}
+    monkeypatch.setattr(head_memory, "PRICED_HEADS", heads)
     profile = profile_model(tiny_gpt2(), token_batch())
-    assert profile.with_head("plain").head_ms == pytest.approx(4.0)
-    assert profile.with_head("chunked").head_ms == pytest.approx(5.0)
+    ratio = 4  # a quarter of the rows is timed
+    assert profile.with_head("plain").head_ms == pytest.approx(4.0 * ratio)
+    assert profile.with_head("chunked").head_ms == pytest.approx(5.0 * ratio)
     assert [next(times, None) for times in runs.values()] == [None, None]

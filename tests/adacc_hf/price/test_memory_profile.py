@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.price import profiled_model
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -95,30 +94,3 @@ def test_casts_in_autocasts_cache_are_told(tiny_gpt2, token_batch):
 
 def test_no_cache_without_autocast(gpt2_profile):
     assert not any(value.cached for kind in gpt2_profile.kinds for value in kind.activations)
-
-
-@pytest.mark.parametrize(("num_micro", "num_measured"), [(1, 1), (4, 2)])
-def test_one_step_is_measured_and_accumulation_takes_one_more(
-    toy_model, toy_batch, monkeypatch, num_micro, num_measured
-):
-    """However many kinds of blocks a model has."""
-
-    def setup(block):
-        block.kind = len(blocks)
-        blocks.append(block)
-
-    def forward(block, hidden):
-        x = block.up(hidden)
-        for _ in range(1 + block.kind):
-            x = x.tanh().sigmoid()
-        return hidden + block.down(x)
-
-    num_steps = []
-    original = profiled_model.forward_loss
-    monkeypatch.setattr(profiled_model, "forward_loss", lambda *args: num_steps.append(1) or original(*args))
-    blocks = []
-    model = toy_model(forward, num_blocks=3, setup=setup)
-    profile = profile_model(model, toy_batch(), CONFIG, gradient_accumulation_steps=num_micro)
-    assert len(profile.kinds) == 3
-    assert len(num_steps) - 1 == num_measured  # one more forward records the blocks
-    assert all(parameter.grad is None for parameter in model.parameters())

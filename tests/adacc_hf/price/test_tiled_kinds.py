@@ -6,8 +6,6 @@ import torch
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.artifacts.size_model import joined
-from adacc_hf.price.profiler import profile_batch
-from adacc_hf.price.training_step import TrainingStep
 
 
 @pytest.fixture
@@ -62,8 +60,8 @@ def test_other_sizes_are_predicted_with_their_tiles(one_thread, few_rows, tiny_l
         return {"input_ids": ids, "labels": ids}
 
     config = AdaccConfig(actions=("retain", "recompute", "tile"))
-    profile = joined([profile_batch(model, batch(length), config, TrainingStep()) for length in (48, 24, 40)])
-    expected = profile_batch(model, batch(32), config, TrainingStep())
+    profile = joined([profile_model(model, batch(length), config) for length in (48, 24, 40)])
+    expected = profile_model(model, batch(32), config)
     sizes = tuple((name, (4, 32)) for name in ("input_ids", "labels"))
     predicted = profile.sizes.profile_at(profile, sizes)
     for number in (2, 5):
