@@ -100,6 +100,8 @@ class _RecordedCall:
         """Gradients of the outputs, by the output's index in the flattened (pytree) result of the block."""
         self.state: ModelState | None = None
         """State, before the call, of the objects that the call changed."""
+        self.graph: Callable[..., Any] | None = None
+        """Function of (fn, args) that runs the traced graph of the call in place of its Python code, or None."""
         self.obstacle: str | None = None
         """Reason why the call cannot be run again, or None if the call can be run again."""
 
@@ -128,6 +130,8 @@ class BlockSample:
         call = self._call = _RecordedCall(block, fn, args, kwargs)
         state = ModelState((block, fn, args, kwargs), SMALL_COPY)
         result = plan.run(block, fn, args, kwargs)
+        if plan.plan.tiling is None and not plan.plan.is_checkpointed:
+            call.graph = plan.known_shapes.graph_function()
         try:
             call.state = state.changed()
         except UnrestorableError as error:
@@ -158,7 +162,7 @@ class BlockSample:
         self.plan.wrap_codec = lambda value, codec: IdentityCodec() if value in bypassed else codec
         try:
             if self._exact is None:
-                self._exact = _rerun_gradients(call, lambda fn, args, kwargs: fn(*args))
+                self._exact = _rerun_gradients(call, lambda fn, args, kwargs, called: (called or fn)(*args))
             other = _rerun_gradients(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
         except (_FreedGraphError, UnrecordedCallError) as error:
             self._warn_uncompared(str(error))
@@ -203,7 +207,8 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
     """Run the forward and backward of a recorded call again. Return the gradients of its inputs and of the block's
     parameters.
 
-    `run_call` gets the block's forward and its arguments, and runs the forward. The model's state, the random
+    `run_call` gets the block's forward, its arguments, and the function that runs the traced graph in its place, or
+    None, and runs the forward. The model's state, the random
     generators and the parameters' gradients are restored afterwards. `torch.autograd.grad` cannot be used, because
     autograd functions that run a nested backward (tiled layers, reentrant checkpoints) accumulate into the parameters'
     `grad`.
@@ -218,7 +223,9 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
             call.state.restore()
         call.random_states.restore()
         with autocast:
-            leaves = tree_leaves(run_call(fn, args, kwargs))
+            graph = call.graph
+            called = None if graph is None else lambda *args: graph(fn, args)
+            leaves = tree_leaves(run_call(fn, args, kwargs, called))
         outputs = [leaves[index] for index in call.gradients]
         run.protect_gradients_of(outputs)
         try:

@@ -174,8 +174,16 @@ class BlockExecutor:
         self.entries.sized.clear()
         return True
 
-    def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the block once more under the plan, to measure the call.
+    def run_again(
+        self,
+        block: nn.Module,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        called: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run a call of the block once more under the plan, to measure the call. If given, `called(*args)` runs in
+        place of `fn(*args)`, with the same operators.
 
         This call is not counted, because the number of calls decides which of the training's calls are checked.
         Raises UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record
@@ -201,7 +209,7 @@ class BlockExecutor:
         if externals is None:
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
-        return self._call(entry, plan, externals, block, self._in_tiles(block, fn), args)
+        return self._call(entry, plan, externals, block, called or self._in_tiles(block, fn), args)
 
     def _is_due(self, entry: Entry) -> bool:
         """Return True if this call is checked: backward compares what it recomputes with what the forward saved."""

@@ -139,6 +139,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`."""
         return None if self._paths is None else self._paths.graph_of(tape, fn, args)
 
+    def graph_function(self) -> Callable[..., Any] | None:
+        """Return a function of (fn, args) that runs the traced graph of the latest call in place of `fn(*args)`. None
+        if a recorded call had other operators than its graph."""
+        return None if self._paths is None else self._paths.graph_function()
+
     def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: Args) -> None:
         """Compare the traced graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""
         if self._paths is not None:

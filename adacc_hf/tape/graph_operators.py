@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from adacc_hf.tape.operator_effects import DeclaredRngUse
 from adacc_hf.tape.recorder import Recorder
-from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape import Tape, TensorRef, map_tensors
 from adacc_hf.torch_glue.dynamo_gaps import more_operators
 
 Operators = tuple[list[tuple[Any, ...]], list[str]]
@@ -48,9 +49,15 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def operators_of(tape: Tape) -> Operators:
-    """Return the operators of `tape`."""
-    operators = [
-        (op.name, repr(op.args), repr(op.kwargs), op.outputs, op.mutations, op.random, op.generator)
-        for op in tape.operators
-    ]
+    """Return the operators of `tape`. Strides of dimensions of size 1, which no operator uses, are left out."""
+    operators = []
+    for op in tape.operators:
+        arguments = map_tensors((op.args, op.kwargs), TensorRef, _without_unused_strides)
+        operators.append((op.name, repr(arguments), op.outputs, op.mutations, op.random, op.generator))
     return operators, [repr(slot) for slot in tape.slots]
+
+
+def _without_unused_strides(ref: TensorRef) -> TensorRef:
+    size, stride, offset = ref.geometry
+    used = tuple(0 if length == 1 else step for length, step in zip(size, stride, strict=True))
+    return replace(ref, geometry=(size, used, offset))

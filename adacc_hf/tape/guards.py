@@ -202,6 +202,15 @@ class BlockPaths:
             return None
         return path.guards.graph, path.guards.inputs(scope_of(fn, args))
 
+    def graph_function(self) -> Callable[..., Any] | None:
+        """Return a function that runs the traced graph of the latest call's path in place of a call `fn(*args)`, which
+        it gets as (fn, args). Return None if a call on this path had other operators than its graph."""
+        path = self._latest
+        if path is None or not path.is_witness or not all(path.is_witness.values()):
+            return None
+        guards = path.guards
+        return lambda fn, args: guards.graph(*guards.inputs(scope_of(fn, args)))
+
     def _graph_has(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         guards = None if self._latest is None else self._latest.guards
         try:

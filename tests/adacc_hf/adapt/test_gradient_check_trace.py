@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import sys
 
 import numpy
 import pytest
@@ -52,6 +53,10 @@ def tiled(block, hidden):
 
 def reentrant(block, hidden):
     return tail(block, hidden, checkpoint(lambda x: block.up(x).sigmoid(), hidden, use_reentrant=True))
+
+
+def plain(block, hidden):
+    return tail(block, hidden, block.up(hidden))
 
 
 def normalizes(block, hidden):
@@ -122,6 +127,28 @@ def test_a_compared_gradient_leaves_no_trace(toy_model, toy_batch, forward, is_z
             assert sample.compare().error == 0
             sample.close()
             assert traces(model) == before
+
+
+@pytest.mark.parametrize("forward", [normalizes, plain])
+def test_a_comparison_runs_the_traced_graph(toy_model, toy_batch, forward):
+    """No code of the block runs."""
+    model, batch = toy_model(forward, setup=setup), toy_batch()
+
+    def runs_code(run):
+        called = set()
+        sys.setprofile(lambda frame, *_: called.add(frame.f_code))
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return forward.__code__ in called
+
+    with recompute_all(model, batch, CONFIG, CONFIG) as handle:
+        sample = BlockSample(handle.plans.strategies["layers.1"])
+        assert runs_code(lambda: model(**batch).loss.backward())
+        assert not runs_code(sample.compare)
+        assert sample.compare().error == 0
+        sample.close()
 
 
 def test_gradients_made_by_an_inner_backward_are_compared_too(toy_model, toy_batch, monkeypatch):

@@ -518,15 +518,15 @@ def sampled_of_every_kind(session):
 def count_runs(monkeypatch, most=None):
     """Return the blocks that run for a comparison, one for each run. After `most` runs, memory runs out."""
     blocks = []
-    original = gradient_module.NoTrace  # around each run of the block
+    original = gradient_module._rerun_gradients
 
-    def no_trace(roots, *args):
-        blocks.append(roots[0])
+    def rerun(call, run_call):
+        blocks.append(call.block)
         if most is not None and len(blocks) > most:
             raise torch.OutOfMemoryError("full")
-        return original(roots, *args)
+        return original(call, run_call)
 
-    monkeypatch.setattr(gradient_module, "NoTrace", no_trace)
+    monkeypatch.setattr(gradient_module, "_rerun_gradients", rerun)
     return blocks
 
 
