@@ -19,7 +19,7 @@ from adacc_hf.price.codec_selection import codec_options, precise_codec_options
 from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
 from adacc_hf.tape.recorder import is_freed, moves_storage
 from adacc_hf.tape.replay import Environment, ReplayStep
-from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape import Tape, leaves
 from adacc_hf.torch_glue.memory import MemoryMeter
 
 log = logging.getLogger(__name__)
@@ -193,9 +193,11 @@ def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tupl
         if tape.untrusted is None:
             is_ready = not tape.recomputable.isdisjoint(operator.results())
         else:
-            # Skip collectives: other ranks may have cached prices already, and would not take part.
-            is_local = not operator.is_collective
-            is_ready = bool(operator.results()) and is_local and not moves_storage(operator)
+            # Skip collectives: other ranks may have cached prices already, and would not take part. Skip draws from the
+            # user's own generators, which would advance.
+            arguments = leaves(operator.args, operator.kwargs)
+            has_effects = operator.is_collective or any(isinstance(leaf, torch.Generator) for leaf in arguments)
+            is_ready = bool(operator.results()) and not has_effects and not moves_storage(operator)
         if not is_ready or any(environment[value] is None for value in operator.inputs()):
             continue
         step = ReplayStep(operator, tape)

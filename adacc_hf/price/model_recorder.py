@@ -181,6 +181,7 @@ class ModelRecorder:
         if key is not None:
             known_shapes.compare_graph(tape, fn, args)
         graph = known_shapes.graph_of(tape, fn, args) if key is not None and tiling is None else None
+        graph = None if graph is None else _on_copies(graph, recorder, tape)
         outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder, outliers, graph)
@@ -331,6 +332,18 @@ def state_storages(model: nn.Module) -> set[int]:
     tensor may get the storage's address, which is its key.
     """
     return {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
+
+
+def _on_copies(
+    graph: tuple[Callable[..., Any], tuple[Any, ...]], recorder: Recorder, tape: Tape
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return (graph, its inputs) with a copy of each input that the graph writes to, such as a buffer that counts
+    calls, so that the graph may run again."""
+    values = [value.index for value in tape.values if value.source is not None and value.overwritten]
+    written = {storage_key_of(recorder.bases[value]) for value in values}
+    call, inputs = graph
+    is_written = [isinstance(each, torch.Tensor) and storage_key_of(each) in written for each in inputs]
+    return call, tuple(each.clone() if copies else each for each, copies in zip(inputs, is_written, strict=True))
 
 
 def _num_results(result: Any, arguments: Iterable[torch.Tensor]) -> int:

@@ -87,3 +87,40 @@ def test_the_batch_is_freed_with_the_step(tiny_gpt2, token_batch):
         assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
+
+
+def count_in_buffer(block, hidden):
+    block.state.add_(1)
+    return hidden + block.up(hidden).tanh() / block.state
+
+
+def scale_by_last_call(block, hidden):
+    values, scale = block.up(hidden), block.state.max()
+    with torch.no_grad():
+        block.state.copy_(values.abs().amax((0, 1)))
+    return hidden + values / scale
+
+
+def draw_from_own_generator(block, hidden):
+    return hidden + block.up(hidden) * torch.empty_like(hidden).bernoulli_(0.5, generator=block.generator)
+
+
+@pytest.mark.parametrize("is_parameter", [False, True], ids=["buffer", "parameter"])
+@pytest.mark.parametrize("forward", [count_in_buffer, scale_by_last_call, draw_from_own_generator])
+def test_what_a_block_writes_is_written_once(forward, is_parameter, toy_model, toy_batch):
+    """Operators and graphs that run again to be measured write to no buffer, parameter or generator of the model."""
+
+    def setup(block):
+        block.generator, state = torch.Generator().manual_seed(0), torch.ones(8)
+        block.register_buffer("state", state) if not is_parameter else block.register_parameter(
+            "state", torch.nn.Parameter(state, requires_grad=False)
+        )
+
+    plain, profiled = toy_model(forward, setup=setup), toy_model(forward, setup=setup)
+    loss, _ = train(plain, toy_batch())
+    own_loss, _ = train(profiled, toy_batch(), LOSSLESS)
+    assert torch.equal(loss, own_loss)
+    assert are_equal(grads_of(plain), grads_of(profiled))
+    for block, own_block in zip(plain.layers, profiled.layers, strict=True):
+        assert torch.equal(block.state, own_block.state)
+        assert torch.equal(block.generator.get_state(), own_block.generator.get_state())
