@@ -16,7 +16,7 @@ from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_accurate_enough
 from adacc_hf.price.codec_selection import codec_options, precise_codec_options
-from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
+from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, time_of
 from adacc_hf.tape.recorder import is_freed, moves_storage
 from adacc_hf.tape.replay import Environment, ReplayStep
 from adacc_hf.tape.tape import Tape, leaves
@@ -111,15 +111,6 @@ def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Co
     if not codecs or any(codec.stands_in for codec in codecs):
         return False
     return not any(is_accurate_enough(errors.codecs, value, codec.name) for codec in codecs)
-
-
-def price_call(run: Callable[[], object], device: torch.device) -> Prices:
-    """Time a whole block call while the model is profiled, because the call's tape lacks some of its operators.
-
-    `run` repeats the call. In the result, the whole call counts as one operator.
-    """
-    with torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward):
-        return Prices([median_ms(run, device)], [0])
 
 
 def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:

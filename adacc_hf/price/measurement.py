@@ -44,9 +44,9 @@ class Measurement:
 
     rng_use: type[RngUse] = RngUse
     """Class whose objects detect if an operator draws random numbers."""
-    head_shares = (4, 8)
+    head_shares: tuple[int, ...] = (4, 8)
     """Whole logits of all rows may not fit the budget, so they are measured for a quarter and for an eighth of the
-    rows. Bytes are linear in the number of rows, and times are proportional to it."""
+    rows. Bytes are linear in the number of rows, and times are proportional to it. If empty, heads are not measured."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """Return the values of the profiled `tape` for which replay of its operators gives the original bits. In

@@ -213,11 +213,11 @@ class _PriceSource:
 
 
 class _Unpriced(Measurement):
-    """Measurement of memory alone. Times, codecs and workspaces of operators are taken from the kind of blocks without
-    tiles."""
+    """Measurement of the blocks' memory alone. Times, codecs and workspaces of operators are taken from the kind of
+    blocks without tiles."""
 
     def __init__(self, measurement: Measurement) -> None:
-        self.rng_use = measurement.rng_use
+        self.rng_use, self.head_shares = measurement.rng_use, ()
         for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "static_bytes", "random_states"):
             setattr(self, name, getattr(measurement, name))
 

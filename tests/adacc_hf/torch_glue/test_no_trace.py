@@ -1,4 +1,4 @@
-"""Profiling runs a model about ten times and restores all that its Python code counts, draws and gathers."""
+"""Profiling by hand restores all that a model's Python code counts, draws and gathers."""
 
 import collections
 import random
