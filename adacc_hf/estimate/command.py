@@ -47,7 +47,9 @@ _NOT_PLANNED = {
 def add_parser(commands: Any) -> None:
     """Add `plan` to the commands of `adacc`."""
     parser = commands.add_parser(
-        "plan", help="predict, without a GPU and without weights, if training fits a device, and its memory and time"
+        "plan",
+        help="predict, without a GPU and without weights, if training fits a device, and its memory and time",
+        usage="adacc plan --model MODEL [options]",
     )
     parser.add_argument(
         "--model", required=True, help=f"preset ({', '.join(PRESETS)}), or hub id or folder of a config.json"
@@ -61,48 +63,50 @@ def add_parser(commands: Any) -> None:
         help="fp32 and bf16 use that dtype for all tensors; with -amp, products have it by autocast, and weights are "
         "float32, or bfloat16 in bf16-weights-amp (default bf16-amp)",
     )
-    parser.add_argument(
-        "--attn", choices=("sdpa", "eager"), help="attention (default: sdpa, or eager if the model has no sdpa)"
-    )
-    parser.add_argument("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default adamw, fused)")
-    parser.add_argument(
-        "--rank",
-        help="rank for --optimizer compact: a fraction of a layer's inputs, or a number of them (default 0.25)",
-    )
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(NAMES)} (default h100)")
     parser.add_argument(
         "--budget", help="memory per device, such as 20GiB (default: the device's memory minus 5 percent)"
     )
     parser.add_argument("--exact", action="store_true", help="use no lossy codec and no chunked head or tiles")
-    parser.add_argument(
+    parser.add_argument("--peft", choices=("lora",), help="train adapters only")
+    shared = parser.add_mutually_exclusive_group()
+    shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
+    shared.add_argument("--fsdp", type=int, metavar="N", help="fully sharded on N devices")
+    shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
+    more = parser.add_argument_group("more options")
+    more.add_argument(
+        "--attn", choices=("sdpa", "eager"), help="attention (default: sdpa, or eager if the model has no sdpa)"
+    )
+    more.add_argument("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default adamw, fused)")
+    more.add_argument(
+        "--rank",
+        help="rank for --optimizer compact: a fraction of a layer's inputs, or a number of them (default 0.25)",
+    )
+    more.add_argument(
         "--host-memory",
         metavar="SIZE",
         help="memory of the host that each device may use for activations, such as 64GiB (default: none)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--host-bandwidth",
         metavar="SIZE",
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
         "percent of the device's PCIe generation; not with --profile, which has measured rates)",
     )
-    shared = parser.add_mutually_exclusive_group()
-    shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
-    shared.add_argument("--fsdp", type=int, metavar="N", help="fully sharded on N devices")
-    shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
-    parser.add_argument(
+    more.add_argument(
         "--sp", type=int, metavar="N", help="N devices share each sequence by Ulysses (sp_size), with --zero"
     )
-    parser.add_argument(
+    more.add_argument(
         "--tp",
         type=int,
         metavar="N",
         help="N devices share each layer by Transformers' tensor parallelism (tp_size), alone or for each of the "
         "devices of --fsdp",
     )
-    parser.add_argument(
+    more.add_argument(
         "--liger", action="store_true", help="plan with Liger's kernels (use_liger_kernel=True), which are emulated"
     )
-    images = parser.add_mutually_exclusive_group()
+    images = more.add_mutually_exclusive_group()
     images.add_argument(
         "--images",
         type=int,
@@ -113,45 +117,44 @@ def add_parser(commands: Any) -> None:
     images.add_argument(
         "--image-tokens", type=int, metavar="N", help="like --images, with the number of tokens of all images"
     )
-    parser.add_argument("--peft", choices=("lora",), help="train adapters only")
-    parser.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
-    parser.add_argument(
+    more.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
+    more.add_argument(
         "--lora-targets", nargs="+", metavar="NAME", help="layers with adapters (default: PEFT's for the architecture)"
     )
-    parser.add_argument("--lora-dropout", type=float, help="dropout before the adapters, 0 to 1 (default: PEFT's, 0)")
-    parser.add_argument(
+    more.add_argument("--lora-dropout", type=float, help="dropout before the adapters, 0 to 1 (default: PEFT's, 0)")
+    more.add_argument(
         "--modules-to-save", nargs="+", metavar="NAME", help="modules trained in full next to the adapters"
     )
-    parser.add_argument(
+    more.add_argument(
         "--load-in-4bit",
         action="store_true",
         help="weights of bitsandbytes' 4 bits, for --peft lora (default: as the config's quantization_config says)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--accumulate",
         action="store_true",
         help="plan for several micro-batches per step (gradient_accumulation_steps > 1)",
     )
-    parser.add_argument("--profile", type=Path, help="use this saved profile instead of a trace and a roofline")
-    parser.add_argument(
+    more.add_argument("--profile", type=Path, help="use this saved profile instead of a trace and a roofline")
+    more.add_argument(
         "--trace", choices=("cuda", "cpu"), help="trace the operators of this device type (default: the device's)"
     )
-    parser.add_argument(
+    more.add_argument(
         "--outlier-share",
         type=float,
         default=0.01,
         help="share of the channels assumed to be outliers, 0 to 1 (default 0.01)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--no-largest", action="store_true", help="do not search for the largest batch and the longest sequence"
     )
-    parser.add_argument(
+    more.add_argument(
         "--longest",
         action="store_true",
         help="print the longest sequence and its time per token for five methods, and nothing else (takes minutes)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON record")
-    parser.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
+    more.add_argument("--json", action="store_true", help="print one JSON record")
+    more.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
     for option in _NOT_PLANNED:
         parser.add_argument(option, nargs="?", const=True, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)

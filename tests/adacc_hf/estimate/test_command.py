@@ -160,10 +160,12 @@ def test_torchao_is_imported_silently_and_other_warnings_are_logged(name, own_me
     assert [record.msg for record in records] == [other_message, own_message]
 
 
-def test_the_help_names_every_preset(capsys):
+def test_the_help_names_every_preset_and_has_few_options_first(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
-    printed = " ".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    assert text.partition("more options:")[0].count("\n  --") == 11
+    printed = " ".join(text.split())
     assert [name for name in PRESETS if f"{name}," not in printed and f"{name})" not in printed] == []
 
 
