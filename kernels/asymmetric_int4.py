@@ -65,7 +65,6 @@ class AsymmetricInt4(Codec):
 
     name = "asymmetric_int4"
     suits = frozenset({"softmax"})
-    settings = frozenset({"group_size"})
     triton = "asymmetric_int4_triton"
     cpu = Kernels(_cpu.encode_asymmetric, _cpu.decode_asymmetric)
 

@@ -106,8 +106,6 @@ class Codec:
     """True if decode(encode(x)) equals x bit for bit, for every tensor x for which `accepts` returns True."""
     suits: ClassVar[frozenset[str]] = frozenset()
     """Roles (kinds of tensors, see ROLES) for which this codec may be used unless the settings name codecs."""
-    settings: ClassVar[frozenset[str]] = frozenset()
-    """Names of the codec's options that take their values from the user's settings of the same name."""
     keeps_outliers: ClassVar[bool] = False
     """True if the codec stores outlier channels unencoded. The codec's option `num_outliers` is the number of these
     channels (`count_outliers`)."""
@@ -169,8 +167,8 @@ class Codec:
         Call this method in tracking steps only, in which outliers and errors are measured. Most codecs have no state.
         """
 
-    def count_outliers(self, tensor: Tensor, threshold: float) -> int:
-        """Return the number of channels of `tensor` whose Z-score is above `threshold`.
+    def count_outliers(self, tensor: Tensor) -> int:
+        """Return the number of channels of `tensor` with unusually large values.
 
         Call this method only in tracking steps, in which outliers and errors are measured, because it synchronises with
         the device.

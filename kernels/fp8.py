@@ -8,7 +8,7 @@ which also rounds to 448.
 
 In `int8`, all elements of a group are rounded to multiples of one step. The step of FP8 is relative: the rounding error
 is at most 2^-4 of the element. INT8 is better for elements of similar size, FP8 for small elements next to a large
-element. The setting `group_size` does not apply: each code has its own exponent, so the group size matters less.
+element. Groups are larger than in the other codecs, because each code has its own exponent.
 
 Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
 Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the

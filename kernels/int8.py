@@ -44,7 +44,6 @@ class Int8(Codec):
     name = "int8"
     # A block input reaches every gradient of its block, so it gets 8 bits.
     suits = frozenset({"input"})
-    settings = frozenset({"group_size"})
     stands_in = True
     triton = "int8_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)

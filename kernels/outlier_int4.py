@@ -18,6 +18,8 @@ from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
 INDEX_BYTES = 4
+ZSCORE_THRESHOLD = 3.0
+"""Z-score above which a channel is an outlier (eq. 1), the paper's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ def zscores(sums_C: Tensor) -> Tensor:
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
 
 
-def count_outliers(tensor: Tensor, threshold: float = 3.0) -> int:
-    """Return the number of channels of `tensor` whose Z-score is above `threshold`.
+def count_outliers(tensor: Tensor) -> int:
+    """Return the number of channels of `tensor` whose Z-score is above ZSCORE_THRESHOLD.
 
     Call this function only in tracking steps, in which outliers and errors are measured, because it synchronises with
     the device.
     """
-    return int((zscores(channel_sums(tensor)) > threshold).sum())
+    return int((zscores(channel_sums(tensor)) > ZSCORE_THRESHOLD).sum())
 
 
 def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
@@ -141,15 +143,10 @@ def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *ra
 
 @register
 class OutlierInt4(Codec):
-    """Codec outlier_int4: symmetric INT4 in groups, with `num_outliers` channels stored uncompressed (raw).
-
-    Encoding does not read the option `zscore_threshold`. It is for callers that set `num_outliers` to the number of
-    channels that `count_outliers` finds.
-    """
+    """Codec outlier_int4: symmetric INT4 in groups, with `num_outliers` channels stored uncompressed (raw)."""
 
     name = "outlier_int4"
     suits = frozenset({"linear", "norm", "activation", "other"})
-    settings = frozenset({"group_size", "zscore_threshold"})
     keeps_outliers = True
     triton = "outlier_int4_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)
@@ -162,19 +159,15 @@ class OutlierInt4(Codec):
         rounding: str = "nearest",
         seed: int = 0,
         num_outliers: int = 0,
-        zscore_threshold: float = 3.0,
     ) -> None:
         _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
         if num_outliers < 0:
             raise ValueError(f"codec {self.name!r}: num_outliers={num_outliers} must be 0 or more")
-        if not zscore_threshold >= 0:
-            raise ValueError(f"codec {self.name!r}: zscore_threshold={zscore_threshold} must be 0 or more")
         self.group_size = group_size
         self.scale = scale
         self.rounding = rounding
         self.seed = seed
         self.num_outliers = num_outliers
-        self.zscore_threshold = zscore_threshold
         self._factor = _symmetric.SCALE_FACTORS[scale]
         self._outliers: Outliers | None = None
 
@@ -196,8 +189,8 @@ class OutlierInt4(Codec):
             sums_C = channel_sums(tensor)
             self._outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
 
-    def count_outliers(self, tensor: Tensor, threshold: float) -> int:
-        return count_outliers(tensor, threshold)
+    def count_outliers(self, tensor: Tensor) -> int:
+        return count_outliers(tensor)
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
         outliers = self._fitted(x)

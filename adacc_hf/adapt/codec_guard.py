@@ -59,7 +59,7 @@ class LossGuard:
         self.is_unproven = False
         """True if codecs were switched off, and no step has run yet under the next policy, which avoids these
         codecs."""
-        self._is_on = config.guard
+        self._is_on = config.tracking != "off"
         self._detector = LossSpikeDetector(losses)
 
     @property

@@ -171,8 +171,8 @@ class BlockSample:
             if not is_out_of_memory(error):
                 raise
             log.warning(
-                "Adacc: not enough memory to compare the gradient of %s with the exact one: set guard_blocks=0, or a "
-                "smaller memory_budget",
+                "Adacc: not enough memory to compare the gradient of %s with the exact one: set "
+                'tracking="off", or a smaller memory_budget',
                 self.plan.name,
             )
             return None
@@ -235,7 +235,7 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
                 raise
             raise _FreedGraphError(
                 "the block reads tensors that require a gradient and are not its arguments, and their graph is freed "
-                "after the step; set guard=False, or pass them as arguments"
+                'after the step; set tracking="off", or pass them as arguments'
             ) from None
         return [leaf.grad for leaf in sources]
 

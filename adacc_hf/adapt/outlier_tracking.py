@@ -203,11 +203,11 @@ class MeasuringCodec:
     def encode(self, tensor: Tensor) -> Payload:
         count = None
         if self._counts:
-            count = self._codec.count_outliers(tensor, self._config.zscore_threshold)
+            count = self._codec.count_outliers(tensor)
             self._measurements.add_count(self._key, count)
             self._codec.fit(tensor)
         payload = self._codec.encode(tensor)
-        if self._config.guard and not self._codec.lossless:
+        if not self._codec.lossless:
             if MEASURING_COPIES * tensor.nbytes + double_precision_bytes(tensor) <= self._room_bytes:
                 self._measure(tensor, payload, count)
             else:

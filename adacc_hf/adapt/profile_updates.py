@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.outlier_tracking import OptionKey, TrackedKey
 from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
-from adacc_hf.price.codec_selection import make_codec
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
@@ -80,15 +79,15 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
         has_precise = any(option.codec == precise_codec() for option in value.codecs)
         if off_option is None or has_precise:
             return value.codecs
-        return (*value.codecs, *_precise_option(value, off_option, config))
+        return (*value.codecs, *_precise_option(value, off_option))
 
     return _with_codecs(profile, with_precise)
 
 
-def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
+def _precise_option(value: Value, option: CodecOption) -> Iterator[CodecOption]:
     import torch
 
-    codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
+    codec, dtype = get_codec(precise_codec()), getattr(torch, value.dtype)
     if codec.supports(value.encoded_shape, dtype):
         yield replace(
             option,

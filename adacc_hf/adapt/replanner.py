@@ -111,8 +111,7 @@ class Replanner:
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
-        """True if, at the latest tracking step, gradients were compared in fewer blocks than `guard_blocks`, because
-        the budget had no room for more."""
+        """True if, at the latest tracking step, no gradient was compared, because the budget had no room."""
         self._has_said_unmeasured = False
         self.solver_ms = 0.0
         """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
@@ -143,8 +142,7 @@ class Replanner:
         room = self._forward_room()
         for name, kind in self._kinds.items():
             plans.strategies[name].wrap_codec = self._codec_wrapper(kind, room[name])
-        names = self._sample_names(every_kind) if self.config.guard else []
-        self._samples = {name: BlockSample(plans.strategies[name]) for name in names}
+        self._samples = {name: BlockSample(plans.strategies[name]) for name in self._sample_names(every_kind)}
         self.num_tracked += 1
 
     def observed(self) -> Observation:
@@ -301,8 +299,9 @@ class Replanner:
         that was degraded most recently, else the first block, which needs the least memory. These blocks are returned
         even if the budget has no room for the comparison.
 
-        If `every_kind` is False, return `guard_blocks` lossy blocks, or as many as the budget has room for. Successive
-        tracking steps choose the blocks in turn.
+        If `every_kind` is False, return one lossy block, or none if the budget has no room for the comparison.
+        Successive tracking steps choose the blocks in turn. A comparison costs two forwards and backwards of the block,
+        and, for a gradient above its limit, up to two more for each compressed activation.
         """
         names = self.lossy_blocks()
         if every_kind:
@@ -314,10 +313,9 @@ class Replanner:
             peaks = peaks_with_samples(self.profile, current_policy(self.profile, self.policy))
             after = comparison_peaks(self.profile)
             fitting = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
-            self.lacks_room = min(self.config.guard_blocks, len(names)) > len(fitting)
+            self.lacks_room = bool(names) and not fitting
             names = fitting
-        num = min(self.config.guard_blocks, len(names))
-        return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
+        return [names[self.num_tracked % len(names)]] if names else []
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
         """Return (gradient errors by index of the kind of block, codecs to switch off).

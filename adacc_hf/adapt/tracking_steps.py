@@ -46,17 +46,16 @@ class TrackingSteps:
         self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
-        """Log once that the budget has no room to compare the gradients of `guard_blocks` blocks (a setting)."""
+        """Log once that the budget has no room to compare gradients with exact ones."""
         lack_room = [s for s in self._choice.cache.all if s.replanner.lacks_room]
         if not lack_room or self._has_said_room:
             return
         self._has_said_room = True
         sizes = "batches" if lack_room[0].shapes is None else f"batches of {describe(lack_room[0].shapes)}"
         log.info(
-            "Adacc: at %s the budget has no room to compare gradients of %d blocks (guard_blocks) with exact ones: "
-            "only as many are compared as fit",
+            "Adacc: at %s the budget has no room to compare the gradient of a block with the exact one: none is "
+            "compared",
             sizes,
-            self._context.config.guard_blocks,
         )
 
     def finish(self, step: int) -> None:

@@ -32,8 +32,9 @@ _OTHER_NAMES = {
     "lossless": "exact=True",
     "offload": 'host_memory="64GiB", or another limit',
     "cpu_offload": 'host_memory="64GiB", or another limit',
+    "guard": 'tracking="off"',
 }
-"""Settings to suggest for names that other packages use."""
+"""Settings to suggest for names that other packages or earlier versions use."""
 _EXAMPLES = {
     "actions": ("retain", "recompute"),
     "block_classes": ("GPT2Block",),
@@ -108,14 +109,8 @@ class AdaccConfig:
     memory.
     """
     outliers: bool = True
-    """True to store outlier channels (channels with unusually large values) uncompressed. False is the paper's "Adacc
-    w/o outlier"."""
-    zscore_threshold: float = 3.0
-    """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
-    values, up to 1e6, select no channel. 0 selects every channel above the mean."""
-    group_size: int = 64
-    """Number of elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are
-    more exact and take more bytes."""
+    """True to store outlier channels (channels with unusually large values) uncompressed. False is only for the paper's
+    comparison with "Adacc w/o outlier"."""
     min_compress_bytes: int = 64 * 1024
     """Size in bytes, 0 to 2^40, below which activations are never compressed, because a kernel launch costs more than
     the freed memory is worth."""
@@ -129,9 +124,11 @@ class AdaccConfig:
     earlier run. False measures again. New measurements are saved to the folder in both cases."""
     tracking: str | int = "exponential"
     """Schedule of tracking steps, which measure outliers again (paper, section 3.4). "exponential" tracks 1, 2, 4, ...
-    steps after the policy was set. An int n of 1 or more tracks every n steps. "off" never tracks. Each tracking step
-    adds some KiB to the run's history, which every checkpoint contains. Therefore use a small int for short runs
-    only."""
+    steps after the policy was set. An int n of 1 or more tracks every n steps. A tracking step also compares the
+    gradient of one block with the exact one, and a step after a spike of the loss one block of every kind (blocks with
+    the same operators). If a relative error is above 0.25, as few codecs as possible are switched off, for the same
+    activations in all blocks of this kind. "off" measures nothing, also after spikes. Each tracking step adds some KiB
+    to the run's history, which every checkpoint contains. Therefore use a small int for short runs only."""
     head: str = "auto"
     """Head: how the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for one
     chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the budget
@@ -143,19 +140,6 @@ class AdaccConfig:
     gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
     compressed any more. With None, only the fixed limit of 25 % for gradients applies. 0 allows
     lossless codecs only."""
-    solver_seconds: float = 60.0
-    """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
-    at the limit, the policy depends on the machine's load: in `Policy.facts`, "status" is then "feasible", not
-    "optimal", and "gap" is its distance from a proved optimum."""
-    guard: bool = True
-    """True to measure gradient errors at tracking steps, and to check gradients after loss spikes. If the gradient of a
-    sampled block has a relative error above 0.25, as few codecs as possible are switched off, for the same activations
-    in all blocks of this kind (blocks with the same operators)."""
-    guard_blocks: int = 1
-    """Number of blocks, 0 to 1000, whose gradient a tracking step compares with an uncompressed backward. Blocks take
-    turns. A comparison costs two forwards and backwards of one block, and, for a gradient above its limit, up to two
-    more for each compressed activation. Under a budget in bytes, only blocks whose input and gradient fit the budget
-    take turns. 0 compares no block."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
@@ -187,12 +171,9 @@ class AdaccConfig:
             _remove_inexact(self)
         check_host_memory(self.host_memory)
         check_range("memory_margin", self.memory_margin, 0.0, 0.9)
-        check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
-        _check_group_size(self.group_size)
         check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
         check_integer("profile_steps", self.profile_steps, 1, 1000)
         _check_tracking(self.tracking)
-        check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.head not in ("auto", *HEADS):
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
         for name in ("on_over_budget", "on_uncovered"):
@@ -200,9 +181,8 @@ class AdaccConfig:
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose from "warn" and "error"')
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0.0, 1e6)
-        for name in ("outliers", "reuse_prices", "guard", "retry_out_of_memory"):
+        for name in ("outliers", "reuse_prices", "retry_out_of_memory"):
             check_flag(name, getattr(self, name))
-        check_integer("guard_blocks", self.guard_blocks, 0, 1000)
 
     @property
     def changed_settings(self) -> dict[str, Any]:
@@ -392,9 +372,3 @@ def _check_tracking(tracking: str | int) -> None:
         raise ValueError(
             f'tracking={tracking!r} must be "exponential" or "off"{hint}, or a number of steps of at least 1, as an int'
         )
-
-
-def _check_group_size(size: int) -> None:
-    check_integer("group_size", size, 16, 1024)
-    if size & (size - 1):
-        raise ValueError(f"group_size={size} is not a power of two: choose 16, 32, 64, 128, 256, 512 or 1024")

@@ -15,7 +15,7 @@ from adacc_hf.compiler.functorch import has_unknown_sizes, is_view, op_types
 from adacc_hf.compiler.graph_cost import coding_ms
 from adacc_hf.compiler.joint_graph import JointGraph, readers
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
-from adacc_hf.price.codec_selection import codecs_of_role, make_codec
+from adacc_hf.price.codec_selection import codecs_of_role
 from adacc_hf.price.precision_sensitive import attention_bias
 from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch
 from adacc_hf.torch_glue.tensors import relative_error
@@ -47,7 +47,7 @@ def graph_codec_options(
             names = [precise_codec()]
         elif tensor.device.type != "cpu":  # INT8 codes share no bytes, so encoding is fused on a GPU
             names = list(dict.fromkeys([*names, precise_codec()]))
-    codecs = [make_codec(name, config, 0) for name in names]
+    codecs = [get_codec(name) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in degraded]
     options = [
         _graph_codec_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)
@@ -119,16 +119,16 @@ def _graph_codec_option(codec: Codec, node: fx.Node, size: tuple[int, ...], forw
         nbytes=payload_bytes,
         encode_ms=encode_ms,
         decode_ms=decode_ms,
-        error=0.0 if codec.lossless else _typical_error(codec.name, codec.options.get("group_size")),
+        error=0.0 if codec.lossless else _typical_error(codec.name),
         lossless=codec.lossless,
     )
 
 
 @cache
-def _typical_error(name: str, group_size: int | None) -> float:
+def _typical_error(name: str) -> float:
     """Return the relative error that is assumed for a codec in a compiled graph. No real data exists when a graph is
-    partitioned, so the error is for normally distributed numbers. `group_size` is None for a codec without groups."""
+    partitioned, so the error is for normally distributed numbers."""
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
-        codec = get_codec(name, **({} if group_size is None else {"group_size": group_size}))
+        codec = get_codec(name)
         return float(relative_error([noise], [codec.decode(codec.encode(noise))]))

@@ -43,10 +43,7 @@ from adacc_hf.tape.execution_plan import codec_of
 
 log = logging.getLogger(__name__)
 
-GRAPH_SETTINGS = (
-    "memory_budget", "exact", "actions", "codecs", "zscore_threshold", "group_size", "min_compress_bytes", "max_error",
-    "solver_seconds",
-)  # fmt: skip
+GRAPH_SETTINGS = ("memory_budget", "exact", "actions", "codecs", "min_compress_bytes", "max_error")
 """Fields of `AdaccConfig` that affect compiled graphs. All other fields concern blocks, profiles and tracking."""
 
 
@@ -220,7 +217,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
         if allowed_bytes is None:
-            choice = least_bytes(graph, self._limits(), limits_peak=self._of_peak)
+            choice = least_bytes(graph, SolverLog(), limits_peak=self._of_peak)
         else:
             choice = self._solve(graph, plan, allowed_bytes)
         if (choice.peak_bytes if self._of_peak else choice.nbytes) >= plan.plain_bytes:
@@ -275,14 +272,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         kind = replace(joint.kind, operators=operators)
         return graph_model(kind, store_ms, codecs, live_bytes, sensitive.precise)
 
-    def _limits(self) -> SolverLog:
-        return SolverLog(self.config.solver_seconds)
-
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """Return the fastest choice for a region's graph within `allowed_bytes`. If no choice fits a budget in bytes,
         raise InfeasibleBudgetError. If the budget is a fraction and no choice fits, log a warning and return the choice
         with the least bytes. The region of the loss, for example, stores little and often cannot store less."""
-        solving = self._limits()
+        solving = SolverLog()
         choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
         if choice is not None:
             return choice

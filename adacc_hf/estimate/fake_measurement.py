@@ -104,7 +104,7 @@ class FakeMeasurement(Measurement):
         run_block: Callable[[], object] | None = None,
     ) -> Prices:
         codecs = {
-            value: self._options(tape, value, [make_codec(name, config, outliers.get(value, 0)) for name in names])
+            value: self._options(tape, value, [make_codec(name, outliers.get(value, 0)) for name in names])
             for value, names in codec_candidates(tape, config).items()
         }
         times = [self._operator_ms(operator, bases) for operator in tape.operators]

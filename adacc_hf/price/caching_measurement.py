@@ -96,8 +96,6 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
         config.actions,
         [*map(codecs_suiting, ROLES), precise_codec()] if config.codecs is None else config.codecs,
         config.outliers,
-        config.zscore_threshold,
-        config.group_size,
         config.min_compress_bytes,
         config.max_error is not None,
         sorted(outliers.items()),

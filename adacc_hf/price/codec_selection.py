@@ -62,7 +62,7 @@ def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: Ad
     if not config.outliers:
         return {}
     return {
-        value: codec.count_outliers(view(bases[value], encode_view(tape, value)), config.zscore_threshold)
+        value: codec.count_outliers(view(bases[value], encode_view(tape, value)))
         for value, codec in outlier_codecs(tape, config).items()
     }
 
@@ -71,18 +71,16 @@ def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
     """Return, by value index, the codec that stores outlier channels separately. Only activations that may use this
     codec are included."""
     return {
-        value: make_codec(name, config, 0)
+        value: make_codec(name, 0)
         for value, names in codec_candidates(tape, config).items()
         for name in names
         if codec_type(name).keeps_outliers
     }
 
 
-def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
-    """Return the codec `name` with the options that `config` sets."""
-    codec_class = codec_type(name)
-    options = {option: getattr(config, option) for option in codec_class.settings}
-    return get_codec(name, **options, **({"num_outliers": num_outliers} if codec_class.keeps_outliers else {}))
+def make_codec(name: str, num_outliers: int) -> Codec:
+    """Return the codec `name`. `num_outliers` only matters to codecs that store outlier channels separately."""
+    return get_codec(name, **({"num_outliers": num_outliers} if codec_type(name).keeps_outliers else {}))
 
 
 def assumed_outliers(channels: int, config: AdaccConfig, share: float) -> int:
@@ -102,17 +100,17 @@ def codec_options(
     options = {}
     for value, names in codec_candidates(tape, config).items():
         tensor = view(bases[value], encode_view(tape, value))
-        codecs = [make_codec(name, config, outliers.get(value, 0)) for name in names]
+        codecs = [make_codec(name, outliers.get(value, 0)) for name in names]
         suitable_codecs = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
         if config.codecs is None:
-            suitable_codecs = [_most_accurate(codec, role_of(tape, value), tensor, config) for codec in suitable_codecs]
+            suitable_codecs = [_most_accurate(codec, role_of(tape, value), tensor) for codec in suitable_codecs]
         options[value] = tuple(_price_codec(codec, tensor, resource) for codec in suitable_codecs)
     return options
 
 
-def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccConfig) -> Codec:
+def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor) -> Codec:
     """Return the most accurate codec on `tensor`: `codec`, or a codec that may replace `codec` on tensors of `role`."""
-    replacement_codecs = [make_codec(name, config, 0) for name in replacements(codec.name, role)]
+    replacement_codecs = [get_codec(name) for name in replacements(codec.name, role)]
     replacement_codecs = [other for other in replacement_codecs if other.supports(tuple(tensor.shape), tensor.dtype)]
     if not replacement_codecs:
         return codec
@@ -129,14 +127,14 @@ def precise_codec_options(
     """
     options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
-        tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
+        tensor, codec = view(bases[value], encode_view(tape, value)), get_codec(precise_codec())
         if codec.supports(tuple(tensor.shape), tensor.dtype):
             options[value] = (_price_codec(codec, tensor, resource),)
     return options
 
 
 def with_outliers(
-    options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
+    options: tuple[CodecOption, ...], tape: Tape, value: int, num_outliers: int
 ) -> tuple[CodecOption, ...]:
     """Return copies of the codec `options` of `value` for `num_outliers` outlier channels, with updated payload bytes.
 
@@ -144,7 +142,7 @@ def with_outliers(
     `value` in any of the blocks that share these options.
     """
     size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
-    codecs = [make_codec(option.codec, config, num_outliers) for option in options]
+    codecs = [make_codec(option.codec, num_outliers) for option in options]
     return tuple(
         replace(option, options=tuple(sorted(codec.options.items())), nbytes=codec.predicted_bytes(size, ref.dtype))
         for option, codec in zip(options, codecs, strict=True)

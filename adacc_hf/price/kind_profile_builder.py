@@ -106,7 +106,7 @@ class KindProfileBuilder:
             shared=self.shared_records.get(index),
             recomputable=index in self.recomputable,
             role=role_of(tape, index),
-            codecs=with_outliers(codecs, tape, index, self.config, self.outliers[index]) if codecs else (),
+            codecs=with_outliers(codecs, tape, index, self.outliers[index]) if codecs else (),
             equal_to=self._equal_to(index),
             replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
             taken_after=record.source.path[0] if record.source and tape.is_generator_state(index) else 0,

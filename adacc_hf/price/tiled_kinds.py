@@ -199,7 +199,7 @@ class _PriceSource:
         outliers = max((dict(option.options).get("num_outliers", 0) for option in copy.codecs), default=0)
         return replace(
             value,
-            codecs=with_outliers(copy.codecs, self._tape, index, self._config, outliers),
+            codecs=with_outliers(copy.codecs, self._tape, index, outliers),
             too_coarse=copy.too_coarse,
         )
 

@@ -200,7 +200,7 @@ class BlockExecutor:
             if self.entries.find(current_key) is None:
                 raise UnrecordedCallError(
                     f"the budget has no room to record another traced path of {self.name}: increase memory_budget, or "
-                    f"set guard_blocks=0"
+                    'set tracking="off"'
                 )
         plan = None if entry is None else entry.execution_plan
         if entry is None or plan is None or plan.is_plain:

@@ -74,7 +74,7 @@ class Kinds:
         `others` belong to copies of the profile with other tiles, the first to the copy without tiles.
         """
         others = list(others)
-        log = SolverLog(config.solver_seconds)
+        log = SolverLog()
         solved = [member for other in others for member in other.members]
         members = []
         for kind in profile.kinds:

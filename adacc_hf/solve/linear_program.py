@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MAX_NODES = 200
 """Maximum number of branch-and-bound nodes of an integer program. GPT-2's programs take fewer than ten. A time limit
 alone would make the policy depend on the machine's load."""
+SOLVER_SECONDS = 60.0
+"""Time limit of one integer program, which usually takes 10 to 30 ms. Linear relaxations have no time limit. Only on a
+very slow machine does a program end at the limit. In `Policy.facts`, "status" is then "feasible", not "optimal"."""
 TOLERANCE = 1e-9
 """Feasibility tolerance. With HiGHS's default of 1e-6, stored bytes could exceed the budget by kilobytes."""
 
@@ -119,10 +122,8 @@ def silence_highs() -> None:
 
 @dataclass
 class SolverLog:
-    """Limits of a search, and statistics of its HiGHS runs."""
+    """Statistics of the HiGHS runs of a search."""
 
-    seconds: float = 60.0
-    """Time limit of each run of an integer program. Linear relaxations have no time limit."""
     num_solves: int = 0
     num_unproven: int = 0
     """Number of runs that ended at a limit of time or nodes."""
@@ -181,7 +182,7 @@ class Solver:
         self._highs.changeColsCost(len(self._columns), self._columns, dense)
         if self._integer:
             # HiGHS's run time accumulates over all its runs.
-            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._log.seconds)
+            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + SOLVER_SECONDS)
             # Cut off branches that cannot get below the limit.
             self._highs.setOptionValue("objective_bound", limit)
         self._highs.run()

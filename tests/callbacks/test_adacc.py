@@ -30,8 +30,8 @@ def profile(train, lossless):
 
 
 def test_settings_override_the_config(lossless):
-    config = AdaccConfig(memory_budget="1GiB", group_size=32)
-    assert AdaccCallback(config, group_size=16).config == AdaccConfig(memory_budget="1GiB", group_size=16)
+    config = AdaccConfig(memory_budget="1GiB", tracking=32)
+    assert AdaccCallback(config, tracking=16).config == AdaccConfig(memory_budget="1GiB", tracking=16)
     with pytest.raises(TypeError, match="memory_limit"):
         AdaccCallback(memory_limit=3)
 

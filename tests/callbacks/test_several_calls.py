@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel, Trainer
 from adacc_hf import AdaccCallback
 from adacc_hf.solve.simple_policies import uniform_policy
 
-QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
+QUIET = {"tracking": "off", "min_compress_bytes": 0}
 PAIRS = {"remove_unused_columns": False, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
 NUM_MICRO, BATCH_BYTES = 2, 2 * 8 * 32 * 8
 """Micro-batches of a step, and the bytes of both columns of a micro-batch."""

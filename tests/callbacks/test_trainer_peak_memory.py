@@ -6,7 +6,7 @@ import pytest
 
 from adacc_hf import AdaccCallback
 
-QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
+QUIET = {"tracking": "off", "min_compress_bytes": 0}
 BATCH_SIZE = 16
 BATCH_BYTES = 2 * BATCH_SIZE * 32 * 8
 """Bytes of the token numbers and labels of one micro-batch."""

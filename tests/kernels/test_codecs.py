@@ -54,7 +54,6 @@ def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
         ("token_int4", {"rounding": "up"}, r"rounding='up' is not one of \('nearest', 'stochastic'\)"),
         ("channel_int4", {"seed": -1}, r"seed=-1 is not in 0..2\*\*32-1"),
         ("outlier_int4", {"num_outliers": -1}, r"num_outliers=-1 must be 0 or more"),
-        ("outlier_int4", {"zscore_threshold": -1.0}, r"zscore_threshold=-1.0 must be 0 or more"),
     ],
 )
 def test_a_wrong_option_is_named_with_what_is_allowed(name: str, options: dict, message: str) -> None:

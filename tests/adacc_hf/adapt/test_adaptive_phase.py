@@ -264,7 +264,7 @@ def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trai
     steps = []
     for number, tracking in enumerate(["off", 5]):
         # The memory meter's profiler would count a dispatch mode's operators, too. No step before the 6th is metered.
-        callback = AdaccCallback(**COMPRESS, tracking=tracking, guard=True)
+        callback = AdaccCallback(**COMPRESS, tracking=tracking)
         trainer = make_trainer(
             [callback], trainer_class=CountingTrainer, max_steps=5, output_dir=str(tmp_path / str(number))
         )

@@ -42,15 +42,17 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action):
     policy = uniform_policy(profile, action)
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
-    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096, guard_blocks=0))
+    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     measured_peaks = {}
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            replanner.start_tracking(handle.plans)
-            sample = BlockSample(handle.plans.strategies[name])
+            replanner.start_tracking(handle.plans)  # of lossy blocks, samples one after the other in this order
+            sample = BlockSample(handle.plans.strategies[name]) if action == "recompute" else None
+            assert handle.plans.strategies[name].observer is not None
             measured_peaks[name] = measure_step(model, batch).peak_bytes
-            sample.close()
+            if sample is not None:
+                sample.close()
             replanner.reprice(replanner.observed())
     assert all(measured_peaks[name] <= peaks[name] + ROUNDED for name in peaks), (measured_peaks, peaks)
     # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
@@ -81,7 +83,7 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
     sampled_blocks = {}
     plain = uniform_policy(profile, "compress").predicted_peak_bytes
     for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
-        config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra, guard_blocks=1)
+        config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra)
         policy = uniform_policy(profile, "compress")
         replanner = Replanner(profile, policy, config)
         sampled_blocks[extra] = set()

@@ -7,7 +7,7 @@ import pytest
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.solve.simple_policies import uniform_policy
 
-QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
+QUIET = {"tracking": "off", "min_compress_bytes": 0}
 
 
 BATCH_SIZE = 16

@@ -1,5 +1,9 @@
 """RunContext: the budget of new policies, and statements on memory in the history."""
 
+import math
+
+import pytest
+
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.events import MemoryNoted
 from adacc_hf.adapt.run_context import RunContext
@@ -30,6 +34,13 @@ def test_a_statement_on_memory_belongs_to_the_current_step():
     context.step = 7
     context.note_memory("there is no room")
     assert events == [MemoryNoted(step=7, reason="there is no room")]
+
+
+@pytest.mark.parametrize("tracking", ["exponential", "off"])
+def test_gradients_are_checked_after_a_strange_loss_unless_nothing_is_tracked(tracking):
+    guard = LossGuard(AdaccConfig(tracking=tracking))
+    guard.logged({"loss": math.nan}, is_lossy=True)
+    assert (guard.suspicion is None) == (tracking == "off")
 
 
 def test_contexts_share_no_state():

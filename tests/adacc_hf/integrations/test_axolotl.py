@@ -87,12 +87,12 @@ def callbacks(**settings: Any) -> list[Any]:
 
 @pytest.mark.usefixtures("axolotl")
 def test_settings_of_the_file_reach_the_callback() -> None:
-    (callback,) = callbacks(adacc_memory_budget="20GiB", adacc_actions=["retain", "recompute"], adacc_guard=False)
+    (callback,) = callbacks(adacc_memory_budget="20GiB", adacc_actions=["retain", "recompute"], adacc_outliers=False)
     assert type(callback) is AdaccCallback
     assert callback.config.changed_settings == {
         "memory_budget": "20GiB",
         "actions": ("retain", "recompute"),
-        "guard": False,
+        "outliers": False,
     }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.price.codec_selection import make_codec
+from adacc_hf.kernels import outlier_int4
 from adacc_hf.solve.solver import least_policy
 
 
@@ -33,13 +33,14 @@ def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
     assert min(sizes[False]) < floor
 
 
-def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
+def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch, monkeypatch):
     """Outlier channels of a block input are kept, also if autograd does not save it, because replay may start from
     it."""
     model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
     with torch.no_grad():
         model.layers[0].down.weight[3].fill_(100.0)
-    config = AdaccConfig(min_compress_bytes=0, codecs=("outlier_int4",), zscore_threshold=2.0)
+    monkeypatch.setattr(outlier_int4, "ZSCORE_THRESHOLD", 2.0)
+    config = AdaccConfig(min_compress_bytes=0, codecs=("outlier_int4",))
     (kind,) = profile_model(model, toy_batch(64), config).kinds
     start = kind.activations[0]
     assert not start.saved
@@ -103,12 +104,3 @@ def test_a_block_input_that_is_not_finite_keeps_the_codec_that_would_be_replaced
     with torch.no_grad():
         model.inlet.bias[3] = float("inf")
     assert set(_codecs_of_inputs(model, toy_batch(64))) == {"int8"}
-
-
-def test_options_come_from_the_settings():
-    config = AdaccConfig(group_size=32, zscore_threshold=2.0)
-    assert make_codec("outlier_int4", config, 5).options["num_outliers"] == 5
-    assert make_codec("outlier_int4", config, 5).options["group_size"] == 32
-    assert make_codec("int8", config, 0).options["group_size"] == 32
-    assert make_codec("fp8", config, 0).options["group_size"] == 128
-    assert make_codec("bitmask", config, 0).options == {}

@@ -49,7 +49,7 @@ def one_plan_policies() -> Callable[[Profile], list[Policy]]:
         models = [build_block_model(kind, config) for kind in profile.kinds]
         blocks = Counter(block.kind for block in profile.blocks)
         num_free = [blocks[k] for k in range(len(models))]
-        log = SolverLog(config.solver_seconds)
+        log = SolverLog()
         program = MixtureProgram(profile, models, [[]] * len(models), num_free, log)
         columns_of_policies = [
             program.least_ms(profile.plain_stored_bytes * percent // 100) for percent in range(1, 101)
