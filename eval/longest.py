@@ -254,7 +254,7 @@ METHODS = {
     "tiled": LongMethod(
         title="checkpointing, chunked head, tiles", solve=partial(_checkpointing, head="chunked", tiles=True)
     ),
-    "exact": LongMethod(title="Adacc, lossless", solve=partial(_adacc, config=EXACT)),
+    "exact": LongMethod(title="Adacc, exact", solve=partial(_adacc, config=EXACT)),
     "adacc": LongMethod(title="Adacc", solve=partial(_adacc, config=AdaccConfig())),
 }
 """Methods by their names on the command line. The methods with a chunked head and tiles run by this package's own

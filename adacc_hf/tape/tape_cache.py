@@ -377,7 +377,7 @@ class TapeCache:
         others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
         is_known_size = any(cached_tape is not tape and _input_sizes(cached_tape) == sizes for cached_tape in others)
         event = "run other operators than when profiled (recorded once, which takes the memory of one block)"
-        treatment = "with the least lossless memory for the values that differ"
+        treatment = "exactly, with the least memory for the values that differ"
         self._warn_other_path(
             tape.structure, name, sizes, event, treatment, _OTHER_MODE if is_known_size else _OTHER_SIZE
         )

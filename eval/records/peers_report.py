@@ -16,7 +16,7 @@ from adacc_hf.reports.run_record import markdown_table
 GROUPS = {
     "compile": "torch.compile",
     "xformers": "xformers",
-    "adacc_lossless": "Adacc, lossless",
+    "adacc_exact": "Adacc, exact",
     "adacc_compiled": "Adacc in torch.compile",
     "adacc": "Adacc",
 }

@@ -26,7 +26,7 @@ STYLES = {
     "xformers": ("#C2649B", "h"),
     "torch.compile": ("#B8558F", "v"),
     "Adacc": ("#1F83C4", "o"),
-    "Adacc lossless": ("#D55E00", "X"),
+    "Adacc exact": ("#D55E00", "X"),
     "Adacc w/o outlier": ("#2A939F", "p"),
     "Adacc in torch.compile": ("#8064D6", "*"),
 }

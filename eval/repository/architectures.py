@@ -2,7 +2,7 @@
 
     python -m adacc_hf.eval.repository.architectures --output docs/SUPPORT.md
 
-1. Lossless: under RECOMPUTE-everything and random lossless policies, the loss and every gradient equal plain training's
+1. Exact: under RECOMPUTE-everything and random exact policies, the loss and every gradient equal plain training's
    bit for bit, on a batch that the profile has not seen.
 2. Compressed: the reference is plain training inside plain saved-tensor hooks that send the same storages through the
    same codecs. A policy that only retains and compresses gives the reference's gradients, bit for bit.
@@ -43,8 +43,6 @@ from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=64)
 """Settings for tiny models, whose activations are small: tensors of 16 floats and more are compressed."""
-LOSSLESS = ("retain", "recompute")
-"""The actions of lossless policies."""
 PROFILED, TRAINED = 0, (1, 2, 1)
 """Seeds of the profiled batch, and of the batches of the training steps.
 
@@ -65,14 +63,14 @@ class Verdict:
     attention: str
     num_blocks: int = 0
     num_kinds: int = 0
-    is_lossless_exact: bool = False
+    is_exact: bool = False
     is_compressed_exact: bool | None = False
     """True if the second promise holds. None if nothing was compressed, because no block can be replayed."""
     is_stored_predicted: bool = False
     is_mixed_close: bool | None = False
     """True if the fourth promise holds. None if nothing was compressed with loss."""
     least_peak: float | None = None
-    """Peak of a step under the lossless policy with the least peak, divided by the peak with torch's checkpoint
+    """Peak of a step under the exact policy with the least peak, divided by the peak with torch's checkpoint
     around every block. None if the model was refused."""
     calls: str = "-"
     """Ways in which calls of the blocks are matched with recorded calls (`describe_calls`)."""
@@ -82,7 +80,7 @@ class Verdict:
     @property
     def is_green(self) -> bool:
         return (
-            self.is_lossless_exact
+            self.is_exact
             and self.is_compressed_exact is True
             and self.is_stored_predicted
             and self.is_mixed_close is True
@@ -98,7 +96,7 @@ class Verdict:
             "attention": self.attention,
             "blocks": str(self.num_blocks),
             "kinds": str(self.num_kinds),
-            "lossless": _word(self.is_lossless_exact),
+            "exact": _word(self.is_exact),
             "compressed": _word(self.is_compressed_exact),
             "stored bytes": _word(self.is_stored_predicted),
             "mixed": _word(self.is_mixed_close),
@@ -136,7 +134,7 @@ def _verdict(
     policies += [random_policy(profile, seed, actions, lossless=True, whole_blocks=True) for seed in range(2)]
     lossy = random_policy(profile, 2, (Action.RETAIN, Action.COMPRESS))
     config = config_of(architecture)
-    policies.append(least_policy(profile, replace(config, actions=LOSSLESS)))
+    policies.append(least_policy(profile, replace(config, exact=True)))
     *trials, checkpoint_trial, lossy_trial = [
         _try(model, batches, policy, config) for policy in [*policies, checkpoint_policy(profile), lossy]
     ]
@@ -148,7 +146,7 @@ def _verdict(
         attention=_attention(model),
         num_blocks=len(profile.blocks),
         num_kinds=len(profile.kinds),
-        is_lossless_exact=all(same_bits(trial.steps, plain) for trial in [*trials, checkpoint_trial]),
+        is_exact=all(same_bits(trial.steps, plain) for trial in [*trials, checkpoint_trial]),
         is_compressed_exact=None if is_vacuous and skipped else same_bits(lossy_trial.steps, expected) > is_vacuous,
         is_stored_predicted=all(trial.excess_bytes == 0 for trial in [*trials, lossy_trial]),
         is_mixed_close=_is_mixed_well(model, batches, profile, config, plain),

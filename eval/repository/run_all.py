@@ -57,14 +57,13 @@ take 40 to 70 seconds."""
 _COMPILED = "--preset=gpt2-345m --precision=bf16 --timeout=270 --batch=16"
 """Options for compiled runs. A compilation takes one or two minutes on a GPU. The timeout fits into a slice, and is
 below the limit for hanging runners."""
-_METHODS = "--methods adacc full adacc_lossless quantization"
+_METHODS = "--methods adacc full adacc_exact quantization"
 
 ON_GPU: tuple[Stage, ...] = (
     Stage(
         runner="peers",
         part="half",
-        options=f"{_GPT} --batch=16 --peers plain checkpointing adacc adacc_lossless --budgets 0.5 "
-        "--variant-budgets 0.5",
+        options=f"{_GPT} --batch=16 --peers plain checkpointing adacc adacc_exact --budgets 0.5 --variant-budgets 0.5",
     ),
     Stage(runner="throughput", part="24GiB", options=f"{_GPT} --limit=24GiB --batches 32 {_METHODS}"),
     Stage(runner="throughput", part="32GiB", options=f"{_GPT} --limit=32GiB --batches 64 {_METHODS}"),
@@ -73,15 +72,15 @@ ON_GPU: tuple[Stage, ...] = (
         part="llama",
         # Of the limit, checkpointing takes 27 GiB. Plain training would take 44 GiB.
         options="--preset=llama-1b --precision=bf16 --tokens=2048 --timeout=150 --limit=30GiB --batches 4 "
-        "--methods none full adacc adacc_lossless",
+        "--methods none full adacc adacc_exact",
     ),
     Stage(
         runner="peers",
-        options=f"{_GPT} --batch=16 --peers plain checkpointing selective checkpointing_offload adacc adacc_lossless "
+        options=f"{_GPT} --batch=16 --peers plain checkpointing selective checkpointing_offload adacc adacc_exact "
         "--budgets 0.6 0.35 0.2 --variant-budgets 0.6 0.35 0.2",
     ),
     Stage(runner="throughput", part="more", options=f"{_GPT} --limit=24GiB --batches 16 64 {_METHODS}"),
-    Stage(runner="max-batch", options=f"{_GPT} --limit=24GiB --methods adacc full none adacc_lossless"),
+    Stage(runner="max-batch", options=f"{_GPT} --limit=24GiB --methods adacc full none adacc_exact"),
     Stage(
         runner="longest",
         options="--models=llama --width=1024 --layers=16 --heads=16 --vocabulary=32768 --limit=16GiB "

@@ -19,7 +19,7 @@ NOISE_RUNS = 3
 chance."""
 
 NOISE_FACTOR = 4.0
-"""Accepted difference of a lossless method, in units of the noise between runs of plain training. The noise is 0 on
+"""Accepted difference of an exact method, in units of the noise between runs of plain training. The noise is 0 on
 a CPU. On a GPU it comes from the order of atomic additions, of which two runs are a small sample."""
 
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}

@@ -19,7 +19,7 @@ from adacc_hf.eval.trials.isolation import OverLimitError
 from adacc_hf.eval.trials.methods import (
     ADACC,
     CHECKPOINTING,
-    LOSSLESS,
+    EXACT,
     PLAIN,
     Bench,
     Budget,
@@ -215,7 +215,7 @@ def missing_package(name: str) -> str | None:
 
 
 ADACC_VARIANTS: dict[str, Method] = {
-    "adacc_lossless": LOSSLESS,
+    "adacc_exact": EXACT,
     "adacc_compiled": Method(title="Adacc in torch.compile", install=install_adacc_compiled, takes_budget=True),
 }
 

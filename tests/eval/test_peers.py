@@ -50,7 +50,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, str]:
 def test_every_peer_has_a_row_or_a_reason(outputs) -> None:
     record, table, _ = outputs
     info = record["train_info"]
-    # Adacc and its lossless variant have two budgets each, and the compiled variant one per peak of torch.compile.
+    # Adacc and its exact variant have two budgets each, and the compiled variant one per peak of torch.compile.
     assert len(info["points"]) == len(PEERS) + 2 + len(COMPILED_PEERS) - 1
     for key, title in info["titles"].items():
         assert f"| {title} " in table
@@ -77,12 +77,12 @@ def test_speed_at_equal_peak_and_peak_at_equal_speed(outputs) -> None:
 def test_the_fastest_that_needs_no_more_stands_beside_each_of_adaccs_points(outputs) -> None:
     record, table, _ = outputs
     rows = {row["adacc"]: row for row in record["train_info"]["within_adaccs_peaks"]}
-    eager = [f"{name}_{budget}" for name in ("adacc", "adacc_lossless") for budget in (0.5, 0.25)]
+    eager = [f"{name}_{budget}" for name in ("adacc", "adacc_exact") for budget in (0.5, 0.25)]
     assert list(rows) == [*eager, "adacc_compiled_within_compile_0.5"]
     assert rows["adacc_0.25"]["eager"] == {"peer": "checkpointing", "speed_ratio": pytest.approx(9.0 / 7.0)}
     assert rows["adacc_0.25"]["compiled"] is None
     assert rows["adacc_0.5"]["compiled"] == {"peer": "compile_0.5", "speed_ratio": pytest.approx(9.6 / 14.0)}
-    slower = "Adacc at 50%, Adacc, lossless at 50%"
+    slower = "Adacc at 50%, Adacc, exact at 50%"
     assert (
         f"Slower than the fastest compiled peer (fused operators, which Adacc has in torch.compile only): {slower}."
         in table
@@ -135,7 +135,7 @@ def test_a_peak_that_no_share_keeps_to_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_plot_joins_one_methods_points(outputs) -> None:
     _, _, svg = outputs
-    for name in ("Adacc", "Adacc, lossless", "torch.compile", PEERS["selective"].title):
+    for name in ("Adacc", "Adacc, exact", "torch.compile", PEERS["selective"].title):
         assert svg.count(f">{name}<") == 1
 
 

@@ -56,9 +56,9 @@ def test_colours_are_readable_on_light_and_dark_pages(page: str) -> None:
 
 def test_a_method_has_one_style_whatever_else_is_drawn() -> None:
     for others in ([], ["plain", "gpt2"], ["Adacc in torch.compile"]):
-        styles = plots.styles_of([*others, "Adacc", "Adacc, lossless", "Adacc lossless, 50% of plain"])
+        styles = plots.styles_of([*others, "Adacc", "Adacc, exact", "Adacc exact, 50% of plain"])
         assert styles["Adacc"] == plots.STYLES["Adacc"]
-        assert styles["Adacc, lossless"] == styles["Adacc lossless, 50% of plain"] != styles["Adacc"]
+        assert styles["Adacc, exact"] == styles["Adacc exact, 50% of plain"] != styles["Adacc"]
 
 
 def test_series_of_one_plot_differ() -> None:

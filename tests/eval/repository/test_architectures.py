@@ -44,7 +44,7 @@ def quiet():
 
 
 def promises(verdict: Verdict) -> dict[str, str]:
-    return {name: verdict.row()[name] for name in ("lossless", "compressed", "stored bytes", "mixed")}
+    return {name: verdict.row()[name] for name in ("exact", "compressed", "stored bytes", "mixed")}
 
 
 @pytest.mark.usefixtures("quiet")
@@ -78,7 +78,7 @@ def test_the_page_lists_the_table():
 
 
 def test_at_least_44_are_green_on_the_page():
-    promised = ("lossless", "compressed", "stored bytes", "mixed")
+    promised = ("exact", "compressed", "stored bytes", "mixed")
     green = [name for name, row in documented_rows().items() if {row[key] for key in promised} == {"yes"}]
     assert len(green) >= 44
 
@@ -86,7 +86,7 @@ def test_at_least_44_are_green_on_the_page():
 def test_no_promise_is_broken_on_the_page():
     """Each architecture is exact, or listed as refused or as run under torch's checkpoint."""
     for name, row in documented_rows().items():
-        assert row["lossless"] == "yes" or row["notes"].startswith("refused"), name
+        assert row["exact"] == "yes" or row["notes"].startswith("refused"), name
 
 
 def test_every_cache_is_off_and_every_dropout_on():
@@ -113,7 +113,7 @@ class TestTheCheckCanFail:
         assert not same_bits([step, step], [step, altered_step])
         assert not same_bits([step], [Gradients(torch.ones(3), {"weight": torch.ones(3)})])
 
-    def test_a_wrong_replay_breaks_lossless(self, monkeypatch):
+    def test_a_wrong_replay_breaks_exactness(self, monkeypatch):
         run = Call._run
 
         def falsify_result(self, program, slot, cells):
@@ -121,7 +121,7 @@ class TestTheCheckCanFail:
             return tensor + 1e-3 if tensor.is_floating_point() else tensor
 
         monkeypatch.setattr(Call, "_run", falsify_result)
-        assert check(TABLE["gpt2"]).row()["lossless"] == "NO"
+        assert check(TABLE["gpt2"]).row()["exact"] == "NO"
 
     def test_a_wrong_codec_breaks_compressed(self, monkeypatch):
         monkeypatch.setattr(Call, "_store", _store_doubled(Call._store))
@@ -155,7 +155,7 @@ def test_a_fall_back_is_noted(monkeypatch):
     monkeypatch.setattr(Recorder, "_check_trust", lambda self, func, args: setattr(self, "untrusted", "it was told so"))
     verdict = check(TABLE["gpt2"])
     assert verdict.notes[0] == "GPT2Block: it was told so"
-    assert verdict.is_lossless_exact
+    assert verdict.is_exact
     assert verdict.is_compressed_exact is None
     assert not verdict.is_green
 
@@ -176,7 +176,7 @@ def test_the_head_counts_the_kept_promises():
         attention="sdpa",
         num_blocks=2,
         num_kinds=1,
-        is_lossless_exact=True,
+        is_exact=True,
         is_compressed_exact=True,
         is_stored_predicted=True,
         is_mixed_close=True,
