@@ -146,7 +146,7 @@ def add_parser(commands: Any) -> None:
         help="share of the channels assumed to be outliers, 0 to 1 (default 0.01)",
     )
     more.add_argument(
-        "--no-largest", action="store_true", help="do not search for the largest batch and the longest sequence"
+        "--largest", action="store_true", help="also search for the largest batch and the longest sequence"
     )
     more.add_argument(
         "--longest",
@@ -390,7 +390,7 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         accumulates=arguments.accumulate,
         budget_bytes=options.budget_bytes,
         longest_seq_len=context_length(config),
-        find_largest=not arguments.no_largest,
+        find_largest=arguments.largest,
         profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
 

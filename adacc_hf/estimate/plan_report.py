@@ -179,7 +179,7 @@ def _method_table(plan: TrainingPlan) -> list[str]:
             *(_plan_length(forecast.longest_seq_len, plan.request.longest_seq_len) for forecast in forecasts),
         ),
     ]
-    return plan_table(rows)
+    return plan_table(rows if plan.request.find_largest else rows[:-2])
 
 
 def _memory_table(plan: TrainingPlan) -> list[str]:

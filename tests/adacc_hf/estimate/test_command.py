@@ -59,18 +59,19 @@ REFUSED = {
 
 def test_the_text_is_narrow_and_progress_is_printed_before_it(folder, capsys):
     """The text has at most 100 columns, and names the model's limit. The first line on stderr needs no torch."""
-    assert main(["plan", "--model", folder, "--batch-size", "2", "--budget", "40MiB"]) == 0
+    assert main(["plan", "--model", folder, "--batch-size", "2", "--budget", "40MiB", "--largest"]) == 0
     printed = capsys.readouterr()
     long_lines = [line for line in printed.out.splitlines() if len(line) > WIDTH and folder not in line]
     assert not long_lines
     assert "64 (the model's limit)" in printed.out
+    assert "largest batch" in printed.out
     progress = [line for line in printed.err.splitlines() if line.startswith("[")]
     assert progress[0] == "[  0 s] loading torch and Transformers"
     assert progress[-1].endswith("searching for the largest batch and the longest sequence: adacc")
 
 
 def test_host_memory_is_planned(plan, folder, capsys):
-    options = ("--no-largest", "--batch-size", "64", "--dtype", "fp32")
+    options = ("--batch-size", "64", "--dtype", "fp32")
     least = plan(*options, "--budget", "40MiB")["methods"]["adacc"]["peak_bytes"]
     budget = ("--budget", str(least))
     without = plan(*options, *budget)
@@ -93,7 +94,7 @@ def test_host_memory_is_planned(plan, folder, capsys):
 
 
 def test_the_report_is_written(plan, tmp_path):
-    plan("--no-largest", "--html", str(tmp_path / "report"))
+    plan("--html", str(tmp_path / "report"))
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "full recomputation" in page
     assert "tokens per device, sdpa attention" in page
@@ -102,18 +103,18 @@ def test_the_report_is_written(plan, tmp_path):
 
 
 def test_the_report_says_that_nothing_fits(plan, tmp_path):
-    small = plan("--batch-size", "1", "--no-largest")["methods"]["adacc"]["peak_bytes"]
-    plan("--batch-size", "64", "--no-largest", "--budget", str(small), "--html", str(tmp_path / "report"))
+    small = plan("--batch-size", "1")["methods"]["adacc"]["peak_bytes"]
+    plan("--batch-size", "64", "--budget", str(small), "--html", str(tmp_path / "report"))
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert ": the least possible peak is" in page
     assert "The policy shown is full recomputation, because no policy fits the budget." in page
 
 
 def test_the_text_names_sources_and_assumptions(folder, capsys):
-    assert main(["plan", "--model", folder, "--device", "v100", "--dtype", "fp16-amp", "--no-largest"]) == 0
+    assert main(["plan", "--model", folder, "--device", "v100", "--dtype", "fp16-amp"]) == 0
     text = capsys.readouterr().out
     assert "fits the budget of 28.31 GiB without adacc" in text
-    for part in ("NVIDIA V100", "full recomputation", "largest batch", "peak: head and loss", "roofline", "outliers"):
+    for part in ("NVIDIA V100", "full recomputation", "peak: head and loss", "roofline", "outliers"):
         assert part in text
 
 

@@ -100,7 +100,7 @@ def test_the_tokens_of_a_published_model_s_image() -> None:
 
 def test_images_of_a_folder_s_model_are_planned_by_their_number(tmp_path, capsys) -> None:
     architectures()["llava"].build().config.save_pretrained(tmp_path)
-    options = ["plan", "--model", str(tmp_path), "--batch-size", "2", "--seq-len", "16", "--no-largest"]
+    options = ["plan", "--model", str(tmp_path), "--batch-size", "2", "--seq-len", "16"]
     assert main([*options, "--images", "2"]) == 0
     by_images = capsys.readouterr().out
     assert f"({2 * NUM_TOKENS} of each sequence for images)" in " ".join(by_images.split())

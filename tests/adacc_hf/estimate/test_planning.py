@@ -15,13 +15,13 @@ CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=5
 
 
 def test_a_plan_within_a_budget(plan):
-    ample = plan("--batch-size", "16", "--no-largest")
+    ample = plan("--batch-size", "16")
     assert ample["fits"]
     assert ample["methods"]["plain"]["fits"]
     peaks = {name: method["peak_bytes"] for name, method in ample["methods"].items()}
     assert peaks["adacc"] == peaks["plain"] > peaks["full recomputation"]
     budget = (peaks["plain"] + peaks["full recomputation"]) // 2
-    tight = plan("--batch-size", "16", "--budget", str(budget), "--no-largest")
+    tight = plan("--batch-size", "16", "--budget", str(budget))
     assert tight["fits"]
     assert not tight["methods"]["plain"]["fits"]
     assert peaks["full recomputation"] <= max(tight["phases"].values()) == tight["policy"]["predicted_peak_bytes"]
@@ -31,17 +31,17 @@ def test_a_plan_within_a_budget(plan):
 
 def test_the_largest_batch_fits_and_one_more_does_not(plan):
     budget = ["--budget", "40MiB"]
-    methods = plan("--batch-size", "2", *budget)["methods"]
+    methods = plan("--batch-size", "2", "--largest", *budget)["methods"]
     assert methods["plain"]["largest_batch"] < methods["adacc"]["largest_batch"]
     assert methods["adacc"]["longest_seq_len"] == 64
     largest_batch = methods["adacc"]["largest_batch"]
-    at, beyond = (plan("--batch-size", str(largest_batch + more), *budget, "--no-largest")["fits"] for more in (0, 1))
+    at, beyond = (plan("--batch-size", str(largest_batch + more), *budget)["fits"] for more in (0, 1))
     assert at
     assert not beyond
 
 
 def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
-    options = ["--batch-size", "64", "--no-largest", "--budget"]
+    options = ["--batch-size", "64", "--budget"]
     record = plan(*options, "9MiB")
     assert not record["fits"]
     assert record["policy"] is None
@@ -54,7 +54,7 @@ def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
 
 
 def test_fsdp_holds_parts_in_float32_and_computes_with_16_bits(plan):
-    alone, shared = plan("--no-largest"), plan("--fsdp", "4", "--no-largest")
+    alone, shared = plan(), plan("--fsdp", "4")
     for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
         assert shared["static"][name] == -(-alone["static"][name] // 4), name
     # Two blocks and the parts outside them, in 16 bits.
@@ -66,14 +66,14 @@ def test_fsdp_holds_parts_in_float32_and_computes_with_16_bits(plan):
 
 
 def test_zero_3_keeps_16_bit_weights_and_float32_masters(plan):
-    alone, shared = plan("--no-largest"), plan("--zero", "3", "4", "--no-largest")
+    alone, shared = plan(), plan("--zero", "3", "4")
     assert shared["static"]["parameters_bytes"] == -(-alone["static"]["parameters_bytes"] // 8)
     assert shared["static"]["optimizer_bytes"] == -(-alone["static"]["parameters_bytes"] * 3 // 4)
 
 
 def test_zero_2_needs_its_buckets(plan):
     """Two buckets of DeepSpeed's default size, in 16 bits, are part of the peak."""
-    unsharded, sharded = plan("--no-largest"), plan("--zero", "2", "4", "--no-largest")
+    unsharded, sharded = plan(), plan("--zero", "2", "4")
     bucket_bytes = 2 * 500_000_000 * 2
     assert sharded["static"]["backward_buckets_bytes"] == bucket_bytes
     excess = sharded["methods"]["plain"]["peak_bytes"] - unsharded["methods"]["plain"]["peak_bytes"]
@@ -84,7 +84,7 @@ def test_compact_is_planned_as_it_trains(plan, one_thread):
     """A plan with CompAct predicts the peak and the stored bytes of a real model's profile after some steps."""
     plan_record = plan(
         "--optimizer", "compact", "--rank", "0.25", "--device", "cpu", "--dtype", "fp32", "--batch-size", "2",
-        "--seq-len", "48", "--no-largest",
+        "--seq-len", "48",
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG).train()
@@ -131,14 +131,15 @@ def test_the_largest_batch_with_adapters_is_found(plan, tmp_path):
         num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=500,
         max_position_embeddings=128,
     ).save_pretrained(tmp_path)  # fmt: skip
-    methods = plan("--peft", "lora", "--seq-len", "64", "--batch-size", "2", model=str(tmp_path))["methods"]
+    options = ("--peft", "lora", "--seq-len", "64", "--batch-size", "2", "--largest")
+    methods = plan(*options, model=str(tmp_path))["methods"]
     assert methods["plain"]["largest_batch"] < methods["adacc"]["largest_batch"]
 
 
 def test_accumulated_gradients_are_there_all_the_time(plan, one_thread):
     """Accumulated gradients are live all the time: a plan for later micro-batches predicts the memory of a real one.
     The gradients of the block in backward come on top."""
-    options = ["--device", "cpu", "--dtype", "fp32", "--batch-size", "4", "--seq-len", "64", "--no-largest"]
+    options = ["--device", "cpu", "--dtype", "fp32", "--batch-size", "4", "--seq-len", "64"]
     plan_record = plan(*options, "--accumulate", "--optimizer", "sgd")
     model = AutoModelForCausalLM.from_config(CONFIG).train()
     model.config.use_cache = False
@@ -160,7 +161,7 @@ def test_a_classifier_has_no_language_model_head(plan, tmp_path):
         architectures=["GPT2ForSequenceClassification"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    classifier = plan("--batch-size", "32", "--no-largest", model=str(tmp_path))
-    language = plan("--batch-size", "32", "--no-largest")
+    classifier = plan("--batch-size", "32", model=str(tmp_path))
+    language = plan("--batch-size", "32")
     # Logarithms of the probabilities of 500 tokens at every position, in float32.
     assert language["plain_stored_bytes"] - classifier["plain_stored_bytes"] >= 32 * 64 * 500 * 4

@@ -89,7 +89,7 @@ def test_a_model_whose_attention_is_eager_is_refused():
 
 def plan(capsys, *options):
     """Return the JSON record of `adacc plan` for a small LLaMA on the CPU."""
-    fixed = ["--model", "demo-llama", "--device", "cpu", "--dtype", "fp32", "--batch-size", "1", "--no-largest"]
+    fixed = ["--model", "demo-llama", "--device", "cpu", "--dtype", "fp32", "--batch-size", "1"]
     assert main(["plan", *fixed, "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -161,7 +161,7 @@ def test_a_prediction_is_what_the_command_says(checkpointing, method, tmp_path, 
     changes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
     row = replace(rows()["forum GPT-2"], length=64, batch=2, checkpointing=checkpointing)
     model_config(row.model, changes).save_pretrained(tmp_path)
-    options = ["--batch-size", "2", "--seq-len", "64", "--dtype", "fp32", "--device", row.device, "--no-largest"]
+    options = ["--batch-size", "2", "--seq-len", "64", "--dtype", "fp32", "--device", row.device]
     assert cli(["plan", "--model", str(tmp_path), *options, "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)["methods"][method]
     prediction = predict(row, changes)
