@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,27 +67,29 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
         variable.value = before
 
 
-def allocator_readings(sessions: Sequence[profile], mark: str) -> list[int | None]:
+MARK_BYTES = 64
+"""Bytes of the storage that marks a moment among the allocations."""
+
+
+def allocator_readings(sessions: Sequence[profile], mark_addresses: Iterable[int]) -> list[int | None]:
     """Return the live bytes after each CPU allocator event that the profiler recorded in `sessions`, in order of time.
 
-    The list contains None at the place of each `record_function` with the name `mark`. The bytes are relative to the
-    first event. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next
-    listed event. The first event of each session after the first one is listed, so that it shows what was allocated
-    between the sessions.
+    Each mark is a storage of MARK_BYTES that is alive until the last session ends. `mark_addresses` are the addresses
+    of these storages. The list contains None at the place of each mark, and its bytes do not include the marks. The
+    bytes are relative to the first event. Only events of the profiled thread are listed. Bytes freed by another thread
+    are counted at the next listed event. The first event of each session after the first one is listed, so that it
+    shows what was allocated between the sessions.
     """
-    events = []
+    events: list[Any] = []
     for session in sessions:
         assert session.kineto_results is not None  # the session has ended
-        nodes: list[Any] = list(session.kineto_results.experimental_event_tree())
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children
-            name = node.name
-            if name == mark:
-                events.append((node.start_time_ns, None))
-            elif name == "[memory]":
-                events.append((node.start_time_ns, node.extra_fields))
-    events.sort(key=lambda event: event[0])
-    first = next((event for _, event in events if event is not None), None)
-    start = 0 if first is None else first.total_allocated - first.alloc_size
-    return [None if event is None else event.total_allocated - start for _, event in events]
+        nodes = session.kineto_results.experimental_event_tree()
+        events += [node.extra_fields for node in sorted(nodes, key=lambda node: node.start_time_ns)]
+    last_events = {event.ptr: index for index, event in enumerate(events)}
+    marks = {last_events[address] for address in mark_addresses}
+    start = events[0].total_allocated - events[0].alloc_size if events else 0
+    readings: list[int | None] = []
+    for index, event in enumerate(events):
+        start += MARK_BYTES * (index in marks)
+        readings.append(None if index in marks else event.total_allocated - start)
+    return readings

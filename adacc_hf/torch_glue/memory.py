@@ -21,21 +21,20 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import profile
 
 from adacc_hf.artifacts.errors import ProfilerConflictError
-from adacc_hf.torch_glue.cpu_allocations import allocator_readings, count_all_threads
+from adacc_hf.torch_glue.cpu_allocations import MARK_BYTES, allocator_readings, count_all_threads
 from adacc_hf.torch_glue.host_memory import free_host_bytes
 from adacc_hf.torch_glue.private import (
     BACKWARD_HOOKS,
     before_profilers_start,
+    functions_unprofiled,
     is_profiling,
     storage_key,
     tree_leaves,
 )
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
-
-_MARK = "adacc_hf.torch_glue.memory.mark"
 
 FRAGMENTATION_SHARE = 0.1
 """Share of a GPU's memory reserved for fragmentation in torch's caching allocator, unless its segments are expandable.
@@ -168,6 +167,8 @@ class CpuMemoryMeter(MemoryMeter):
         self._was_interrupted = False
         self._labels: list[tuple[Any, ...]] = []
         self._dying_bytes: list[int] = []
+        self._marks: dict[int, Any] = {}
+        """One storage for each mark, by address. Alive until the measurement ends, so that the address is unique."""
         self._thread = 0
         """Identifier of the profiled thread, which enters the `with` block."""
         self._foreign_labels: deque[tuple[Any, ...]] = deque()
@@ -206,15 +207,15 @@ class CpuMemoryMeter(MemoryMeter):
     def _add_mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._labels.append(label)
         self._dying_bytes.append(dying_bytes)
-        with record_function(_MARK):
-            pass
+        storage = torch.UntypedStorage(MARK_BYTES, device="cpu")
+        self._marks[storage.data_ptr()] = storage
 
     def _begin_session(self) -> None:
         CpuMemoryMeter._is_starting = True
         # The base class of torch.profiler.profile. The derived class warns in torch 2.11, or makes Python objects of
         # all events.
         self._sessions.append(profile(use_kineto=True, profile_memory=True))
-        with _silenced_stderr():
+        with _silenced_stderr(), functions_unprofiled():
             self._sessions[-1].__enter__()
         CpuMemoryMeter._is_starting = False
         torch.empty(1, device="cpu")  # the first event defines the start of the count
@@ -228,6 +229,7 @@ class CpuMemoryMeter(MemoryMeter):
         if _open_meters and _open_meters[-1] is self:
             _open_meters.pop()
             self._end_session()
+            self._marks = dict.fromkeys(self._marks)  # frees the storages before the outer meter counts again
         if _open_meters:
             _open_meters[-1]._begin_session()
 
@@ -248,7 +250,7 @@ class CpuMemoryMeter(MemoryMeter):
                 raise ProfilerConflictError(_BUSY.format("was started during the measurement"))
             return
         live = live_at_mark = maximum = 0
-        for reading in allocator_readings(self._sessions, _MARK):
+        for reading in allocator_readings(self._sessions, self._marks):
             if reading is None:
                 self._add_point(live_at_mark, maximum)
                 live_at_mark = maximum = live - self._dying_bytes[len(self.points) - 1]

@@ -43,7 +43,7 @@ __all__ = [
     "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase",
     "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all", "attention_operator", "attention_priority",
     "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices", "coo_values",
-    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks",
+    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "functions_unprofiled",
     "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
     "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
     "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
@@ -311,6 +311,22 @@ def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
     finally:
         for name in _STARTS:
             setattr(torch.autograd.profiler, name, before[name])
+
+
+@contextmanager
+def functions_unprofiled() -> Iterator[None]:
+    """Let torch's profilers that start inside the `with` block record memory, and no functions.
+
+    When a recorded function (such as FSDP's forward) returns, the profiler writes into the event of the call. If
+    another session has begun since, the event's memory is freed already, and the write destroys other data.
+    """
+    start: Any = torch.autograd.profiler._enable_profiler
+    scopes = {torch._C._profiler.RecordScope.LITE_INTERPRETER}  # which no function has here
+    torch.autograd.profiler._enable_profiler = partial(start, scopes=scopes)
+    try:
+        yield
+    finally:
+        torch.autograd.profiler._enable_profiler = start
 
 
 def sleep_on_gpu(cycles: int) -> None:

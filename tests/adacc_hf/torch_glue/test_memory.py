@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
@@ -158,6 +159,18 @@ def test_marks_of_other_threads_keep_the_labels_in_place():
     assert [point.label[0] for point in meter.points] == ["start", "begin", "elsewhere", "full", "end"]
     live = {point.label[0]: point.live_bytes for point in meter.points}
     assert live["elsewhere"] - live["begin"] == live["full"] - live["end"] == 4000
+
+
+def test_no_session_records_a_function_that_the_next_session_sees_end():
+    """The profiler would write the function's end into the memory of the first session, which is freed."""
+    with CpuMemoryMeter() as outer, record_function("FSDP.forward"):
+        tensor = torch.ones(10) + 1
+        with CpuMemoryMeter() as inner:
+            inner.mark(("end",))
+    sessions = [session.kineto_results for meter in (outer, inner) for session in meter._sessions]
+    assert len(sessions) == 3
+    assert {node.name for session in sessions for node in session.experimental_event_tree()} == {"[memory]"}
+    del tensor
 
 
 def test_marks_after_the_end_are_ignored():
