@@ -24,6 +24,7 @@ from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
 from adacc_hf.run.blocks import BlockFunction, LaterCall
+from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes
 
 
@@ -97,7 +98,7 @@ def _with_step(recording: ModelRecording, kind: KindProfile, block: RecordedBloc
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return distinct_bytes(gradients_of(model))
 
 
 def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: str | None) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError, RankFailedError
-from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE
+from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE, whole_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,12 +63,20 @@ def reshard(model: nn.Module) -> None:
     FSDP2 leaves the parameters of the outermost module gathered after a forward, until a backward. Until then,
     `model.parameters()` does not return the sharded parameters, which an optimizer needs.
     """
+    for module in _fsdp2_modules(model):
+        module.reshard()
+
+
+def _fsdp2_modules(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long, and who shards a model has imported it
-    if fsdp is None:
-        return
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of the model's parameters, and the whole gradients that FSDP2 holds in all micro-batches of
+    a step but the last."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return gradients + [gradient for module in _fsdp2_modules(model) for gradient in whole_gradients(module)]
 
 
 class OutOfMemoryOnRankError(torch.OutOfMemoryError):

@@ -25,6 +25,7 @@ from torch.autograd.profiler import profile
 
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.torch_glue.cpu_allocations import MARK_BYTES, allocator_readings, count_all_threads
+from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.host_memory import free_host_bytes
 from adacc_hf.torch_glue.private import (
     BACKWARD_HOOKS,
@@ -490,8 +491,7 @@ def count_static_bytes(
 
     Tensors on devices other than the model's are left out, such as AdamW's step counts and an offloaded state.
     """
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers(), *gradients_of(model)]
     tensors += [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
     if optimizer is not None:
         tensors += optimizer_tensors(optimizer)

@@ -48,7 +48,7 @@ __all__ = [
     "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
     "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
     "tree_map", "tree_map_only", "unset_fake_temporarily", "unwritten_originals", "version_of", "viewed_tensor",
-    "without_modes",
+    "whole_gradients", "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -94,6 +94,21 @@ make_wrapper_subclass = Tensor._make_wrapper_subclass
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return the number of references to `storage` from tensors and Python objects."""
     return torch._C._storage_Use_Count(storage_key(storage))
+
+
+_STATE_OF_FSDP2 = _attribute_getter("FSDPModule", "_get_fsdp_state")
+_GROUPS_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_groups")
+_GROUP_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_group")
+
+
+def whole_gradients(module: Any) -> list[Tensor]:
+    """Return the whole gradients that an FSDP2 module holds until ranks exchange them. Submodules hold their own."""
+    state = _STATE_OF_FSDP2(module)()
+    # Older releases of torch have one group at most.
+    groups = filter(None, getattr(state, _GROUPS_OF_FSDP2, None) or [getattr(state, _GROUP_OF_FSDP2)])
+    parameters = [p for group in groups for p in group.fsdp_params if hasattr(p, "unsharded_param")]
+    gradients = (g for p in parameters for g in (p.unsharded_param.grad, p.unsharded_accumulated_grad))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 LOCAL_TENSOR, SPEC = private_name("DTensor", "_local_tensor"), private_name("DTensor", "_spec")

@@ -25,7 +25,9 @@ RELEASES = f"torch {torch.__version__} and Transformers {transformers.__version_
 def owners(tiny_gpt2) -> dict[str, Any]:
     """An object of each class in `ATTRIBUTES`, or a stand-in."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._flat_param import FlatParameter
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor import DTensor
 
     leaf = torch.ones(2, requires_grad=True)
@@ -38,6 +40,8 @@ def owners(tiny_gpt2) -> dict[str, Any]:
         "CompiledFunctionBackward": call,
         "DTensor": DTensor,
         "FlatParameter": SimpleNamespace(**FlatParameter.__annotations__),  # FSDP sets them on each
+        "FSDPModule": FSDPModule,
+        "FSDPState": FSDPState(),
         "Function": torch.autograd.Function,
         "GradientCheckpointingLayer": model.transformer.h[0],
         "Module": nn.Identity(),
