@@ -39,6 +39,7 @@ NOT_EQUAL = 1
 SEED = 0
 PLAIN, CHECKPOINTING, ADACC = "plain", "gradient checkpointing", "Adacc"
 COMMAND = "the command alone"
+ALL_METHODS = "plain,checkpointing,reentrant,selective,torch-budget,adacc"
 
 
 def add_parser(commands: Any) -> None:
@@ -46,14 +47,23 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="train some steps without and with a policy: are the results bit-equal?",
-        usage="adacc verify [-h] [options] (--model MODEL | -- COMMAND ...)",
+        usage="adacc verify [-h] [options] (--model MODEL | --methods METHODS | -- COMMAND ...)",
         description="With --model, train a model with random weights on random tokens by AdamW: plainly, under "
         "gradient checkpointing and under a policy, from one state. With COMMAND, such as `python train.py`, run it "
         "once as it is and once with AdaccCallback, and end training after --steps; the command writes its files as "
-        "usual. Print differences, peak memory and time. The exit status is 0 if training under the policy is "
-        f"bit-equal, else {NOT_EQUAL}.",
+        "usual. Print differences, peak memory and time. With --methods, train 20 small models under several methods, "
+        "and print which is exact. The exit status is 0 if training under the policy is bit-equal, else "
+        f"{NOT_EQUAL}.",
     )
     parser.add_argument("--model", help=f"preset ({', '.join(PRESETS)}), or hub id or folder of a config.json")
+    parser.add_argument(
+        "--methods",
+        nargs="?",
+        const=ALL_METHODS,
+        help=f"train 20 small cases under these methods, in about 2 minutes on one core (default: {ALL_METHODS}; also "
+        "torch-budget-inductor, which takes longer)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="with --methods: also write the results as JSON")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per step (default 4)")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each training (default 5)")
@@ -74,8 +84,13 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the trainings of `adacc verify`, print the comparison, and return the exit status."""
     command = arguments.child[1:] if arguments.child[:1] == ["--"] else arguments.child
-    if (arguments.model is None) == (not command):
-        raise ValueError("pass either --model MODEL or -- COMMAND, for example `adacc verify -- python train.py`")
+    if arguments.methods is not None and arguments.model is None and not command:
+        return _run_methods(arguments.methods.split(","), arguments.output)
+    if arguments.methods or arguments.output or (arguments.model is None) == (not command):
+        raise ValueError(
+            "pass either --model MODEL or -- COMMAND, for example `adacc verify -- python train.py`, or --methods, "
+            "with or without --output"
+        )
     for option, least in (("batch_size", 1), ("seq_len", 2), ("steps", 1)):
         if getattr(arguments, option) < least:
             name = f"--{option.replace('_', '-')}"
@@ -107,6 +122,15 @@ def run(arguments: argparse.Namespace) -> int:
         verdict += f" Steps that did not follow the policy (the log has the reasons): {outcomes[-1].num_fallbacks}."
     print(fit_lines(verdict, columns))
     return status
+
+
+def _run_methods(methods: Sequence[str], output: Path | None) -> int:
+    """Run the cases of `adacc verify --methods`, and return the exit status."""
+    from adacc_hf.estimate.command import torchao_imported_silently
+
+    with torchao_imported_silently():
+        from adacc_hf.verify_methods import run_methods
+    return 0 if run_methods(methods, output) else NOT_EQUAL
 
 
 @dataclass

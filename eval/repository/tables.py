@@ -80,6 +80,10 @@ def reporter(runner: str) -> Callable[[Ledger], str]:
     """Return the function that renders a runner's record as Markdown."""
     if runner == "demo_comparison":
         return report_text
+    if runner == "verify_methods":  # the record of `adacc verify --methods`
+        from adacc_hf import verify_methods
+
+        return lambda ledger: verify_methods.report_text(ledger.points)
     module = RUNNERS[runner.replace("_", "-")][0]
     return import_module(f"adacc_hf.eval.{module}").report_text
 

@@ -138,6 +138,8 @@ def test_a_command_is_compared_with_itself(one_thread, tmp_path, monkeypatch, ca
     [
         ((), "pass either --model MODEL or -- COMMAND"),
         (("--model", "demo", "--", "true"), "pass either --model MODEL or -- COMMAND"),
+        (("--model", "demo", "--methods", "adacc"), "or --methods, with or without --output"),
+        (("--methods", "adacc,none"), "--methods: unknown method 'none'; choose from plain, checkpointing, "),
         (("--model", "demo", "--steps", "0"), "--steps=0 must be at least 1"),
         (("--model", "demo", "--seq-len", "9999"), "--seq-len=9999 is outside its range (2 to 256"),
     ],

@@ -27,7 +27,7 @@ def test_readme_has_no_typed_figures() -> None:
     assert re.findall(r"^\|.*\d\.\d.*$", other_text, re.MULTILINE) == []
 
 
-@pytest.mark.parametrize("runner", [*RUNNERS, "demo_comparison"])
+@pytest.mark.parametrize("runner", [*RUNNERS, "demo_comparison", "verify_methods"])
 def test_every_record_of_a_runner_has_a_report(runner: str) -> None:
     assert callable(reporter(runner))
 
