@@ -291,12 +291,8 @@ class AdaptivePhase(FixedPolicyPhase):
         return extra_bytes > 0
 
     def _add_time(self, step_ms: float) -> None:
-        """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
-
-        If the step tracked outliers, measured memory or was the first under a new policy, the time above the median of
-        normal steps is added to the run's `extra_ms`. All other steps are normal, except the first RECORDED_STEPS steps
-        under a size policy and steps with several policies, whose times are not recorded.
-        """
+        """Count the step for the policies that it used, and record `step_ms`: the time of a normal step, or, of a step
+        with other work, what exceeds the median of normal steps."""
         current = self.choice.current
         for size_policy in self.choice.used():
             if size_policy is not None:
@@ -336,12 +332,9 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int, measured: Profile | None, called: set[str]) -> bool:
-        """Replace all policies of the run by a policy of the profile `measured`.
-
-        The old policies do not fit any more, because the model now runs other operators or trains more blocks. `called`
-        are the block calls that were recorded on this rank. Return False if the batch leaves out blocks or no policy
-        fits.
-        """
+        """Replace all policies by a policy of the profile `measured`, because the model runs other operators or trains
+        more blocks now. `called` are the calls that this rank recorded. Return False if blocks are missing or no policy
+        fits."""
         requests = self._requests
         if not requests.can_restart(called) or measured is None:
             if requests.num_tries == 0:

@@ -65,11 +65,8 @@ class BudgetWarnings:
         replanner: Replanner,
         due: int | None = None,
     ) -> None:
-        """Warn if `peak`, the predicted peak of a micro-batch of `shapes`, exceeds the budget.
-
-        If the solver is running for this batch size, `due` is the step after which the solver's new policy is applied.
-        Otherwise `due` is None.
-        """
+        """Warn if `peak`, the predicted peak of a micro-batch of `shapes`, exceeds the budget. `due` is the step after
+        which the solver's new policy for this size is applied, or None."""
         if not replanner.is_over_budget(peak):
             return
         self._sizes.add(sizes)

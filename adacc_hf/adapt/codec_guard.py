@@ -129,11 +129,8 @@ class LossGuard:
         return False, verdict
 
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
-        """Log which codecs are switched off because of the degraded gradients, and return the logged message.
-
-        `degraded` contains the relative errors of the degraded gradients, keyed by kind of block (blocks that run the
-        same operators).
-        """
+        """Log which codecs are switched off because of the `degraded` gradients (relative errors by kind of block), and
+        return the message."""
         self.is_unproven = True
         culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)
         names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)

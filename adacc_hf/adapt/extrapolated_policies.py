@@ -77,12 +77,9 @@ class ExtrapolatedPolicies:
         return sizes, profile, self.solve_or_least(sizes, profile)
 
     def _borrow(self, profile: Profile, others: list[Policy]) -> Policy | None:
-        """Choose without a solver run: return the fastest of `others` (the policies of other size classes) and of full
-        recomputation that fits the budget.
-
-        Return None if none of them fits. Also return None if no solver run can improve the fastest one, because it is
-        plain training or needs nearly the whole budget (USED_UP).
-        """
+        """Return the fastest of `others` (policies of other size classes) and of full recomputation that fits, without
+        a solver run. Return None if none fits, or if no solver run can improve it: it is plain training, or uses up the
+        budget (USED_UP)."""
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
         policies = list(others)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
@@ -208,21 +205,14 @@ class ExtrapolatedPolicies:
         return [current_policy(allowed, p) for p in policies.values() if self._is_usable(p, allowed)]
 
     def _least_at(self, profile: Profile) -> Policy | None:
-        """Return the policy that needs the least memory at another batch size, with memory and time predicted by
-        `profile`.
-
-        Return None if no such policy is known, or if it cannot be used for `profile`.
-        """
+        """Return the policy that needs the least memory at another size, predicted by `profile`, or None if there is
+        none that can be used for `profile`."""
         least = self._cache.least
         return None if least is None or not self._is_usable(least, profile) else current_policy(profile, least)
 
     def _is_usable(self, policy: Policy, profile: Profile) -> bool:
-        """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`, and uses
-        only codecs that `profile` and the config allow.
-
-        The answer may be False for a policy of the same model: on a batch of one sample, blocks may run other
-        operators.
-        """
+        """Return True if `policy` was made for blocks with the operators of `profile`, and uses only allowed codecs. On
+        a batch of one sample, blocks may run other operators."""
         pairs = [(block, policy.plan_of(block.name)) for block in profile.blocks]
         has_same_operators = all(
             plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs
@@ -252,10 +242,7 @@ class ExtrapolatedPolicies:
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
         """Return the largest size class with shorter sequences than `sizes` for which the policy `least` fits the
-        budget.
-
-        Return None if `least` fits the budget in none of these classes.
-        """
+        budget, or None."""
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
             cut = tuple(
@@ -275,11 +262,8 @@ class ExtrapolatedPolicies:
 
 
 def _refuse_above(least: Policy, budget: Budget, far: float) -> None:
-    """Raise InfeasibleBudgetError if `least`, the policy that needs the least memory at another batch size, exceeds
-    `budget` by more than the fraction `far`.
-
-    The solver would take several seconds to find a policy that needs hardly less memory.
-    """
+    """Raise InfeasibleBudgetError if `least`, the policy that needs the least memory at another size, exceeds `budget`
+    by more than the fraction `far`: the solver would take seconds to find one that needs hardly less."""
     needed = budget.needed_bytes(least)
     if needed > (1 + far) * budget.nbytes:
         what = "peak" if budget.limits_peak else "stored bytes"

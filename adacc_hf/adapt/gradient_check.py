@@ -204,15 +204,9 @@ def _detached_arguments(tree: Any) -> Any:
 
 
 def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
-    """Run the forward and backward of a recorded call again. Return the gradients of its inputs and of the block's
-    parameters.
-
-    `run_call` gets the block's forward, its arguments, and the function that runs the traced graph in its place, or
-    None, and runs the forward. The model's state, the random
-    generators and the parameters' gradients are restored afterwards. `torch.autograd.grad` cannot be used, because
-    autograd functions that run a nested backward (tiled layers, reentrant checkpoints) accumulate into the parameters'
-    `grad`.
-    """
+    """Run the forward, by `run_call(fn, args, kwargs, graph)`, and backward of a recorded call again, restore all
+    state, and return the gradients of its inputs and parameters. `torch.autograd.grad` would miss the gradients of a
+    nested backward (tiled layers, reentrant checkpoints), which accumulates into `grad`."""
     args, kwargs = _detached_arguments(call.args), _detached_arguments(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
     sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -289,13 +283,9 @@ def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
 
 
 def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, extra_bytes: int) -> int:
-    """Return the peak in bytes of a step that records a call of the block `name` to compare its gradient.
-
-    `peaks` are the peaks of a step without the recording. The recording keeps the block's inputs (`input_bytes`) alive.
-    Until the block's backward, only `extra_bytes` of them are additional memory, because the plan retains the other
-    inputs. From the backward on, all inputs are additional memory, and so is the gradient of the output. This gradient
-    is as large as the inputs, because the block adds its result to its input.
-    """
+    """Return the peak in bytes of a step that records a call of the block `name`, from the `peaks` of a step that does
+    not. The recording keeps `input_bytes` of inputs, of which `extra_bytes` are additional before the block's backward,
+    and from then on a gradient of the output of equal size."""
     peak_bytes = sample_bytes = 0
     for label, live_bytes in peaks.items():
         if label == f"forward {name}":

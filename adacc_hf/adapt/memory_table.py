@@ -159,11 +159,8 @@ def _new_storages(
 
 
 def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that hold the memory of `tensor`, for the out-of-memory table. Return [] if `tensor` has
-    no memory.
-
-    A tensor that wraps others, such as a quantized tensor, may have several such parts.
-    """
+    """Return the plain tensors that hold the memory of `tensor`: several if it wraps others, as a quantized tensor
+    does, and none if it has no memory."""
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]

@@ -77,11 +77,8 @@ class PolicyBuilder:
         return profile, self._solve_again(profile, choice.context)
 
     def _corrected(self, profile: Profile, context: RunContext) -> Profile:
-        """Return `profile` with corrections from the measurements of earlier steps.
-
-        The bytes by which a measured step exceeded its profile are added. For values whose codec was switched off, the
-        precise codec (INT8) is a further option.
-        """
+        """Return `profile` with the bytes that earlier steps took beyond their profiles, and with INT8 for values whose
+        codec was switched off."""
         corrected = with_missing_bytes(profile, context.missing_bytes)
         return with_finer(corrected, context.switched_off, self._config)
 

@@ -118,12 +118,8 @@ class PolicyChoice:
         self._lasts = is_final and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy (policy and replanner of one size class) for a batch of `shapes`, whose class is
-        `sizes`.
-
-        If the class is new, make a policy for the class. Return None if the class has only untracked plans, which have
-        no replanner and are not adapted to the data.
-        """
+        """Return the size policy of a batch of `shapes`, whose class is `sizes`. Make one if the class is new. Return
+        None if the class has untracked plans only."""
         size_policy = self.cache.within_class(sizes, shapes)
         if size_policy is not None and size_policy.is_borrowed:
             self._count_borrowed(size_policy)
@@ -142,11 +138,8 @@ class PolicyChoice:
         return size_policy
 
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch under a borrowed policy, which a solver run may improve (`is_borrowed`).
-
-        If the overhead of all counted batches has reached the time of a solver run, solve for the batch's own size
-        class, and follow the new policy if it is faster. A solver run for only a few batches would not pay off.
-        """
+        """Count a batch under a borrowed policy. If the overhead of all counted batches has reached the time of a
+        solver run, solve for the batch's size class, and follow the new policy if it is faster."""
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
         overhead_ms = (size_policy.num_borrowed - 1) * replanner.policy.predicted_overhead_ms
@@ -168,11 +161,8 @@ class PolicyChoice:
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
     def _keep_to(self, tightened: float | int, size_policy: SizePolicy) -> None:
-        """Solve again for `size_policy` if its policy needs more than `tightened`, the lower budget that was set when
-        memory ran out at another size.
-
-        If no policy fits this budget, follow the policy that needs the least memory.
-        """
+        """Solve again for `size_policy` if its policy needs more than `tightened`, the budget since memory ran out at
+        another size. If no policy fits, follow the one that needs the least memory."""
         replanner = size_policy.replanner
         budget = Budget.resolve(tightened, replanner.profile, self.context.config)
         if replanner.memory_budget == tightened or budget.needed_bytes(replanner.policy) <= budget.nbytes:
@@ -200,11 +190,9 @@ class PolicyChoice:
         return policy
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return the size policy for the new size class `sizes` before the memory of a step has been measured.
-
-        Return `measured`, the run's first size policy, if its plans fit the budget at the new size. Otherwise add a
-        policy that needs little memory. With several ranks, store only the plans of the added policy and return None.
-        """
+        """Return the size policy for the new class `sizes` before a step was measured: `measured`, the run's first one,
+        if its plans fit, else a new one that needs little memory. With several ranks, store only its plans, and return
+        None."""
         profile = self.extrapolated.profile_at(sizes)
         policy = current_policy(profile, measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):

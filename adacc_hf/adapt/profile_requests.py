@@ -47,12 +47,8 @@ class ProfileRequests:
         self._look_for_reasons()
 
     def _look_for_sizes(self) -> None:
-        """Request a profile of a batch size whose profile cannot be extrapolated from other sizes.
-
-        With several ranks, a new size class (batches of similar sizes) first gets plans that are not adapted to the
-        data (`PolicyCache.untracked`), because perhaps only some ranks have batches of this class, and all ranks must
-        take part in adapting a policy. This method replaces these plans by policies that are adapted to the data.
-        """
+        """Request a profile of a size that cannot be extrapolated, and replace untracked plans of new size classes,
+        which only some ranks may have, by policies that all ranks adapt to the data."""
         cache = self._choice.cache
         if cache.is_full:
             return

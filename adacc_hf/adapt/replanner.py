@@ -293,16 +293,9 @@ class Replanner:
         return {block.name: self.profile.kind_index(block, self.policy.plan_of(block.name)) for block in blocks}
 
     def _sample_names(self, every_kind: bool) -> list[str]:
-        """Return the names of the blocks whose gradients are compared.
-
-        If `every_kind` is True, return one lossy block of each kind (blocks that run the same operators): the block
-        that was degraded most recently, else the first block, which needs the least memory. These blocks are returned
-        even if the budget has no room for the comparison.
-
-        If `every_kind` is False, return one lossy block, or none if the budget has no room for the comparison.
-        Successive tracking steps choose the blocks in turn. A comparison costs two forwards and backwards of the block,
-        and, for a gradient above its limit, up to two more for each compressed activation.
-        """
+        """Return the names of the blocks whose gradients are compared: if `every_kind`, the block of each lossy kind
+        that was degraded last, or its first one; else one lossy block in turn, or none if the budget has no room. A
+        comparison runs the block twice, and twice more for each compressed activation of a gradient above its limit."""
         names = self.lossy_blocks()
         if every_kind:
             kinds = self._kinds
@@ -318,12 +311,9 @@ class Replanner:
         return [names[self.num_tracked % len(names)]] if names else []
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return (gradient errors by index of the kind of block, codecs to switch off).
-
-        The gradients of sampled blocks are compared with exact gradients. Codecs are switched off until the errors are
-        within `gradient_bound`. If an error exceeds the bound on one rank, all ranks search for these codecs, because a
-        block with collectives has to run on all ranks.
-        """
+        """Return (gradient errors by index of the kind, codecs to switch off until the errors are within
+        `gradient_bound`). If an error is above it on one rank, all ranks search, because collectives in a block need
+        all ranks."""
         bound = gradient_bound(self.config)
         kinds = self._kinds
         errors_by_kind: dict[int, list[GradientError]] = {}
@@ -339,13 +329,9 @@ class Replanner:
         return worst_errors, frozenset(degrading_codecs)
 
     def _find_degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
-        """Return the codecs of the block `name` that make its gradient too inexact.
-
-        Without these codecs, the error of the gradient is at most `gradient_bound`. Codecs that are switched off
-        already are included as long as the current policy uses them. If the search fails, log a warning and return all
-        lossy codecs of the block's kind (blocks that run the same operators). `was_compared` is True if this rank could
-        compare the gradient.
-        """
+        """Return the codecs without which the gradient error of block `name` is at most `gradient_bound`, those
+        switched off already included while the policy uses them. If the search fails, warn and return all lossy codecs
+        of the kind. `was_compared` is True if this rank could compare the gradient."""
         bound = gradient_bound(self.config)
         lossy = {
             value: encoding_of(codec.name)

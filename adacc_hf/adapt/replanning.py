@@ -136,12 +136,8 @@ class Replanning:
     def _change(
         self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        """Replace `before`, the policy for one batch size, with `policy`, and append the change to the history.
-
-        `size_policy` is the state of this batch size.
-
-        `waited_ms` is the time that training has waited for the solver.
-        """
+        """Replace `before`, the policy of `size_policy`, by `policy`, and append the change to the history. Training
+        has waited `waited_ms` for the solver."""
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
         step_ms = size_policy.times.median_ms

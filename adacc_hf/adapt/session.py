@@ -443,11 +443,7 @@ class AdaccSession:
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End the previous step if it is still open.
-
-        A micro-batch ends its step only if the optimizer stepped inside the micro-batch. If the optimizer stepped
-        afterwards, the step stays open until the next one begins.
-        """
+        """End the previous step if it is still open, because its optimizer stepped after its micro-batches."""
         if self._is_in_step:
             self.end_step()
 
@@ -461,11 +457,8 @@ class AdaccSession:
 
     @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
-        """Abandon the current step if an error is raised inside the `with` block. Raise the error again.
-
-        If memory runs out and `may_try` is True, log a recommendation to use `AdaccSession.run`, which can repeat a
-        step.
-        """
+        """Abandon the step if an error is raised inside the `with` block. If memory runs out and `may_try`, recommend
+        `AdaccSession.run`, which repeats a step."""
         try:
             with self._detaching():
                 yield
@@ -480,11 +473,8 @@ class AdaccSession:
 
 
 def _loaded_session_state(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`, or None if the state belongs to a run with other
-    settings.
-
-    Raises FileNotFoundError if the folder does not exist.
-    """
+    """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is that of other settings. Raise
+    FileNotFoundError without the folder."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
     return load_from_checkpoint(folder, config, host_limit_bytes)

@@ -87,11 +87,8 @@ class TrackingSteps:
                 self._replanning.start(step, size_policy)
 
     def _judge(self, step: int, size_policy: SizePolicy, doubt: str, tracking: Tracking) -> bool:
-        """Check the compared gradients, and append the verdict to the run's history. Return True if a gradient is
-        degraded.
-
-        `doubt` is the reason for the check.
-        """
+        """Check the compared gradients because of `doubt`, and append the verdict to the history. Return True if a
+        gradient is degraded."""
         is_degraded, verdict = self._context.guard.judge(doubt, size_policy.replanner.profile, tracking)
         self._context.note(GuardVerdict(step=step, reason=doubt, verdict=verdict))
         return is_degraded

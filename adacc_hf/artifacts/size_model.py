@@ -200,14 +200,9 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 
 def _round_size(size: int, reference: int, period: int) -> int:
-    """Return the upper bound of the size class that `size` belongs to.
-
-    Upper bounds are `reference` times powers of SIZE_CLASS_RATIO. A bound of at least `8 * period` is increased until
-    its difference from `reference` is a multiple of `period`.
-
-    Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
-    sample, which often runs different operators.
-    """
+    """Return the upper bound of the size class of `size`: `reference` times a power of SIZE_CLASS_RATIO, with a
+    multiple of `period` between them if it is at least `8 * period`. Sizes up to MAX_EXACT_SIZE stay, but 1 becomes 2:
+    one sample often runs other operators."""
     if size <= MAX_EXACT_SIZE:
         return size if size > 1 or reference == 1 else 2
     num_steps = math.ceil(math.log(size / reference, SIZE_CLASS_RATIO) - 1e-9)

@@ -330,16 +330,9 @@ class PolicySearch:
         incumbent_ms: float,
         with_uniform: bool = False,
     ) -> list[list[PricedPlan]]:
-        """Return policies that fit, from a chain of policies whose stored bytes fall.
-
-        The chain begins with the policy that retains everything. Each further policy differs from the previous one in
-        the plan of one block. The first element of the result is the fastest policy of the chain that fits. The other
-        elements store more bytes than this policy, and fewer than the policy before it in the chain, which does not
-        fit.
-
-        If `with_uniform`, add policies with one plan per kind of block. If no policy of the chain fits, return only
-        these.
-        """
+        """Return, from a chain of policies that begins with retaining everything and in which each policy changes one
+        block's plan to store less, the fastest one that fits, then those that store more than it and less than the one
+        before it, which does not fit. If `with_uniform`, add policies with one plan per kind of block."""
         before = self.plain
         for policy in self._chain(frontiers):
             if fits(policy):
@@ -366,15 +359,9 @@ class PolicySearch:
         fits: Fits,
         incumbent_ms: float,
     ) -> list[list[PricedPlan]]:
-        """Return a list with the fastest policy found between the policies `low` and `high`, or an empty list.
-
-        The policy fits the budget, and stores more bytes than `low` and fewer than `high`. `low` and `high` differ in
-        one block. Only plans of this block's kind are changed, because changing more kinds takes more time than it
-        gains.
-
-        The solver runs for a few caps: limits on stored bytes, evenly spaced between the bytes of `low` and the bytes
-        of `high`. The largest cap comes first. The first policy that fits is returned.
-        """
+        """Return a list with the fastest policy found between `low` and `high`, which differ in one block, or an empty
+        list. Only plans of this block's kind are changed. The solver runs for a few evenly spaced limits of stored
+        bytes, the largest first, until a policy fits."""
         index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
         kind = self.profile.blocks[index].kind
         low_bytes, high_bytes = self._stored_bytes(low), self._stored_bytes(high)

@@ -51,11 +51,8 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Patch `Tensor.tolist` and `Tensor.numpy` to report each call to a callback of the current thread.
-
-    Return a function that removes the patch. A torch function mode would see the calls too, but torch.compile would
-    then recompile compiled parts of a block.
-    """
+    """Patch `Tensor.tolist` and `Tensor.numpy` to report calls to a callback of the thread, and return a function that
+    removes the patch. A torch function mode would make torch.compile recompile parts of a block."""
     before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
 
     def watched_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -258,11 +258,8 @@ class ExecutionPlan:
         return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
 
     def _slot(self, value: int, read: set[int]) -> Slot:
-        """Return the plan's instructions for a saved tensor that views `value`.
-
-        The values in `read` must not change before backward, because replay reads them, or because backward reads them
-        in place of equal values that are not stored.
-        """
+        """Return the plan's instructions for a saved tensor that views `value`. Values in `read` must not change before
+        backward, because replay reads them, or backward does in place of equal values."""
         source = self.tape.values[value].source
         return Slot(
             value=value,
@@ -274,11 +271,8 @@ class ExecutionPlan:
         )
 
     def _place_states(self) -> None:
-        """Determine the saved tensors after which a call captures the random generator's state.
-
-        Replay draws random numbers from the captured state, and so gets the same numbers again (rule R5). A state that
-        precedes all saved tensors is captured when the call begins.
-        """
+        """Determine the saved tensors after which a call captures the generator's state, from which replay draws the
+        same numbers again (rule R5). A state before all of them is captured when the call begins."""
         for num_saved, value, device in self.tape.generator_states():
             if value in self.roots:
                 self.draws = True

@@ -371,12 +371,8 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
-        """Record `value`, which the forward can reach through the variable `name`.
-
-        A number or string is recorded itself. Of a container, the length is recorded. If `value` is a tensor,
-        `has_tensors` is set. If `value` is a function, the values that this function can reach are recorded too. Other
-        objects are ignored.
-        """
+        """Record `value`, which the forward can reach through the variable `name`: a number or string itself, the
+        length of a container, the values that a function reaches, and that there are tensors."""
         if isinstance(value, torch.Tensor):
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):

@@ -204,11 +204,8 @@ class FunctionRecorder:
             self.function_slots.add(len(self.slots) - 1)
 
     def _record_function(self, forward_call: ForwardCall) -> Any:
-        """Run an `autograd.Function`, record its operators, and return its result.
-
-        If replay of the operators does not recompute all results, replace the operators by one operator for the whole
-        Function.
-        """
+        """Run an `autograd.Function`, record its operators, or one operator for all of them if their replay does not
+        recompute all results, and return its result."""
         function, args = forward_call.function, forward_call.args
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
             return forward_call.run()
@@ -255,12 +252,8 @@ class FunctionRecorder:
     def _recomputed_inside(
         self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """Return None if replay of the operators recorded inside an `autograd.Function` is enough. Otherwise return the
-        values that the replay recomputes exactly.
-
-        The replay is enough under three conditions. All results that the Function `returned` are recomputed. The
-        Function wrote to no tensor except by recorded operators. The Function took no numpy view.
-        """
+        """Return None if replay of the operators inside an `autograd.Function` recomputes all that it `returned`, and
+        it wrote by recorded operators alone and took no numpy view. Else return the values that replay recomputes."""
         new_tensors = [tensor for tensor in _argument_tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
         inner_operators = self.operators[before.num_operators :]
@@ -285,11 +278,9 @@ class FunctionRecorder:
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 
     def _replace(self, run_record: _FunctionRun, recomputed_values: frozenset[int]) -> None:
-        """Replace the operators that an `autograd.Function` ran by one operator, which runs the whole forward.
-
-        `recomputed_values` are the values that replay of the inner operators recomputes. If the forward cannot be run
-        again for the same results, raise NotReplayableError and change nothing.
-        """
+        """Replace the operators of an `autograd.Function` by one that runs its whole forward. `recomputed_values` are
+        those that replay of the inner operators recomputes. Raise NotReplayableError, and change nothing, if the
+        forward cannot run again."""
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
         self._check_reads(run_record, results)
@@ -340,12 +331,9 @@ class FunctionRecorder:
             raise NotReplayableError("returns numbers that it may have read from numpy arrays")
 
     def _check_writes(self, run_record: _FunctionRun) -> None:
-        """Raise NotReplayableError if an `autograd.Function` wrote to a tensor that replay could not restore.
-
-        A write is allowed only if three conditions hold: an operator of the block has computed the tensor, autograd has
-        not saved the tensor, and the write was done by a kernel that the recorder does not see. After an allowed write,
-        the storage gets a new version on the tape, as after every in-place operator (rule R6).
-        """
+        """Raise NotReplayableError if an `autograd.Function` wrote, by a kernel that the recorder does not see, to a
+        tensor that no operator of the block has computed or that autograd has saved. After another write, the storage
+        gets a new version (rule R6)."""
         before = run_record.before
         inside = self.operators[before.num_operators :]
         if any(self._is_outer(before, old) for operator in inside for old, _ in operator.mutations):
@@ -358,13 +346,9 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
-        """Return the keys of the storages that operators inside an `autograd.Function` read and whose origin is
-        unknown.
-
-        The Function may also read its arguments, and results of operators inside it. If an operator reads any other
-        tensor of known origin, such as a parameter or an earlier result of the block, raise NotReplayableError. Also
-        raise the error if an operator is a collective.
-        """
+        """Return the keys of the storages of unknown origin that operators inside an `autograd.Function` read. Raise
+        NotReplayableError for a collective, or a read of a tensor of known origin that is neither an argument nor a
+        result inside."""
         mark, argument_keys = (
             run_record.before,
             {storage_key(t.untyped_storage()) for t in _argument_tensors(run_record.args)},
@@ -386,16 +370,10 @@ class FunctionRecorder:
     def _check_run_again(
         self, target: FunctionTarget, run_record: _FunctionRun, recomputed_values: frozenset[int], foreign: set[int]
     ) -> None:
-        """Run the forward of an `autograd.Function` again, and compare the results with those of the first run.
-
-        Raise NotReplayableError if the second run cannot repeat the random numbers or changes Python values. Also raise
-        it if the second run saves other tensors, makes tensors of another layout, or reads a storage whose key is in
-        `foreign`.
-
-        A result whose bits differ is not an error, because this result is then stored. But at least one result must
-        have the same bits, and so must every result in `recomputed_values`. Bits are not compared if the Function wrote
-        into an argument.
-        """
+        """Run the forward of an `autograd.Function` again. Raise NotReplayableError if it draws other random numbers,
+        changes Python values, saves other tensors, makes another layout, reads a storage in `foreign`, or if no result,
+        or not all of `recomputed_values`, have the same bits. A result of other bits is stored. Bits are not compared
+        if it wrote into an argument."""
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:
             raise NotReplayableError("can reach tensors that are not among its arguments, through globals or a closure")

@@ -221,11 +221,8 @@ class BlockPaths:
             return False
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
-        """Return a path, traced for an earlier call, whose guards accept the call in `scope`. Return None if no path
-        does.
-
-        The path of the latest call is tried first.
-        """
+        """Return a path traced for an earlier call, the latest one first, whose guards accept the call in `scope`, or
+        None."""
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
         paths = self._of_class.paths

@@ -18,11 +18,8 @@ _LOCAL = frozenset({"aten", "prim", "prims"})
 
 
 def _may_write(func: Any) -> bool:
-    """Return True if the operator `func` may write to its arguments.
-
-    The schema declares the written arguments, except for operators of torch.distributed, which may write to any
-    argument.
-    """
+    """Return True if the operator `func` may write to its arguments: by its schema, or as any operator of
+    torch.distributed may."""
     return schema_of(func).is_mutable or func.namespace == "c10d"
 
 

@@ -225,14 +225,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
-        """Yield (value, source, geometry) for each existing tensor that shares a storage with an existing tensor on the
-        tape.
-
-        Existing tensors are parameters, buffers and other tensors that existed before the call. `value` is the index of
-        the storage on the tape. `source` says where a call finds the tensor, and `geometry` says which part of the
-        storage the tensor covers. Arguments are left out, because the call's key already says which arguments share a
-        storage.
-        """
+        """Yield (value, source, geometry) for each tensor that existed before the call, is no argument, and shares a
+        storage with one on the tape. A call finds it at `source`, and it covers `geometry` of the storage."""
         for value in self.values if self._sharing else ():
             if value.source is not None:
                 for source, geometry in self._sharing.get(self._storages[value.index], ()):
@@ -309,15 +303,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._derive_dropout(operator, original_args[0])
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
-        """Add the state that the random generator had before the random operator `drawn` to the tape. Return the index
-        of the new value.
-
-        Return None if a call that follows a plan cannot capture the state. Also return None if the random numbers may
-        depend on inputs that a plan may compress lossily. Fused attention, operators that read only the tensor that
-        they fill, and each `autograd.Function`, whose inputs are stored exactly, have no such inputs. The state of
-        torch's default generator is added. If the operator drew from another generator, replay gives other bits than
-        the recorded ones, and the values are not recomputed (rule R7).
-        """
+        """Add the state that the default generator had before the random operator `drawn` to the tape, and return its
+        index. Return None if a call under a plan cannot capture it, or if the numbers may depend on inputs that a plan
+        may compress with loss. Values from another generator are not recomputed (rule R7)."""
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
         reads = {ref.value for ref in tensor_refs((drawn.args, drawn.kwargs))} - {old for old, _ in drawn.mutations}
@@ -357,12 +345,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
 
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
-        """Record the cast operator on the tape if `tensor` is autocast's cached cast of a parameter.
-
-        A cast is recorded when the block first reads it, even if an earlier call has made it. Otherwise the order of
-        operators would vary between calls: for a matrix product, autocast casts the weight before the product's input,
-        but only if the weight's cast is not cached yet.
-        """
+        """Record the cast operator if `tensor` is autocast's cached cast of a parameter. It is recorded at its first
+        read in the block, because an earlier call may have made it, and the order of operators must not vary."""
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
             parameter = self.refer(self.block.get_parameter(name))
@@ -373,12 +357,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
-        """Split a recorded dropout into two operators, because only the mask is random and depends on the generator's
-        state (rule R5).
-
-        The operator `dropout` keeps only the mask as its result. A new operator on the tape computes input * mask *
-        scale.
-        """
+        """Split a recorded dropout in two, because only the mask is random (rule R5): `dropout` keeps the mask as its
+        result, and a new operator computes input * mask * scale."""
         output_values = dict(dropout.outputs)
         probability = dropout.args[1]
         scale = _dropout_scale(probability, self.values[output_values[0]])
@@ -431,11 +411,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Set the source of each attached tensor to "unknown" if the recorded call has replaced the tensor by another.
-
-        An attached tensor is stored on a module or parameter without being registered as a parameter or buffer. The
-        source says where a call finds the tensor.
-        """
+        """Set the source of each attached tensor (on a module, but neither parameter nor buffer) to "unknown" if the
+        recorded call has replaced it."""
         externals = [(value, value.source) for value in self.values if value.source is not None]
         attached = [(value, source) for value, source in externals if source.place in PLACES]
         current = dict(attached_tensors(self.block)) if attached else {}
@@ -451,21 +428,15 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
-        """Add a value to the tape for the storage of `tensor`, which the operator with the index `operator` has
-        created.
-
-        Return the index of the value.
-        """
+        """Add a value for the storage of `tensor`, which the operator with this index has created, and return its
+        index."""
         if self.untrusted is None and wraps_others(tensor):
             self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)
 
     def _next_version(self, tensor: torch.Tensor, operator: int, name: str) -> tuple[int, int]:
-        """Add a value to the tape for the storage of `tensor`, which an operator has changed in place.
-
-        Return the indices (old value, new value). The old value is marked as overwritten. The new value covers the same
-        part of the storage as the old value, even if `tensor` is a smaller view.
-        """
+        """Add a value for the storage of `tensor`, which an operator has changed in place, and return (old value, new
+        value). The new one covers the same part of the storage as the old one, even if `tensor` is a smaller view."""
         old = self.refer(tensor).value
         self.values[old].overwritten = True
         new = self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)

@@ -313,11 +313,8 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 def _replay_program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
-    """Return the replay program that unpacks a saved tensor, which is a view of `value`.
-
-    In backward, `rank` other saved tensors are unpacked earlier. `run` contains the indices of the operators to run.
-    `uses` contains the place in backward of each value's last use, as `_last_uses` returns it.
-    """
+    """Return the program that unpacks a saved view of `value`, after `rank` other saved tensors. `run` are the
+    operators to run, and `uses` the places of last uses (`_last_uses`)."""
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
     steps = tuple(_replay_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))

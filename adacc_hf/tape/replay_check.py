@@ -66,11 +66,8 @@ def exactly_replayed_values(
 def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, exact_values: set[int]
 ) -> None:
-    """Replay one operator, and compare the results with the recorded tensors.
-
-    Add each value whose replay gave the recorded bits to `exact_values`. Put the tensors that later operators of the
-    replay read into `environment`.
-    """
+    """Replay one operator, add each value with the recorded bits to `exact_values`, and put the tensors that later
+    operators read into `environment`."""
     is_ready = operator.may_run_again and not _is_timed_by_thread(tape, operator)
     is_ready = is_ready and all(environment[value] is not None for value in operator.inputs())
     if is_ready:
@@ -90,11 +87,8 @@ def _verify_operator(
 
 
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
-    """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits.
-
-    If no operator of the tape fills this memory, the comparison must fail. Without the inversion, it could succeed by
-    chance, because reused memory may still contain the recorded bits.
-    """
+    """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits, so that memory which
+    no operator fills cannot compare equal by chance."""
     for _, value in operator.outputs:
         replayed = environment[value]
         if replayed is None or replayed.untyped_storage().nbytes() != bases[value].untyped_storage().nbytes():
@@ -124,11 +118,8 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Return True if `replayed`, the tensor that replay gave for `value`, has the same bits as the tensor `recorded`.
-
-    If a later operator overwrote the recorded value, only the parts that autograd saved are compared. Fused GRU cells,
-    for example, save parts of a tensor and then overwrite the other parts.
-    """
+    """Return True if `replayed` has the bits of `recorded`. If a later operator overwrote the value, as in fused GRU
+    cells, only the parts that autograd saved are compared."""
     if not tape.values[value].overwritten:
         return same_bits(replayed, recorded)
     saved = [slot for slot in tape.slots if slot.value == value]
@@ -136,11 +127,8 @@ def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded:
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
-    """Replay one operator, and return True if it ran and wrote only to arguments that its schema declares as mutable.
-
-    Of torch's own operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write
-    to any argument. The operator runs on copies of the arguments, because a hidden write must not change an original.
-    """
+    """Replay one operator on copies, and return True if it wrote only to arguments that its schema declares as mutable.
+    Of torch's own operators, only batch normalization makes other writes, to buffers."""
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
     if operator.target.namespace == "aten":
@@ -277,11 +265,8 @@ def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Coll
 
 
 def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
-    """Return a key of the operator and its arguments. Operators with equal keys have equal results.
-
-    `first` maps each value that duplicates another to the first value with the same bits. Values with the same bits are
-    therefore equal in keys.
-    """
+    """Return a key of the operator and its arguments: equal for operators with equal results. `first` maps each value
+    that duplicates another to the first one with the same bits."""
     return operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
 
 
@@ -301,11 +286,8 @@ def _value_layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to the first saved value with the same bits.
-
-    `first` maps each duplicate to the first value with the same bits, saved or not. A duplicate is left out if no value
-    with the same bits is saved, or if the saved value is not earlier than the duplicate.
-    """
+    """Return a dict from each duplicate value to an earlier saved value with the same bits. `first` maps each duplicate
+    to the first value with the same bits, saved or not."""
     first_slot: dict[int, int] = {}
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)

@@ -367,11 +367,8 @@ class SizeClassRecords:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if `record`, a recorded call, adds nothing new.
-
-        Its sizes were recorded before, or the symbolic tape (one tape for all sizes) already predicts the tape of this
-        call.
-        """
+        """Return True if the recorded call `record` adds nothing: its sizes were recorded before, or the symbolic tape
+        predicts its tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()

@@ -275,11 +275,8 @@ class TapeCache:
         return size_class_records
 
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Return the symbolic tape (one tape for all sizes) fitted to the recorded calls `records`, or None if nothing
-        fits.
-
-        Blocks with equal records share a symbolic tape.
-        """
+        """Return the symbolic tape fitted to the recorded calls `records`, shared by blocks with equal records, or None
+        if nothing fits."""
         key = identity_of(records)
         symbolic_tape = self.symbolic_tapes.get(key)
         if symbolic_tape is None:

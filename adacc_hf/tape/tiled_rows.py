@@ -157,12 +157,9 @@ def _forward_in_tiles(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Run `forward`, the forward of `module`, in tiles, through the autograd function `function`.
-
-    `own` was the attribute `forward` in the `__dict__` of `module`, or ABSENT.
-
-    Run `forward` without tiles if gradients are disabled, or if the arguments are not a single tensor with rows.
-    """
+    """Run `forward`, the forward of `module`, in tiles through the autograd function `function`, or without tiles if
+    gradients are disabled or the arguments are not one tensor with rows. `own` was the attribute `forward` in its
+    `__dict__`, or ABSENT."""
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
     if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
         return forward(*args, **kwargs)
