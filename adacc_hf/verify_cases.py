@@ -120,8 +120,8 @@ def add_code(block: Any) -> None:
 def quantize(block: Any, x: Tensor) -> Tensor:
     flat = x.detach().flatten(0, 1)
     nearest = torch.cdist(flat, block.code).argmin(-1)
-    code, chosen = block.code[nearest].view_as(x), F.one_hot(nearest, 8).float()
-    block.code.data.lerp_(chosen.T @ flat / chosen.sum(0).clamp(min=1)[:, None], 0.1)
+    code, one_hot = block.code[nearest].view_as(x), F.one_hot(nearest, 8).float()
+    block.code.data.lerp_(one_hot.T @ flat / one_hot.sum(0).clamp(min=1)[:, None], 0.1)
     return x + block.down(block.hidden(x * code))
 
 
@@ -133,9 +133,9 @@ def add_experts(block: Any) -> None:
 @case("ties in routing", "NVIDIA-NeMo/Automodel#3156", add_experts)
 def route(block: Any, x: Tensor) -> Tensor:
     flat, result = block.norm(x).flatten(0, 1), x.flatten(0, 1)
-    weights, chosen = block.router(flat * torch.empty_like(flat).uniform_(0.9, 1.1)).softmax(-1).topk(2)
+    weights, indices = block.router(flat * torch.empty_like(flat).uniform_(0.9, 1.1)).softmax(-1).topk(2)
     for number, expert in enumerate(block.experts):
-        token, rank = torch.where(chosen == number)
+        token, rank = torch.where(indices == number)
         result = result.index_add(0, token, F.gelu(expert(flat[token])) * weights[token, rank, None])
     return result.view_as(x)
 
