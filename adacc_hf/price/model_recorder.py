@@ -148,8 +148,14 @@ class ModelRecorder:
             block.name: layout.forward_bases[block.name] - sum(n for number, n in self._leftovers if number < place)
             for place, block in enumerate(self.blocks)
         }
-        outside_peak_bytes = layout.outside_peak_bytes - sum(nbytes for _, nbytes in self._leftovers)
-        return replace(layout, forward_bases=bases, outside_peak_bytes=outside_peak_bytes)
+        own = {b.name: sum(n for number, n in self._leftovers if number == i) for i, b in enumerate(self.blocks)}
+        return replace(
+            layout,
+            forward_bases=bases,
+            forward_peaks={name: peak - own[name] for name, peak in layout.forward_peaks.items()},
+            rest_peaks={name: peak - own[name] for name, peak in layout.rest_peaks.items()},
+            outside_peak_bytes=layout.outside_peak_bytes - sum(own.values()),
+        )
 
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
