@@ -86,7 +86,8 @@ class AdaccConfig:
     memory_margin: float = 0.05
     """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
     profile does not measure. On a GPU, another 10 % is reserved for fragmentation of torch's allocator
-    (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation."""
+    (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation. On a
+    CPU, 25 % of the free memory is reserved for the heap (`memory.HEAP_SHARE`)."""
     exact: bool = False
     """True for losses, gradients and weights that are bit-equal to plain training's: "compress" and "tile" are removed
     from `actions`, and lossy codecs and a chunked head raise ValueError."""
