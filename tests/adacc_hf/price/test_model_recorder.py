@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.artifacts.block_outcome import run_block
+from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.price.model_recorder import state_storages
-from adacc_hf.price.model_recording import recompute_outcome
 from adacc_hf.price.shared_storage import storage_key_of
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -25,7 +26,7 @@ def test_what_a_gpt2_block_saves(gpt2_profile):
     assert len(states) == len(masks)
     assert kind.forward_ms == pytest.approx(sum(operator.ms for operator in kind.operators))
     assert all(operator.ms > 0 for operator in kind.operators if operator.replayable)
-    assert recompute_outcome(kind).stored_bytes == hidden + len(states) * torch.get_rng_state().nbytes
+    assert run_block(kind, recompute_plan(kind)).stored_bytes == hidden + len(states) * torch.get_rng_state().nbytes
 
 
 def test_the_mask_is_shared_by_all_blocks(tiny_gpt2, token_batch):
