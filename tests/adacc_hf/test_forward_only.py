@@ -7,10 +7,10 @@ import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import CheckpointMismatchError, TapeMismatchError
-from adacc_hf.solve.simple_policies import random_policy
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
-NUM_STEPS = 28
+NUM_STEPS = 7
 SCALES = {"factor": 1.0}
 
 
@@ -93,14 +93,14 @@ def step(model, batch, standing, number):
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.gate
 @pytest.mark.parametrize("standing", STANDING)
-def test_what_stands_in_forward_only_never_changes_a_gradient_silently(toy_model, toy_batch, standing, seed):
+def test_what_stands_in_forward_only_never_changes_a_gradient_silently(toy_model, toy_batch, standing):
     """Each step is exact until, in some cases, the run stops with words."""
     model, batch = toy_model(forward, setup=setup), toy_batch()
     numbers = [1.0 + number / 8 for number in range(NUM_STEPS)]
     plain = [step(model, batch, standing, number) for number in numbers]
-    policy = random_policy(profile_model(model, batch, CONFIG), seed, actions=("retain", "recompute"))
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     num_exact = 0
     with apply_policy(model, policy, CONFIG), suppress(CheckpointMismatchError, TapeMismatchError):
         for number, expected in zip(numbers, plain, strict=True):

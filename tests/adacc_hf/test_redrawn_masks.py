@@ -51,7 +51,7 @@ def test_every_mask_may_be_drawn_again(plain_training):
     assert all(mask.recomputable for kind in profile.kinds for mask in masks_of(kind))
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_some_masks_drawn_again_beside_others_that_are_kept(plain_training, run_steps, assert_same_steps, data):
     """Some masks are redrawn next to retained ones, with any plan for other activations. Loss, gradients and generator

@@ -11,17 +11,14 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 SETTINGS = {
     "fp32": {},
-    "bf16": {"bf16": True},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
-    "clipping": {"max_grad_norm": 0.1},
-    "no-clipping": {"max_grad_norm": 0.0},
-    "checkpointing": {CHECKPOINTING: True},
-    "several-epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 24},
-    "evaluation-first": {"eval_on_start": True, "eval_strategy": "epoch"},
-    "label-smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "bf16-evaluation-clipping": {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, "max_grad_norm": 0.1},
+    "accumulation-label-smoothing": {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+    "epochs-checkpointing-no-clipping": {
+        "max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 24, "eval_on_start": True,
+        "eval_strategy": "epoch", "max_grad_norm": 0.0, CHECKPOINTING: True,
+    },
     "dispatched-batches": {"accelerator_config": {"split_batches": True, "dispatch_batches": True}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -116,7 +116,7 @@ class WithSpare(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "begins"),
-    [("same class", 99), ("other class", 99), ("other method", 99), ("same class", 9), ("from a file", 99)],
+    [("other class", 99), ("other method", 99), ("same class", 7), ("from a file", 99)],
 )
 def test_blocks_that_are_never_called_are_left_out(
     train, make_model, lossless, monkeypatch, caplog, tmp_path, kind, begins
@@ -126,7 +126,7 @@ def test_blocks_that_are_never_called_are_left_out(
     settings = {"block_classes": ("Spare", "GPT2Block")}
 
     def run(*callbacks):
-        return train([SetStep(), *callbacks], model=WithSpare(make_model(), kind, begins), max_steps=20)
+        return train([SetStep(), *callbacks], model=WithSpare(make_model(), kind, begins), max_steps=12)
 
     plain, callback = run(), AdaccCallback(**lossless, **settings)
     run(callback).assert_equals(plain)

@@ -125,8 +125,7 @@ def test_the_folder_that_a_run_resumes_from_is_known(train, tmp_path, resume):
     assert guarded.checkpoint == (folder if resume else None)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "training_step"])
-@pytest.mark.parametrize("wraps", [False, True], ids=["replaced", "wrapped"])
+@pytest.mark.parametrize(("name", "wraps"), [("compute_loss", True), ("training_step", False)])
 def test_a_method_that_the_user_replaces_during_the_run_stays(make_trainer, lossless, name, wraps):
     class Replace(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

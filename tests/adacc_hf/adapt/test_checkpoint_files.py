@@ -7,13 +7,14 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from trainer_builders import LOSSLESS, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -50,10 +51,18 @@ def profilings(monkeypatch):
     return calls
 
 
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory) -> Path:
+    """Return the folder of a lossless run of 6 steps. Tests get copies."""
+    folder = tmp_path_factory.mktemp("trained")
+    tiny_trainer(folder, [AdaccCallback(**LOSSLESS)], **SAVING).train()
+    return folder
+
+
 @pytest.fixture
-def checkpoint(train, lossless, tmp_path) -> Path:
+def checkpoint(trained_folder, tmp_path) -> Path:
     """Return the checkpoint of step 3 of a lossless run of 6 steps."""
-    train([AdaccCallback(**lossless)], **SAVING)
+    shutil.copytree(trained_folder, tmp_path / "run")
     return tmp_path / "run" / "checkpoint-3"
 
 
@@ -65,8 +74,11 @@ def test_a_checkpoint_carries_its_policy_and_profile(train, lossless, tmp_path):
         assert Profile.load(folder / PROFILE_FILE) == callback.profile
 
 
-@pytest.mark.parametrize("resume_from", ["path", "elsewhere", "last"])
-@pytest.mark.parametrize("settings", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16-accu2"])
+@pytest.mark.parametrize(
+    ("resume_from", "settings"),
+    [("path", {}), ("elsewhere", {}), ("last", {"bf16": True, "gradient_accumulation_steps": 2})],
+    ids=["path", "elsewhere", "last-bf16-accumulation"],
+)
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     train, lossless, tmp_path, profilings, resume_from, settings
 ):
@@ -85,11 +97,6 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     assert [event["step"] for event in callback.history if event["event"] == "policy"] == [1, 3]
     resumed.assert_equals(uninterrupted)
     assert resumed.logs[-2].keys() == uninterrupted.logs[-2].keys()
-
-
-def test_a_resumed_run_is_bit_equal_to_plain(train, checkpoint, lossless):
-    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), **SAVING)
-    train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
 
 
 def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
@@ -203,11 +210,11 @@ def assert_profiles_again(train, checkpoint, lossless, profilings, caplog, **set
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", [POLICY_FILE, PROFILE_FILE, STATE_FILE])
-def test_a_damaged_file_of_the_checkpoint_is_named_and_made_again(
-    train, checkpoint, lossless, profilings, caplog, name, damage
-):
+def test_a_damaged_file_of_the_checkpoint_is_named(checkpoint, caplog, name, damage):
     (checkpoint / name).write_text(DAMAGE[damage])
-    assert name in assert_profiles_again(train, checkpoint, lossless, profilings, caplog)
+    with caplog.at_level(logging.INFO):
+        assert load_from_checkpoint(checkpoint, AdaccConfig(**LOSSLESS)) is None
+    assert [name in message for message in caplog.messages if "profiling again" in message] == [True]
 
 
 def test_a_missing_profile_is_named_and_made_again(train, checkpoint, lossless, profilings, caplog):
@@ -217,7 +224,7 @@ def test_a_missing_profile_is_named_and_made_again(train, checkpoint, lossless, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 1}],
+    [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}],
     ids=str,
 )
 def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, profilings, settings):
@@ -243,17 +250,15 @@ def test_a_policy_that_was_passed_in_has_no_profile_to_miss(train, checkpoint, p
     assert not profilings
 
 
-@pytest.mark.parametrize("setting", ["precision", "attention", "config", "dtype"])
+@pytest.mark.parametrize("setting", ["precision", "attention"])
 def test_a_model_with_other_operators_is_profiled_again(
     train, checkpoint, lossless, profilings, caplog, make_model, setting
 ):
     settings = {"bf16": True} if setting == "precision" else {}
-    changes = {"attention": {"attn_implementation": "eager"}, "config": {"resid_pdrop": 0.2}}
-    dtype = torch.bfloat16 if setting == "dtype" else torch.float32
-    changed = with_model(train, lambda: make_model(**changes.get(setting, {})).to(dtype))
+    changes = {"attn_implementation": "eager"} if setting == "attention" else {}
+    changed = with_model(train, lambda: make_model(**changes))
     line = assert_profiles_again(changed, checkpoint, lossless, profilings, caplog, **settings)
-    names = {"dtype": "precision"}
-    assert f"another {names.get(setting, setting)} than in the checkpoint" in line
+    assert f"another {setting} than in the checkpoint" in line
 
 
 def test_a_checkpoint_s_policy_for_another_model_is_refused(train, checkpoint, lossless, make_model):
@@ -305,14 +310,8 @@ def lines_of(caplog, text):
 
 @pytest.mark.parametrize(
     "failing",
-    [
-        {"names": (POLICY_FILE, HISTORY_FILE)},
-        {},
-        {"error": errno.EROFS},
-        {"module": builtins, "function": "open"},
-        {"module": builtins, "function": "open", "error": errno.EDQUOT},
-    ],
-    ids=["full for two files", "full", "read-only", "full before the first byte", "over the quota"],
+    [{"names": (POLICY_FILE, HISTORY_FILE)}, {"module": builtins, "function": "open", "error": errno.EROFS}],
+    ids=["full for two files", "read-only"],
 )
 def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_path, monkeypatch, caplog, failing):
     """A full disk loses the files and no step. Once there is room, the run's files are written."""
@@ -353,10 +352,7 @@ class Terminated(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("event", "save_strategy"),
-    [
-        *[("on_step_begin", strategy) for strategy in ("no", "steps")],
-        *[(event, "no") for event in ("on_pre_optimizer_step", "on_step_end", "on_epoch_end")],
-    ],
+    [("on_step_begin", "steps"), ("on_pre_optimizer_step", "no"), ("on_epoch_end", "no")],
 )
 def test_a_checkpoint_upon_sigterm_has_the_policy(
     make_trainer, train, lossless, tmp_path, profilings, event, save_strategy

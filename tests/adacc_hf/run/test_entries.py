@@ -76,7 +76,7 @@ def test_forgotten_sizes_of_a_family_leave_nothing(
     gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch
 ):
     remember_few(monkeypatch, most=3)
-    batches = [token_batch(2, tokens) for tokens in range(5, 30)]
+    batches = [token_batch(2, tokens) for tokens in range(5, 15)]
     plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
     with apply_policy(gpt2, recomputing) as handle:
         for each, expected in [*zip(batches, plain, strict=True)] * 2:
@@ -121,7 +121,7 @@ def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, 
     with apply_policy(gpt2, recomputing) as handle:
         others = handle.prepare(random_policy(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
         both = (handle.plans, others)
-        for tokens in range(5, 25):
+        for tokens in range(5, 13):
             for plans in both:
                 handle.follow(plans)
                 run_steps(gpt2, token_batch(2, tokens), num_steps=1)

@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.solve.simple_policies import random_policy, uniform_policy
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import no_packed_sequences
 
 aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default)
-NEW_SIZES = [(samples, tokens) for tokens in (19, 22, 27, 30, 35, 41, 46, 51, 57) for samples in (3, 5)]
+NEW_SIZES = [(3, 19), (5, 35), (3, 57)]
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
@@ -38,12 +38,11 @@ def waits(model, batch) -> Counter[str]:
     return waiting.operators
 
 
-@pytest.mark.parametrize("action", ["recompute", "compress", "random"])
+@pytest.mark.parametrize("action", ["recompute", "compress"])
 def test_a_new_size_waits_for_nothing(tiny_gpt2, token_batch, action):
-    model = tiny_gpt2("sdpa", layers=3, n_positions=64)
+    model = tiny_gpt2("sdpa", layers=2, n_positions=64)
     profile, *_ = [profile_model(model, token_batch(*size), CONFIG) for size in ((8, 64), (8, 32), (2, 17), (3, 48))]
-    actions = ("retain", "recompute", "compress")
-    policy = random_policy(profile, 0, actions) if action == "random" else uniform_policy(profile, action)
+    policy = uniform_policy(profile, action)
     with no_packed_sequences():  # Transformers synchronizes to detect packing, in plain training too
         plain = {size: waits(model, token_batch(*size)) for size in NEW_SIZES}
         with apply_policy(model, policy, CONFIG):

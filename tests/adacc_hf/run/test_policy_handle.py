@@ -154,7 +154,6 @@ def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
     ("other", "shape"),
     [
         pytest.param(lambda both: both.transpose(0, 1).contiguous().transpose(0, 1)[..., :8], 8, id="stride"),
-        pytest.param(lambda both: both[..., 8:], 8, id="offset"),
         pytest.param(lambda both: both.double()[..., :8], 8, id="dtype"),
         pytest.param(lambda both: both[..., :4].clone(), 4, id="shape"),
     ],
@@ -219,10 +218,10 @@ def test_generate_in_train_mode_is_that_of_eval_mode(tiny_gpt2, batch, recomputi
 
 
 @pytest.mark.parametrize("fails_in_forward", [True, False])
-def test_training_goes_on_after_an_exception(gpt2, batch, policy, run_steps, assert_same_steps, fails_in_forward):
+def test_training_goes_on_after_an_exception(gpt2, batch, recomputing, run_steps, assert_same_steps, fails_in_forward):
     plain = run_steps(gpt2, batch)
     forward, weight = gpt2.transformer.h[1].mlp, gpt2.transformer.h[0].mlp.c_fc.weight
-    with apply_policy(gpt2, policy):
+    with apply_policy(gpt2, recomputing):
         for _ in range(2):  # while the block is recorded, and in a later step
             register = forward.register_forward_pre_hook if fails_in_forward else weight.register_hook
             broken = register(lambda *_: 1 / 0)
@@ -405,7 +404,7 @@ def test_the_mode_would_notice():
 
 
 @pytest.mark.parametrize("swap", ["data", "parameter", "in place"])
-def test_parameters_swapped_between_steps_are_followed(gpt2, batch, policy, run_steps, assert_same_steps, swap):
+def test_parameters_swapped_between_steps_are_followed(gpt2, batch, recomputing, run_steps, assert_same_steps, swap):
     def change(model, seed):
         torch.manual_seed(seed)
         for module in [module for block in model.transformer.h for module in block.modules()]:
@@ -419,9 +418,9 @@ def test_parameters_swapped_between_steps_are_followed(gpt2, batch, policy, run_
                     parameter.data.add_(noise)
 
     twin = copy.deepcopy(gpt2)
-    with apply_policy(gpt2, policy):
+    with apply_policy(gpt2, recomputing):
         for seed in range(3):
-            assert_same_steps(run_steps(gpt2, batch, num_steps=2), run_steps(twin, batch, num_steps=2))
+            assert_same_steps(run_steps(gpt2, batch, num_steps=1), run_steps(twin, batch, num_steps=1))
             change(gpt2, seed)
             change(twin, seed)
 
@@ -479,10 +478,10 @@ def test_a_policy_for_other_trainable_weights_is_refused(gpt2, batch, recomputin
         pytest.param({"activation_function": "relu"}, r"block transformer\.h\.0 .* has tape", id="activation"),
     ],
 )
-def test_a_policy_of_another_model_is_refused(tiny_gpt2, batch, policy, config, message):
+def test_a_policy_of_another_model_is_refused(tiny_gpt2, batch, recomputing, config, message):
     model = tiny_gpt2(**config)
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    with pytest.raises(PolicyMismatchError, match=message), apply_policy(model, policy):
+    with pytest.raises(PolicyMismatchError, match=message), apply_policy(model, recomputing):
         model(**batch)
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 

@@ -78,9 +78,9 @@ def test_without_noise_the_smallest_difference_is_an_error() -> None:
 def test_policies_have_the_gradients_of_plain_training_on_every_device(attention: str, device: str) -> None:
     subject = Subject(preset="demo", batch=1, tokens=16, attention=attention, device=device)
     model, batch = subject.model(), subject.example()
-    expected = [compute_gradients(model, batch, seed) for seed in range(3)]
+    expected = [compute_gradients(model, batch, seed) for seed in range(2)]
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
-    policies = {str(seed): random_policy(profile, seed, tuple(Action), lossless=True) for seed in range(3)}
+    policies = {"random": random_policy(profile, 0, tuple(Action), lossless=True)}
     policies |= {action.value: uniform_policy(profile, action) for action in (Action.COMPRESS, Action.RECOMPUTE)}
     for name, policy in policies.items():
         with apply_policy(model, policy):
