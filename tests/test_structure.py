@@ -32,7 +32,7 @@ MAX_WITHOUT_TESTS = 5
 
 MAX_PRIVATE_READERS = 9
 """Most functions of tests that may read private attributes of the product. Use a public name, or observe behaviour."""
-OTHER_HARNESSES = ("eval", "setups", "limited", "emulated_cuda", "memory_meter", "breakages")
+OTHER_HARNESSES = ("eval", "setups", "emulated_cuda", "memory_meter", "breakages")
 """Folders whose tests and programs are left out of this count."""
 WORD = re.compile(r"\b_[A-Za-z]\w*")
 

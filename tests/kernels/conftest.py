@@ -4,67 +4,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from codec_cases import DTYPES, LAYOUTS, LOSSY, layouts_of
 from torch import Tensor
 
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _layouts(x: Tensor) -> dict[str, Tensor]:
-    """Return views of a [2, 3, 70, 4] tensor in every kind of layout that training code creates."""
-    return {
-        "contiguous": x,
-        "transposed-heads": x.transpose(1, 2),
-        "transposed-last": x.transpose(2, 3),
-        "sliced-columns": x[..., 1:3],
-        "sliced-rows": x[:, :, 5:66:2],
-        "expanded": x[:1].expand(5, 3, 70, 4),
-        "overlapping": x.view(-1).unfold(0, 6, 2),
-        "offset": x.view(-1)[3:1003].view(10, 100),
-        "vector": x.view(-1)[:37],
-        "scalar": x[0, 0, 0, 0],
-        "one-element": x.view(-1)[7:8],
-        "no-elements": x[:0],
-        "matrix-1000": x.reshape(-1)[:1000].clone().view(8, 125),
-    }
-
-
-LAYOUTS = tuple(_layouts(torch.empty(2, 3, 70, 4)))
 
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     """Return a function that turns a contiguous [2, 3, 70, 4] tensor into a view with the tested layout."""
-    return lambda x: _layouts(x)[request.param]
+    return lambda x: layouts_of(x)[request.param]
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-LOSSY = {
-    "outlier_int4": {},
-    "outlier_int4-paper": {"scale": "paper"},
-    "outlier_int4-max7-g16": {"scale": "max7", "group_size": 16},
-    "outlier_int4-stochastic": {"rounding": "stochastic", "seed": 7},
-    "outlier_int4-raw2": {"num_outliers": 1},
-    "outlier_int4-raw2-g1024": {"num_outliers": 1, "group_size": 1024},
-    "channel_int4": {},
-    "channel_int4-g16-stochastic": {"group_size": 16, "rounding": "stochastic"},
-    "channel_int4-max7": {"scale": "max7"},
-    "token_int4": {},
-    "token_int4-signed-stochastic": {"scale": "signed", "rounding": "stochastic"},
-    "int8": {},
-    "int8-g1024-stochastic": {"group_size": 1024, "rounding": "stochastic"},
-    "fp8": {},
-    "fp8-g16": {"group_size": 16},
-    "fp8-g1024-stochastic": {"group_size": 1024, "rounding": "stochastic"},
-    "asymmetric_int4": {},
-    "asymmetric_int4-paper": {"scale": "paper"},
-    "asymmetric_int4-g16-stochastic": {"group_size": 16, "rounding": "stochastic"},
-}
 
 
 @pytest.fixture(params=LOSSY)

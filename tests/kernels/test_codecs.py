@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from codec_cases import DTYPES, LAYOUTS, LOSSY, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -78,6 +79,7 @@ def test_an_unsupported_tensor_is_refused(codec_name: str) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("lossy", "dtype", "layout"), spread(LOSSY, DTYPES, LAYOUTS), indirect=True)
 def test_lossy_codecs_restore_layout_and_predict_bytes(
     lossy: Codec, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
 ) -> None:
@@ -98,7 +100,11 @@ def _relative_error(restored: Tensor, x: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("value", [1.125, -1.0, float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "value"),
+    spread(LAYOUTS, DTYPES, [1.125, -1.0, float("-inf"), float("nan")]),
+    indirect=["layout", "dtype"],
+)
 def test_bitmask_is_lossless_on_what_it_accepts(
     dtype: torch.dtype, value: float, layout: Callable[[Tensor], Tensor]
 ) -> None:
@@ -140,7 +146,11 @@ def test_encoding_is_reproducible(lossy: Codec, dtype: torch.dtype) -> None:
         torch.testing.assert_close(first_tensor, second_tensor, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("lossy", "bad", "dtype"),
+    spread(LOSSY, [float("inf"), float("-inf"), float("nan")], DTYPES),
+    indirect=["lossy", "dtype"],
+)
 def test_what_is_not_finite_stays_so_and_other_groups_are_untouched(
     lossy: Codec, dtype: torch.dtype, bad: float
 ) -> None:
@@ -157,23 +167,20 @@ def test_what_is_not_finite_stays_so_and_other_groups_are_untouched(
     torch.testing.assert_close(restored[far], expected[far], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "values",
-    {
-        "zeros": [0.0],
-        "constant": [2.5],
-        "denormal": [1e-40, -6e-8, 3e-45],
-        "tiny": [1e-30, -2e-38],
-        "half-largest": [65504.0, -65504.0, 1.0],
-        "bfloat16-largest": [3.3895313892515355e38, -3.3895313892515355e38, 0.0],
-        "one-sided": [100.0, 101.0, 100.25],
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_extreme_values_stay_finite_and_within_a_step(
-    lossy: Codec, dtype: torch.dtype, values: tuple[str, list[float]]
-) -> None:
-    x = torch.tensor(values[1]).repeat(50)[:131].to(dtype)
+EXTREME = {
+    "zeros": [0.0],
+    "constant": [2.5],
+    "denormal": [1e-40, -6e-8, 3e-45],
+    "tiny": [1e-30, -2e-38],
+    "half-largest": [65504.0, -65504.0, 1.0],
+    "bfloat16-largest": [3.3895313892515355e38, -3.3895313892515355e38, 0.0],
+    "one-sided": [100.0, 101.0, 100.25],
+}
+
+
+@pytest.mark.parametrize(("lossy", "values", "dtype"), spread(LOSSY, EXTREME, DTYPES), indirect=["lossy", "dtype"])
+def test_extreme_values_stay_finite_and_within_a_step(lossy: Codec, dtype: torch.dtype, values: str) -> None:
+    x = torch.tensor(EXTREME[values]).repeat(50)[:131].to(dtype)
     x = x.nan_to_num(posinf=65504.0, neginf=-65504.0).view(1, -1)
     restored = lossy.decode(lossy.encode(x)).float()
     # A step is at most a seventh of the largest magnitude. Codes may be off by one step, and by 2^-7 of the peak more.

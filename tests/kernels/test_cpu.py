@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from codec_cases import LOSSY, spread
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu
@@ -44,8 +45,7 @@ def _reference(codec: Codec, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", _cpu.DTYPES, ids=str)
+@pytest.mark.parametrize(("lossy", "shape", "dtype"), spread(LOSSY, SHAPES, _cpu.DTYPES), indirect=["lossy"], ids=str)
 def test_compiled_codecs_equal_the_references_bit_for_bit(
     lossy: Codec, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

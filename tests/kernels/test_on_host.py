@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from codec_cases import DTYPES, LAYOUTS, LOSSY, spread
 from torch import Tensor
 
 from adacc_hf.kernels._host_pool import host_pool
@@ -60,6 +61,7 @@ def test_host_is_lossless_and_takes_no_options() -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("lossy", "dtype", "layout"), spread(LOSSY, DTYPES, LAYOUTS)[1::3], indirect=True)
 def test_a_codec_in_host_memory_decodes_as_on_the_device(
     lossy: Codec, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
 ) -> None:
