@@ -69,8 +69,7 @@ def run_rank(folder: Path) -> None:
     )
     results = {
         "plain": compare(toys, folder / "plain"),
-        "accumulation": compare(toys, folder / "accumulation", gradient_accumulation_steps=2),
-        "logging": compare(toys, folder / "logging", trainer_class=LogsAlone),
+        "logging": compare(toys, folder / "logging", trainer_class=LogsAlone, gradient_accumulation_steps=2),
     }
     toys.write_rank_results(folder, results)
 

@@ -68,7 +68,6 @@ def test_the_demo_trains_and_stores_half(
     assert AutoTokenizer.from_pretrained(tmp_path / "run").chat_template == chat_files.CHAT_TEMPLATE
 
 
-@pytest.mark.gate
 def test_without_compression_losses_are_those_of_plain_training(tiny_run: list[str], one_thread: None):
     argv = with_setting(tiny_run, exact=True)
     plain, _ = trained(argv, is_plain=True)

@@ -104,6 +104,8 @@ def test_batches_differ_in_values_alone():
     assert not torch.equal(first_batch["input_ids"], second_batch["input_ids"])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 class TestTheCheckCanFail:
     """Each check of a promise fails if an error is planted."""
 

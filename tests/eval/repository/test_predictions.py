@@ -23,6 +23,9 @@ from adacc_hf.eval.repository.published.measurements import (
 )
 from adacc_hf.eval.repository.published.prediction import predict
 
+# A report for whoever changes the estimates. `make test-nightly` runs its tests.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
 RESULTS = Path(__file__).resolve().parents[3] / "eval" / "results" / "cpu"
 
 
