@@ -21,6 +21,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_is_bit_equal_to_plain(train, lossless, name):
     callback = AdaccCallback(**lossless)

@@ -59,29 +59,7 @@ def test_a_resumed_run_with_another_budget_says_that_it_profiles_again(train, lo
     assert record.name == "adacc_hf.progress", "a logger that is visible by default"
 
 
-def test_a_policy_above_the_budget_passed_with_it_is_refused(train, lossless):
-    callback = AdaccCallback(**lossless)
-    train([callback])
-    with pytest.raises(ValueError, match=r"memory_budget='100KiB' allows 100\.00 KiB, and the policy .* leave one of"):
-        train([AdaccCallback(policy=callback.policy, memory_budget="100KiB")])
-
-
 def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
     callback = AdaccCallback(**lossless)
     train([callback, callback]).assert_equals(train([AdaccCallback(**lossless)]))
     assert [event["event"] for event in callback.history].count("policy") == 1
-
-
-def test_evaluation_in_mid_run_changes_nothing(train, lossless):
-    often = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
-    callback = AdaccCallback(**lossless, tracking=1)
-    train([callback], **often).assert_equals(train(**often))
-    assert callback.policy is not None
-
-
-def test_a_resumed_run_with_other_batches_gets_a_policy_for_them(train, lossless, tmp_path):
-    train([AdaccCallback(**lossless)], max_steps=3, save_strategy="steps", save_steps=3)
-    callback = AdaccCallback(**lossless)
-    train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), max_steps=22, per_device_train_batch_size=8)
-    reasons = [event.get("reason") for event in callback.history if event["event"] == "policy"]
-    assert reasons == [None, None, "for batches of input_ids 8x32, labels 8x32"]

@@ -115,8 +115,7 @@ class WithSpare(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "begins"),
-    [("other class", 99), ("other method", 99), ("same class", 7), ("from a file", 99)],
+    ("kind", "begins"), [("other class", 99), ("other method", 99), ("same class", 7), ("from a file", 99)]
 )
 def test_blocks_that_are_never_called_are_left_out(
     train, make_model, lossless, monkeypatch, caplog, tmp_path, kind, begins

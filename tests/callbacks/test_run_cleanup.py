@@ -210,15 +210,6 @@ def test_an_infeasible_budget_is_raised_from_train_and_leaves_the_model_clean(ma
     assert_same_traces(traces(trainer), traces(plain))
 
 
-def test_the_smallest_feasible_budget_that_the_error_names_is_feasible(make_trainer):
-    with pytest.raises(InfeasibleBudgetError) as error_info:
-        make_trainer([AdaccCallback(memory_budget=0.01, tracking="off")]).train()
-    named = float(re.search(r"a fraction of (0\.\d+)", str(error_info.value)).group(1))
-    callback = AdaccCallback(memory_budget=named, tracking="off")
-    make_trainer([callback]).train()
-    assert callback.policy.predicted_stored_bytes <= named * callback.profile.plain_stored_bytes
-
-
 def test_the_model_can_be_saved_whole_under_a_policy(make_trainer, lossless, tmp_path):
     class SaveModel(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -31,16 +31,6 @@ class Pairs(Trainer):
             return self.compute_loss(model, inputs), None, None
 
 
-class RDrop(Trainer):
-    """Model with a loss in each of two calls, as R-Drop uses it."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        first, second = model(**inputs), model(**inputs)
-        p, q = F.log_softmax(first.logits, -1), F.log_softmax(second.logits, -1)
-        loss = first.loss + second.loss + F.kl_div(p, q, log_target=True, reduction="batchmean")
-        return (loss, first) if return_outputs else loss
-
-
 @pytest.fixture
 def train_pairs(make_trainer):
     """Return `train_pairs(callbacks, resume=None, **arguments)`, which returns the Trainer of a run of `Pairs`."""
@@ -95,48 +85,3 @@ def test_a_byte_budget_holds_for_both_calls_of_all_micro_batches(train_pairs, me
     predicted = callback.policy.predicted_peak_bytes
     # The prediction comes from few samples before the first step, and is only corrected upwards after a measured step.
     assert peak <= predicted * 1.01
-
-
-def test_a_run_that_resumes_goes_on_with_the_policy(train_pairs, lossless, tmp_path):
-    first_callback = AdaccCallback(**lossless)
-    first_run = train_pairs([first_callback], max_steps=6, save_strategy="steps", save_steps=4)
-    resumed = AdaccCallback(**lossless)
-    again = train_pairs([resumed], resume=str(tmp_path / "run" / "checkpoint-4"), max_steps=6)
-    assert resumed.policy.digest == first_callback.policy.digest
-    assert_same(again, first_run)
-
-
-def test_tracking_looks_at_every_call(train_pairs):
-    callback = AdaccCallback(memory_budget=0.3, actions=("retain", "compress"), min_compress_bytes=0, tracking=2)
-    train_pairs([callback], max_steps=8)
-    tracked = [event for event in callback.history if event["event"] == "tracking"]
-    assert tracked
-    assert callback.policy.action_counts()["compress"] > 0
-    assert not [event for event in callback.history if event.get("corrected")]
-
-
-def test_r_drop_is_profiled_with_both_calls(train, lossless):
-    callback = AdaccCallback(**lossless)
-    run = train([callback], trainer_class=RDrop)
-    assert [block.name for block in callback.profile.blocks] == [
-        f"transformer.h.{i}{n}" for n in ("", "#2") for i in (0, 1)
-    ]
-    run.assert_equals(train(trainer_class=RDrop))
-
-
-def test_an_exception_in_the_middle_of_a_step_leaves_nothing(make_trainer, make_model, lossless, traces):
-    class Fails(RDrop):
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            if self.state.global_step == 3:
-                model(**inputs)
-                raise ZeroDivisionError
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
-
-    model = make_model()
-    trainer = make_trainer([AdaccCallback(**lossless)], model=model, trainer_class=Fails)
-    blocks = [f"transformer.h.{i}" for i in range(2)]
-    hooks_before = traces(trainer)["modules"]
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    hooks_after = traces(trainer)["modules"]
-    assert [hooks_after[name] for name in blocks] == [hooks_before[name] for name in blocks]

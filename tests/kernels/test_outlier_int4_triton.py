@@ -21,10 +21,7 @@ def round_trip(x: Tensor, count: int) -> None:
 class TestCode(KernelCode):
     module = outlier_int4_triton
     varying_arguments: ClassVar = {"seed", "num_outliers"}
-    round_trips: ClassVar = {
-        "outlier_int4": lambda x: round_trip(x, 0),
-        "outlier_int4-raw": lambda x: round_trip(x, 8),
-    }
+    round_trips: ClassVar = {"outlier_int4": lambda x: round_trip(x, 0), "outlier_int4-raw": lambda x: round_trip(x, 8)}
     one_by_one: ClassVar = {"outlier_int4-raw": lambda x: round_trip(x, 1)}
 
     def test_channel_sums_compile(self, launches: list[Launch], tmp_path: Path) -> None:

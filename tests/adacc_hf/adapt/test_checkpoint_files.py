@@ -222,11 +222,7 @@ def test_a_missing_profile_is_named_and_made_again(train, checkpoint, lossless, 
     assert PROFILE_FILE in assert_profiles_again(train, checkpoint, lossless, profilings, caplog)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}], ids=str)
 def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, profilings, settings):
     plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING, **settings)
     profilings.clear()
@@ -351,8 +347,7 @@ class Terminated(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("event", "save_strategy"),
-    [("on_step_begin", "steps"), ("on_pre_optimizer_step", "no"), ("on_epoch_end", "no")],
+    ("event", "save_strategy"), [("on_step_begin", "steps"), ("on_pre_optimizer_step", "no"), ("on_epoch_end", "no")]
 )
 def test_a_checkpoint_upon_sigterm_has_the_policy(
     make_trainer, train, lossless, tmp_path, profilings, event, save_strategy

@@ -13,7 +13,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, AdaccTrainerMixin
 from adacc_hf.adapt import run_profiler
-from adacc_hf.adapt.coverage import describe_blocks, refuse_fallbacks
+from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.tape.fallbacks import Fallbacks
 
@@ -73,11 +73,6 @@ def _with_config(config):
             super().__init__(*args, adacc_config=config, **kwargs)
 
     return WithConfig
-
-
-def test_with_warn_the_same_blocks_are_trained_and_reported(train, make_model, unreplayable, caplog):
-    train([AdaccCallback(**LOSSLESS)], model=make_model())
-    assert re.search(r"block calls per micro-batch: .*\(not replayable: .*random generators", caplog.text)
 
 
 class PaddedInStep3(torch.utils.data.Dataset):
@@ -210,11 +205,6 @@ def test_a_call_that_differs_ends_an_own_loop_at_the_end_of_its_micro_batch(make
         model(**batch_of(32), attention_mask=mask).loss.backward()
     assert session.is_closed
     assert attributes(model) == before
-
-
-def test_a_message_has_the_first_names_and_the_number_of_blocks():
-    assert describe_blocks(["h.0"]) == "1 block (h.0)"
-    assert describe_blocks(f"h.{i}" for i in range(6)) == "6 blocks (h.0, h.1, h.2, h.3, ...)"
 
 
 def test_fallbacks_are_allowed_by_default():

@@ -93,10 +93,7 @@ def test_a_call_may_be_recorded_where_all_values_of_a_block_have_room(reference,
     assert not diverged.may_record(shapes_of(8), reference, room - 1)
     assert diverged.may_record(shapes_of(8), reference, 0.01), "a fraction bounds no peak"
     # A smaller batch follows the policy, which here is plain training.
-    static, plain = (
-        reference.replanner.profile.static_bytes,
-        reference.replanner.policy.predicted_peak_bytes,
-    )
+    static, plain = (reference.replanner.profile.static_bytes, reference.replanner.policy.predicted_peak_bytes)
     half = static + (plain - static + block_bytes) // 2
     assert diverged.may_record(shapes_of(4), reference, half + 1)
     assert not diverged.may_record(shapes_of(4), reference, half - 1)

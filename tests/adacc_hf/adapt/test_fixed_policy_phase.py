@@ -25,9 +25,3 @@ def test_a_policy_without_a_profile_has_its_predictions(recomputing):
 def test_the_measured_overhead_comes_before_the_predicted_one_even_if_it_is_zero(recomputing):
     assert recomputing.predicted_overhead_ms > 0
     assert figures(recomputing, None, 0.0)["adacc/overhead_ms"] == 0.0
-
-
-def test_the_rate_is_that_of_plain_training_s_bytes(recomputing, fake_profile):
-    rate = recomputing.predicted_stored_bytes / fake_profile.plain_stored_bytes
-    assert 0 < rate < 1
-    assert figures(recomputing, fake_profile)["adacc/compression_rate"] == rate

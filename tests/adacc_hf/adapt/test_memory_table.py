@@ -109,9 +109,3 @@ def test_the_table_has_the_plan_beside_what_is_live(profiled: Any) -> None:
     assert first.strip().startswith(f"{format_bytes(nbytes)}  retain")
     assert sum(nbytes for nbytes, _ in stored) <= policy.predicted_stored_bytes
     assert any(name in line for line in text.splitlines())
-
-
-def test_without_a_policy_the_table_has_what_is_live_only() -> None:
-    text = memory_table(LiveMemory.measure(nn.Linear(4, 4), None), None, None)
-    assert "planned" not in text
-    assert "Predicted" not in text

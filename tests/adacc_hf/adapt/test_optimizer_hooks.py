@@ -89,18 +89,6 @@ def test_the_first_policy_takes_little_memory_until_a_step_was_counted(train_ste
     adacc_run.assert_equals(plain)
 
 
-def test_a_fraction_of_what_is_stored_needs_no_counting(train_stepping):
-    callback = AdaccCallback(memory_budget=0.6, **LOSSLESS)
-    train_stepping([callback])
-    assert not any(event["event"] == "change" for event in callback.history)
-
-
-def test_steps_outside_are_counted_by_themselves(train):
-    callback = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
-    train([callback])
-    assert callback.policy.is_plain
-
-
 def update(parameter: torch.Tensor) -> None:
     """Take a step with the gradient of `parameter`, and free the gradient."""
     with torch.no_grad():

@@ -50,12 +50,6 @@ def test_the_policy_is_set_after_the_first_recorded_step(train, lossless, late_p
     assert callback.history[0]["stored_bytes"] == callback.policy.predicted_stored_bytes
 
 
-def test_memory_is_listed_under_a_policy_that_was_passed_in(make_trainer, profile, caplog):
-    callback = AdaccCallback(policy=uniform_policy(profile, "recompute"))
-    run_out_of_memory(make_trainer, callback)
-    assert caplog.text.count("when it ran out") == 1
-
-
 def test_an_error_within_the_table_leaves_the_out_of_memory_error(make_trainer, lossless, caplog, monkeypatch):
     monkeypatch.setattr(LiveMemory, "measure", lambda *_: 1 / 0)
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)

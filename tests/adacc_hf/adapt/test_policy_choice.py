@@ -72,22 +72,6 @@ def test_a_longer_batch_is_recomputed_until_a_solver_run_pays(make_trainer, monk
     assert longer["peak_bytes"] <= budget
 
 
-def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_blocks_out(make_trainer, late_policy):
-    """The first longer batch runs under torch's checkpoint, and the next one is profiled for all sizes. Later sizes
-    have a policy before their first batch."""
-    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    lengths = [16] * 4 + [32] * 30 + [9, 16, 8, 32] * 10
-    run_lengths(make_trainer, lengths, [callback])
-    policy_events = events(callback, "policy")
-    # The first policy is set at step 2. The first batch of 32 tokens comes at step 5, those of 9 and 8 at 35 and 37.
-    assert [(event["step"], event.get("reason")) for event in policy_events] == [
-        (2, None),
-        (6, "for batches of input_ids 4x32, labels 4x32"),
-        (35, "for batches of input_ids 4x9, labels 4x9"),
-        (37, "for batches of input_ids 4x8, labels 4x8"),
-    ]
-
-
 def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(make_trainer, monkeypatch):
     is_unplanned = []
     original = PolicyChoice.choose

@@ -8,13 +8,7 @@ import pytest
 from run_builders import events, refuse_profiles_of, run_lengths
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.profile_requests import (
-    FALLBACK_MODES,
-    MORE_BLOCKS,
-    MOST_TRIES,
-    OTHER_OPERATORS,
-    ProfileRequests,
-)
+from adacc_hf.adapt.profile_requests import FALLBACK_MODES, MORE_BLOCKS, MOST_TRIES, OTHER_OPERATORS, ProfileRequests
 
 
 def test_a_size_that_is_not_recorded_stays_without_a_policy(make_trainer, monkeypatch, late_policy):
@@ -47,13 +41,6 @@ def request(why):
     requests.look()
     assert (requests.why, requests.num_tries) == (why, MOST_TRIES)
     return requests, state, diverged
-
-
-def test_nothing_is_searched_for_at_first():
-    requests, *_ = fake_requests()
-    assert (requests.why, requests.num_tries) == ("", 0)
-    requests.look()
-    assert requests.num_tries == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import adacc_hf.adapt.gradient_check as gradient_module
-import adacc_hf.adapt.outlier_tracking as tracking_module
 import adacc_hf.adapt.policy_selection as selection_module
 import adacc_hf.adapt.replanner as rectifier_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
@@ -246,13 +245,6 @@ def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, ba
         assert result.reason.startswith(f"{NOTHING_FITS}, the policy is unchanged: memory_budget=")
 
 
-def test_every_outlier_codec_is_counted_by_default(model, batch):
-    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    tracking = session.observe()
-    choices = [choice for _, choice in session.policy.plans[0].choices]
-    assert len(tracking.num_outliers) == sum(choice.codec == "outlier_int4" for choice in choices) > 3
-
-
 def test_the_most_of_all_blocks_and_calls_counts(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     session.replanner.start_tracking(session.handle.plans)
@@ -263,20 +255,6 @@ def test_the_most_of_all_blocks_and_calls_counts(model, batch):
     plant(model, [])
     session.step()
     assert session.replanner.reprice(session.replanner.observed()).num_outliers[NORM] == 3
-
-
-def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
-    calls = []
-    original = tracking_module.Measurements.add_count
-    monkeypatch.setattr(tracking_module.Measurements, "add_count", lambda *args: calls.append(1) or original(*args))
-    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    session.step()
-    assert not calls
-    session.track()
-    assert calls
-    calls.clear()
-    session.step()
-    assert not calls
 
 
 def test_there_is_work_only_where_outliers_are_kept(model, batch):

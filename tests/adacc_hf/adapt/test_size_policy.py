@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from adacc_hf import AdaccConfig
-from adacc_hf.adapt.checkpoint_files import (
-    Saved,
-    load_from_checkpoint,
-    save_in_checkpoint,
-)
+from adacc_hf.adapt.checkpoint_files import Saved, load_from_checkpoint, save_in_checkpoint
 from adacc_hf.adapt.gradient_check import GradientError
 from adacc_hf.adapt.profile_updates import with_more_memory
 from adacc_hf.adapt.replanner import Replanner, Tracking

@@ -106,12 +106,6 @@ def test_a_budget_keeps_its_type(budget: Any) -> None:
 
 
 @pytest.mark.usefixtures("axolotl")
-def test_without_settings_the_defaults_hold() -> None:
-    (callback,) = callbacks()
-    assert callback.config.changed_settings == {}
-
-
-@pytest.mark.usefixtures("axolotl")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

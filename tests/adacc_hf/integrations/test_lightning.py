@@ -23,8 +23,6 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from adacc_hf import AdaccSession  # noqa: E402
 from adacc_hf.artifacts.errors import UncoveredBlockError  # noqa: E402
 from adacc_hf.integrations.lightning import AdaccLightningCallback  # noqa: E402
-from adacc_hf.solve.simple_policies import uniform_policy  # noqa: E402
-from adacc_hf.torch_glue.compat import CHECKPOINTING  # noqa: E402
 
 pytestmark = [
     # Lightning advises on workers, on validation and on checkpoints, and uses names that torch has deprecated.
@@ -107,10 +105,7 @@ def fit(tmp_path):
         torch.manual_seed(1)
         data = batches(12) if loader is None else loader
         trainer.fit(
-            module,
-            DataLoader(data, batch_size=None),
-            DataLoader(batches(2), batch_size=None),
-            ckpt_path=ckpt_path,
+            module, DataLoader(data, batch_size=None), DataLoader(batches(2), batch_size=None), ckpt_path=ckpt_path
         )
         return module, trainer
 
@@ -232,16 +227,6 @@ def test_figures_are_logged_at_the_logging_steps(fit, tmp_path):
     assert json.loads((Path(trainer.log_dir) / "adacc_history.json").read_text()) == callback.history
 
 
-def test_a_policy_may_be_passed_in(fit):
-    callback = AdaccLightningCallback(**HALF)
-    fit([callback], max_steps=2)
-    policy = uniform_policy(callback.profile, "recompute")
-    explicit_callback = AdaccLightningCallback(policy=policy)
-    module, _ = fit([explicit_callback])
-    assert explicit_callback.policy is policy
-    assert_equal_training(module, fit()[0])
-
-
 @pytest.mark.parametrize("is_after_training", [False, True], ids=["by-ModelCheckpoint", "after-training"])
 def test_a_resumed_run_continues_with_the_policies_of_its_checkpoint(fit, tmp_path, is_after_training):
     first = AdaccLightningCallback(**HALF)
@@ -282,22 +267,6 @@ def test_a_checkpoint_of_an_exception_has_the_policies(fit):
     with pytest.raises(ZeroDivisionError):
         fit([callback, Failing()], max_steps=6)
     assert {"adacc_policy.json", "adacc_state.json"} <= callback.state_dict()["files"].keys()
-
-
-def test_a_resumed_run_is_equal_to_lightnings(fit, tmp_path):
-    def without_dropout() -> Module:
-        module = Module()
-        for submodule in module.modules():
-            if isinstance(submodule, nn.Dropout):
-                submodule.p = 0.0
-        return module
-
-    def resumed(callbacks) -> Module:
-        _, trainer = fit(callbacks(), module=without_dropout(), max_steps=3)
-        trainer.save_checkpoint(tmp_path / "first.ckpt")
-        return fit(callbacks(), module=without_dropout(), ckpt_path=tmp_path / "first.ckpt")[0]
-
-    assert_equal_training(resumed(lambda: [AdaccLightningCallback(**HALF)]), resumed(list))
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -387,13 +356,6 @@ def test_out_of_memory_ends_the_run_with_advice(fit, caplog):
     assert not module.model._forward_pre_hooks
 
 
-def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(fit, caplog):
-    module = Module()
-    getattr(module.model, f"{CHECKPOINTING}_enable")()
-    fit([AdaccLightningCallback(**HALF)], module)
-    assert caplog.text.count("checkpointing is on in the model, though not in the arguments: a policy replaces") == 1
-
-
 def test_manual_optimization_is_refused(fit):
     module = Module()
     module.automatic_optimization = False
@@ -407,36 +369,6 @@ def test_a_second_callback_is_refused(fit):
 
     with pytest.raises(ValueError, match="2 AdaccLightningCallbacks"):
         fit([AdaccLightningCallback(**HALF), Other(**HALF)])
-
-
-class TwoCalls(Module):
-    """Module whose training step calls the model on the whole batch and on half of each sequence."""
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss_of(self.model, batch)
-        self.losses.append(loss.item())
-        return loss
-
-    @staticmethod
-    def loss_of(model, batch):
-        half = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in batch.items()}
-        return model(**batch).loss + model(**half).loss
-
-
-def test_two_calls_of_the_model_are_planned_together(fit):
-    plain, _ = fit(module=TwoCalls(), max_steps=5)
-    callback = AdaccLightningCallback(**HALF)
-    module, _ = fit([callback], module=TwoCalls(), max_steps=5)
-    assert_equal_training(module, plain)
-    assert len(callback.profile.blocks) == 2 * 3
-    assert "fallback" not in {event["event"] for event in callback.history}
-
-
-def test_a_model_in_eval_mode_is_reported(fit, caplog):
-    module = Module()
-    module.model.eval()
-    fit([AdaccLightningCallback(**HALF)], module=module, max_steps=2)
-    assert caplog.text.count("a step without a call of GPT2LMHeadModel in train mode") == 1
 
 
 def test_a_run_that_must_be_covered_ends_and_restores_the_model(fit, monkeypatch):

@@ -111,13 +111,6 @@ def test_full_recomputation_is_not_made_reentrant(callbacks_map, always_reentran
     assert losses == plain_losses
 
 
-def test_each_trainer_gets_a_callback_of_its_own(callbacks_map) -> None:
-    register(**LOSSLESS)
-    first, second = callbacks_map["adacc"](None, None), callbacks_map["adacc"](None, None)
-    assert first is not second
-    assert first.config == second.config == AdaccCallback(**LOSSLESS).config
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
