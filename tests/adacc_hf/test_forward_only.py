@@ -10,7 +10,7 @@ from adacc_hf.artifacts.errors import CheckpointMismatchError, TapeMismatchError
 from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
-NUM_STEPS = 7
+NUM_STEPS = 5
 SCALES = {"factor": 1.0}
 
 

@@ -22,12 +22,7 @@ from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
-from adacc_hf.torch_glue.memory import (
-    MemoryMeter,
-    measure_step,
-    static_bytes,
-    take_peak,
-)
+from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes, take_peak
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = AdaccConfig(min_compress_bytes=0)

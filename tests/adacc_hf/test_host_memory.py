@@ -366,21 +366,6 @@ def test_a_checkpoint_with_host_memory_is_not_resumed_without_it(tiny_gpt2, toke
     assert "host_memory='64MiB' allows 102.40 KiB of the memory that is free now" in caplog.text
 
 
-@pytest.mark.usefixtures("separate")
-def test_a_checkpoint_without_host_memory_is_not_resumed_with_it(tiny_gpt2, token_batch, tmp_path, caplog):
-    model, batch = tiny_gpt2("sdpa", 2), token_batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"min_compress_bytes": 0, "memory_budget": 0.3, "head": "plain"}
-    with AdaccSession(model, optimizer, **settings) as first:
-        with first.step(batch):
-            model(**batch).loss.backward()
-            optimizer.step()
-        first.save(tmp_path)
-    with AdaccSession(model, optimizer, host_memory="64MiB", **settings) as moving:
-        assert not moving.load(tmp_path)
-    assert "has host_memory=None, not '64MiB': profiling again" in caplog.text
-
-
 @pytest.mark.parametrize("setting", [None, "64KiB"])
 @pytest.mark.parametrize("is_function", [False, True])
 def test_a_users_policy_keeps_to_host_memory(gpt2, setting, is_function):

@@ -48,11 +48,7 @@ class FusedNorm(Function):
         normed = x * scale[..., None]
         weighted = gradient * weight
         inner = (weighted * normed).mean(-1, keepdim=True)
-        return (
-            scale[..., None] * (weighted - normed * inner),
-            (gradient * normed).flatten(0, -2).sum(0),
-            None,
-        )
+        return (scale[..., None] * (weighted - normed * inner), (gradient * normed).flatten(0, -2).sum(0), None)
 
 
 class FusedGate(Function):

@@ -60,23 +60,13 @@ def subclass_of(cls):
     return type("Block", (cls,), {"forward": half})
 
 
-def add_hook(block):
-    type(block).forward_before = type(block).forward
-    type(block).forward = lambda self, x: self.forward_before(x) * 1.5
-
-
 CHANGES = {
     "forward of the class": lambda blocks: setattr(type(blocks[0]), "forward", half),
-    "forward of the class, wrapped": lambda blocks: add_hook(blocks[0]),
-    "forward of a base class": lambda blocks: setattr(type(blocks[0]).__mro__[0], "forward", half),
     "class of a block": lambda blocks: setattr(blocks[1], "__class__", subclass_of(type(blocks[1]))),
-    "class of all blocks": lambda blocks: [setattr(b, "__class__", subclass_of(type(b))) for b in blocks],
     "forward of a block": lambda blocks: setattr(blocks[1], "forward", types.MethodType(half, blocks[1])),
     "forward of a submodule's class": lambda blocks: setattr(
         type(blocks[0].mlp), "forward", lambda self, x: self.down(x.tile(2))
     ),
-    "method of a submodule's class": lambda blocks: setattr(type(blocks[0].mlp), "act", lambda self, x: x.relu()),
-    "attribute of the class": lambda blocks: setattr(type(blocks[0]), "gain", 2.0),
     "function that a module calls": lambda blocks: setattr(blocks[2].mlp, "act", torch.tanh),
 }
 

@@ -17,12 +17,7 @@ from adacc_hf.artifacts.errors import NestedHooksError
 from adacc_hf.run.blocks import BlockFunction, Installation, TrainingFlag
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.compat import (
-    FLAG,
-    FUNCTION,
-    GradientCheckpointingLayer,
-    PreTrainedModel,
-)
+from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 NAMES = [n for n in ("gradient", "activation") if hasattr(PreTrainedModel, f"{n}_checkpointing_enable")]
@@ -30,17 +25,6 @@ NAMES = [n for n in ("gradient", "activation") if hasattr(PreTrainedModel, f"{n}
 hooks_forward = pytest.mark.skipif(
     "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
 )
-
-
-class NoteCalls:
-    """A strategy that records the arguments of each call."""
-
-    def __init__(self):
-        self.calls = []
-
-    def run(self, block, fn, args, kwargs):
-        self.calls.append((block, args, kwargs))
-        return fn(*args)
 
 
 class Layer(nn.Module):
@@ -89,17 +73,6 @@ def state_of(model):
     return {name: {**module.__dict__} for name, module in model.named_modules()}
 
 
-def test_each_block_gets_a_function_of_its_own(tiny_gpt2):
-    model = tiny_gpt2()
-    installation = Installation(model)
-    touched = [name for name, module in model.named_modules() if FUNCTION in module.__dict__]
-    assert touched == ["transformer.h.0", "transformer.h.1"]
-    functions = [model.get_submodule(name).__dict__[FUNCTION] for name in touched]
-    assert functions == list(installation.functions.values())
-    assert functions[0] is not functions[1]
-    installation.remove()
-
-
 def test_a_blocks_hooks_run_around_its_strategy():
     """A block's hooks run around the strategy in every release: some pass on the whole call, some the forward alone."""
     block, order = nn.Linear(2, 2), []
@@ -119,27 +92,6 @@ def test_a_blocks_hooks_run_around_its_strategy():
     assert torch.equal(function(partial(nn.Linear.forward, block), x), expected)
     assert order[3:] == ["run"]
     assert "forward" not in vars(block)
-
-
-def test_caches_are_nulled(tiny_gpt2, token_batch):
-    """A cache is removed from any place among the arguments, because replay would append to it again."""
-    model, hidden = tiny_gpt2(), torch.randn(1, 4, 32, requires_grad=True)
-    installation = Installation(model)
-    notes = NoteCalls()
-    installation.functions["transformer.h.0"].strategy = notes
-    function = installation.functions["transformer.h.0"]
-    mask = torch.ones(1)
-
-    def fn(hidden, cache=None, **kwargs):
-        assert cache is None
-        assert kwargs.get("past") is None
-        return hidden
-
-    function(partial(fn, past=DynamicCache(), mask=mask), hidden, DynamicCache())
-    ((_, args, kwargs),) = notes.calls
-    assert args == (hidden, None)
-    assert kwargs == {"past": None, "mask": mask}
-    installation.remove()
 
 
 def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
@@ -226,14 +178,6 @@ def test_layers_inside_a_block_are_not_checkpointed_meanwhile():
     assert not inner.gradient_checkpointing
     installation.remove()
     assert inner.gradient_checkpointing
-
-
-def test_an_exception_while_applied_leaves_no_trace(recomputing):
-    model, _, policy = recomputing
-    before = state_of(model)
-    with pytest.raises(KeyError), apply_policy(model, policy):
-        raise KeyError
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "save"])
@@ -327,13 +271,6 @@ def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_step
     assert torch.equal(plain_model(**batch).loss, loss)
 
 
-def test_named_classes_may_be_checkpointing_layers(tiny_gpt2, token_batch):
-    model = tiny_gpt2()
-    assert isinstance(model.transformer.h[0], GradientCheckpointingLayer)
-    profile = profile_model(model, token_batch(), AdaccConfig(block_classes=("GPT2Block",)))
-    assert [block.name for block in profile.blocks] == ["transformer.h.0", "transformer.h.1"]
-
-
 @hooks_forward
 def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batch, monkeypatch):
     """A class-level patch of forward bypasses Transformers' hook. Naming the class wraps the patched forward."""
@@ -353,10 +290,7 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
 
 ASKERS = {
     "Transformers": lambda model: model.is_gradient_checkpointing,
-    "any module": lambda model: any(getattr(module, FLAG, False) for module in model.modules()),
-    "a list": lambda model: [bool(getattr(module, FLAG, False)) for module in model.modules()].count(True) > 0,
     "a block": lambda model: bool(model.transformer.h[0].gradient_checkpointing),
-    "not": lambda model: bool(model.transformer.h[1].gradient_checkpointing),
 }
 
 
@@ -446,9 +380,7 @@ class Reading(nn.Module):
 
 @pytest.mark.skipif(not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache"), reason="since 5.23")
 @pytest.mark.parametrize(
-    "change",
-    [{}, {"length": 3}, {"by_position": True}, {"trains_cache": False}, {"reads": False}, {"length": 6}],
-    ids=str,
+    "change", [{"length": 3}, {"by_position": True}, {"trains_cache": False}, {"reads": False}], ids=str
 )
 def test_caches_that_are_only_read_stay(run_steps, assert_same_steps, one_thread, change):
     def build():
@@ -529,16 +461,6 @@ def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_st
     assert all("forward" not in vars(layer) for layer in plain_model.layers)
 
 
-def test_a_policy_of_other_blocks_takes_its_place_too(plain_model, run_steps, assert_same_steps):
-    batch = {"x": torch.randn(2, 8)}
-    plain = run_steps(plain_model, batch)
-    profile = profile_model(plain_model, batch, LAYERS)
-    profile_inner = profile_model(plain_model, batch, LINEARS)
-    apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS)
-    with apply_policy(plain_model, uniform_policy(profile_inner, "recompute"), LINEARS):
-        assert_same_steps(run_steps(plain_model, batch), plain)
-
-
 def test_a_policy_of_a_part_within_another_is_named(plain_model):
     batch = {"x": torch.randn(2, 8)}
     profile = profile_model(plain_model, batch, LAYERS)
@@ -551,7 +473,7 @@ def test_a_policy_of_a_part_within_another_is_named(plain_model):
         plain_model(**batch)
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev", "vjp"])
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
     batch = {"x": torch.randn(2, 8)}
 
@@ -561,12 +483,7 @@ def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
     def run():
         if transform == "vmap":
             return torch.func.vmap(loss)(torch.stack([batch["x"], batch["x"] + 1]))
-        if transform in ("jvp", "vjp"):
-            transformed = getattr(torch.func, transform)(
-                loss, *([(batch["x"],), (batch["x"],)] if transform == "jvp" else [batch["x"]])
-            )
-            return transformed[0] if transform == "vjp" else transformed[1]
-        return getattr(torch.func, transform)(loss)(batch["x"])
+        return torch.func.grad(loss)(batch["x"])
 
     plain = run()
     with recompute_all(plain_model, batch, LAYERS, LAYERS):

@@ -94,28 +94,6 @@ def test_forgotten_sizes_of_a_family_leave_nothing(
         assert len(handle.tape_cache.execution_plans) == len(plans)
 
 
-def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
-    """The plans of all policies of a run (one for each batch size and one for recording) drop a shape together."""
-    remember_few(monkeypatch, most=3)
-    model = toy_model(rounds_up)
-    profile = profile_model(model, text_of(10), CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
-        others = handle.prepare(uniform_policy(profile, "compress"), handle.plans)
-        both = (handle.plans, others)
-        for tokens in range(5, 13):
-            for plans in both:  # the second policy finds the shape recorded
-                handle.follow(plans)
-                run_steps(model, text_of(tokens), num_steps=1)
-        for name in handle.installation.functions:
-            strategies = [plans.strategies[name] for plans in both]
-            assert [len(strategy.entries.recorded) for strategy in strategies] == [3, 3]
-            assert all(strategy.entries.recorded.keys() == strategy.known_shapes.keys() for strategy in strategies)
-        gc.collect()
-        tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
-        assert len(tapes) <= 3 + 2  # records of few tokens that need no padding: too few for a symbolic tape
-        assert set(handle.tape_cache.tapes) == tapes | set(handle.tape_cache.profiled)
-
-
 def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
     remember_few(monkeypatch, most=3)
     with apply_policy(gpt2, recomputing) as handle:

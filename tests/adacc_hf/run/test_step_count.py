@@ -64,10 +64,3 @@ def test_calls_without_gradients_are_counted_round(count):
 
 def test_a_call_that_fails_is_not_counted(count):
     assert [count.next_of(3), count.next_of(3)] == [0, 0]
-
-
-def test_nothing_is_left_on_the_graph(count):
-    results = [call(count)[1] for _ in range(2)]
-    assert all(result._backward_hooks for result in results)
-    count.reset()
-    assert not any(result._backward_hooks for result in results)

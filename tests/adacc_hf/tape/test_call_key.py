@@ -45,18 +45,6 @@ def test_numbers_and_programs_tell_calls_apart():
     assert known_shapes.untraced is None
 
 
-class Untraced(Adding):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs) * sum(args[0].tolist())
-
-
-def test_it_says_why_a_call_has_no_key():
-    known_shapes = KnownShapes()
-    assert known_shapes.untraced is None
-    assert key_of(known_shapes, torch.ones(2), block=Untraced()) is None
-    assert "tolist" in known_shapes.untraced
-
-
 # Layout of the tensors attached to a block
 
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.replay_check import equal_values, merge_equal_values, verify
 from adacc_hf.torch_glue.memory import measure_step
@@ -34,19 +33,6 @@ def x():
 def squares(count):
     """Save `count` equal casts of one tensor, each in a square of its own."""
     return lambda x: [x.double().square() for _ in range(count)]
-
-
-def test_equal_casts_are_one(record, x):
-    tape = record(squares(3), x)
-    first, second, third = tape.saved_values()
-    assert tape.equal == {second: first, third: first}
-
-
-def test_what_follows_from_equal_values_is_equal(record, x):
-    tape = record(lambda x: [x.double().exp().sin().square() for _ in range(2)], x)
-    half = len(tape.slots) // 2
-    for first, second in zip(tape.slots[:half], tape.slots[half:], strict=True):
-        assert tape.equal[second.value] == first.value
 
 
 @pytest.mark.parametrize(
@@ -153,10 +139,3 @@ def test_a_budget_just_below_plain_costs_nothing(llama, run_steps, assert_same_s
         with torch.autocast("cpu", dtype=torch.bfloat16):
             memory = measure_step(model, batch)
     assert memory.stored_bytes == policy.predicted_stored_bytes
-
-
-def test_without_recompute_every_storage_stays(llama):
-    profile = llama[2]
-    policy = solve_policy(profile, 0.7, AdaccConfig(actions=("retain", "compress"), min_compress_bytes=0))
-    assert policy.action_counts()["recompute"] == 0
-    assert uniform_policy(profile, "retain").predicted_stored_bytes == profile.plain_stored_bytes

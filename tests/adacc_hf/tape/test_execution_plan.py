@@ -64,15 +64,6 @@ def test_an_input_that_others_hold_takes_no_cell(tape):
     assert hidden in [value for value, _ in plan.externals]
 
 
-def test_the_first_guess_of_the_order_is_the_reverse(tape):
-    plan = ExecutionPlan(tape, {})
-    assert plan.schedule.order == tuple(reversed(range(len(tape.slots))))
-    before = plan.schedule
-    plan.follow((0, 2, 1))
-    assert plan.schedule.order == (0, 2, 1)
-    assert before.order == tuple(reversed(range(len(tape.slots))))  # a running backward keeps its order
-
-
 def test_codecs_see_dimensions_in_the_order_of_memory(record_call):
     """Codecs see dimensions in memory order: a transposed attention output is encoded without a copy."""
     base = torch.randn(2, 3, 4)

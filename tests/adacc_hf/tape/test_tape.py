@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from adacc_hf.tape.recorder import Recorder
-from adacc_hf.tape.tape import Source, TapeValue, TensorRef, geometry_of, map_tensors, tensor_refs
+from adacc_hf.tape.tape import TapeValue, TensorRef, map_tensors, tensor_refs
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -50,10 +50,6 @@ def test_references_are_found_and_mapped_in_nested_containers():
     mapped = map_tensors(tree, TensorRef, lambda ref: ref.value)
     assert mapped == (0, [1, {"x": 2, "y": 3}], Pair(0, None), "b")
     assert isinstance(mapped[2], Pair)
-
-
-def test_geometry_is_in_elements():
-    assert geometry_of(torch.zeros(4, 6)[1:, ::2]) == ((3, 3), (6, 2), 6)
 
 
 def test_equal_blocks_have_equal_digests():
@@ -141,9 +137,3 @@ def test_consumers_and_saved_values():
     saved = [tape.values[index].name for index in tape.saved_values()]
     assert saved == ["block:tanh", "parameter weight", "block:exp"]  # tanh is saved twice, named once
     assert len(tape.slots) == 4
-
-
-def test_sources_print_as_a_path():
-    assert str(Source("argument", (1, "mask", 0))) == "argument 1.mask.0"
-    assert str(Source("parameter", ("mlp.weight",))) == "parameter mlp.weight"
-    assert str(Source("unknown", ())) == "unknown"

@@ -2,7 +2,6 @@
 
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +16,6 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 class Mark:
     """An object with nothing to compare but its identity."""
-
-
-@dataclass
-class Named:
-    """An object that is equal to others of the same name."""
-
-    name: str = "same"
 
 
 class Activation(nn.Module):
@@ -65,7 +57,7 @@ def in_part(part, name, make):
 
 PATCH = pytest.MonkeyPatch()
 CALL = nn.Module._call_impl
-MARK, NAMED, BARE = Mark(), Named(), object()
+MARK = Mark()
 
 
 def scaled(scale):
@@ -156,13 +148,9 @@ BY_VARIABLE = scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1")))
 CASES = {
     "is an object": (chosen(lambda b: b.mark is MARK), holds(mark=Mark()), to("mark", MARK)),
     "is no object": (chosen(lambda b: b.mark is not MARK), holds(mark=MARK), to("mark", Mark())),
-    "is an equal one": (chosen(lambda b: b.mark is NAMED), holds(mark=Named()), to("mark", NAMED)),
-    "is a bare object": (chosen(lambda b: b.mark is BARE), holds(mark=object()), to("mark", BARE)),
     "in a list": (chosen(lambda b: b.mark in [MARK]), holds(mark=Mark()), to("mark", MARK)),
     "key of a dict": (scaled(lambda b: {MARK: 2.0}.get(b.mark, 3.0)), holds(mark=Mark()), to("mark", MARK)),
-    "in a set": (chosen(lambda b: b.mark in {MARK}), holds(mark=Mark()), to("mark", MARK)),
     "layer in a list": (through(lambda b: b.pick[0]), picks(lambda a: [a]), lambda b: b.pick.__setitem__(0, b.b)),
-    "layer in a dict": (through(lambda b: b.pick["it"]), picks(lambda a: {"it": a}), lambda b: b.pick.update(it=b.b)),
     "layer in a namespace": (
         through(lambda b: b.pick.it),
         picks(lambda a: SimpleNamespace(it=a)),
@@ -180,16 +168,10 @@ CASES = {
         fresh("zeros", lambda: [0.0]),
         lambda b: b.zeros.__setitem__(0, -0.0),
     ),
-    "zero in a tuple": (signed(lambda b: b.zeros[0]), holds(zeros=(0.0, 1.0)), to("zeros", (-0.0, 1.0))),
     "list in a tuple": (
         scaled(lambda b: b.pair[1][0]),
         fresh("pair", lambda: (1.0, [2.0])),
         lambda b: b.pair[1].__setitem__(0, 3.0),
-    ),
-    "dict in a tuple in a list": (
-        scaled(lambda b: b.pairs[0][1]["it"]),
-        fresh("pairs", lambda: [(1.0, {"it": 2.0})]),
-        lambda b: b.pairs[0][1].update(it=3.0),
     ),
     "order of a dict": (chosen(lambda b: tuple(b.table) == ("a", "b")), AB, turn),
     "names in a dict": (chosen(lambda b: list(b.table) == ["a"]), A, B),
@@ -198,10 +180,7 @@ CASES = {
         fresh("table", lambda: OrderedDict(a=2.0, b=3.0)),
         lambda b: b.table.move_to_end("a"),
     ),
-    "order of a copied dict": (scaled(lambda b: next(iter({**b.table}.values()))), AB, turn),
-    "names in an unpacked dict": (chosen(lambda b: [*b.table] == ["a"]), A, B),
     "new variable of the environment": (BY_VARIABLE, holds(), set_variable("2")),
-    "whether a variable is there": (chosen(lambda b: "ADACC_TEST_SCALE" in os.environ), holds(), set_variable("2")),
     "variable that goes": (
         scaled(lambda b: float(os.getenv("ADACC_TEST_SCALE", "1"))),
         set_variable("3"),
@@ -219,9 +198,7 @@ CASES = {
     ),
     "forward of a class": (ACT, with_layer(Activation), on_class(Activation, "forward", sine)),
     "method of a class": (ACT, with_layer(Activation), on_class(Activation, "scaled", sine)),
-    "inherited method": (ACT, with_layer(Inherited), on_class(Activation, "scaled", sine)),
     "method that hides an inherited one": (ACT, with_layer(Inherited), on_class(Inherited, "scaled", sine)),
-    "attribute that hides an inherited one": (ACT, with_layer(Inherited), on_class(Inherited, "scale", 3.0)),
     "method of a class alone": (
         ACT,
         with_layer(Activation),
@@ -232,7 +209,6 @@ CASES = {
         with_layer(Activation),
         on_class(Activation, "power", property(lambda self: 3.0)),
     ),
-    "forward of torch's layer": (ACT, with_layer(nn.GELU), on_class(nn.GELU, "forward", sine)),
     "call of a class": (ACT, with_layer(Activation), on_class(Activation, "__call__", sine)),
     "call of all modules": (ACT, with_layer(nn.GELU), on_class(nn.Module, "_call_impl", called_twice)),
     "class of a layer": (ACT, with_layer(nn.GELU), in_part("act", "__class__", lambda b: nn.Tanh)),
@@ -245,11 +221,6 @@ CASES = {
         scaled(lambda b: vars(b.space).get("extra", 3.0)),
         fresh("space", lambda: SimpleNamespace()),
         in_part("space", "extra", lambda b: 2.0),
-    ),
-    "length of a __dict__": (
-        scaled(lambda b: len(vars(b.mark)) + 1.0),
-        fresh("mark", lambda: Mark()),
-        in_part("mark", "extra", lambda b: 2.0),
     ),
     "hook on all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_hook", doubled)),
     "hook before all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_pre_hook", halved)),

@@ -33,11 +33,6 @@ def test_the_names_that_transformers_reads_are_there(tiny_gpt2):
     assert compat.keyword_arguments(called[0]) == {}
 
 
-def test_keyword_arguments_are_those_of_a_partial():
-    assert compat.keyword_arguments(partial(print, end="x")) == {"end": "x"}
-    assert compat.keyword_arguments(print) == {}
-
-
 def test_the_block_of_a_call_is_found_as_every_release_hands_it_over():
     block = nn.Linear(2, 2)
     handed = [partial(block.__call__, x=1), partial(nn.Linear.forward, block, x=1), block.__call__, block.forward]

@@ -214,14 +214,6 @@ def test_modes_are_guarded(mode):
     assert guards.hold(scope_of(block))
 
 
-def test_what_is_not_read_is_not_guarded():
-    block = Block(lambda block, hidden: block.layer(hidden))
-    block.unread, block.layer.unread = 1, 1
-    guards = trace_block(block)
-    block.unread, block.layer.unread, block.more = 2, 2, 3
-    assert guards.hold(scope_of(block))
-
-
 def test_sizes_are_symbols():
     """Sizes are symbols if no branch depends on them. 0 and 1 are separate because torch's operators treat them so."""
     block = Block(lambda block, hidden: block.layer(hidden) if hidden.shape[1] < 20 else hidden)
@@ -531,8 +523,9 @@ def test_any_number_of_blocks_is_traced():
     from torch._dynamo import config
 
     block = Block(lambda block, hidden: hidden * block.value)
-    for block.value in range(config.recompile_limit + 4):
-        guards = trace_block(block)
+    with config.patch(recompile_limit=2):
+        for block.value in range(5):
+            guards = trace_block(block)
     assert guards.hold(scope_of(block))
 
 

@@ -8,12 +8,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import dicts, user_defined
 
 from adacc_hf.torch_glue.dynamo import ClassReads
-from adacc_hf.torch_glue.dynamo_gaps import (
-    guard_identities,
-    name_of,
-    record_class_reads,
-    record_dict_order,
-)
+from adacc_hf.torch_glue.dynamo_gaps import guard_identities, record_class_reads, record_dict_order
 
 
 @pytest.fixture
@@ -154,14 +149,3 @@ def test_the_order_of_a_dict_is_recorded_where_it_is_iterated():
 
     assert any(text.startswith("hash(tuple(") and "table" in text for text in traced(iterate=True))
     assert traced(iterate=False) == []
-
-
-def test_a_source_is_named_by_a_property_or_a_method():
-    class Property:
-        name = "L['x']"
-
-    class Method:
-        def name(self):
-            return "L['x']"
-
-    assert name_of(Property()) == name_of(Method()) == "L['x']"

@@ -151,12 +151,6 @@ def test_a_call_is_seen_once_with_its_arguments_and_saved_tensors(calls, x, appl
     assert torch.equal(gradient, 3 * (x * x))
 
 
-def test_defaults_and_given_numbers_are_arguments(calls, x):
-    cube_with_setup(x)
-    cube(x, 2.0)
-    assert [call.args[1:] for call, *_ in calls] == [(0.0,), (2.0,)]
-
-
 @pytest.mark.parametrize(("apply", "function"), APPLIES.values(), ids=APPLIES)
 def test_nothing_is_saved_without_gradients(calls, x, apply, function):
     with torch.no_grad():
