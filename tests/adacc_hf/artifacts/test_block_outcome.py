@@ -3,17 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from profile_builders import plan_of
 
 from adacc_hf.artifacts.block_outcome import rerun_ms, run_block
-from adacc_hf.artifacts.block_walk import BlockWalk
-from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
+from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import Choice
-
-
-def test_a_plan_per_activation_is_walked(kind):
-    for plan in (plain_plan(kind), plan_of(kind)):
-        assert run_block(kind, plan) == BlockWalk(kind, plan).outcome()
 
 
 def test_a_checkpoint_stores_the_input_and_runs_the_forward_again(kind):
@@ -45,14 +38,6 @@ def test_the_second_forward_ends_with_the_last_saved_value(tape_builder):
     tape.operator("h", [b], [("c", 10)], ms=4.0)
     assert rerun_ms(tape.kind()) == 1.0
     assert rerun_ms(replace(tape.kind(), untrusted="it reads data", forward_ms=9.0)) == 9.0
-
-
-def test_a_block_that_saves_nothing_costs_nothing(tape_builder):
-    tape = tape_builder()
-    tape.operator("f", [tape.value("input", 100)], [("a", 10)], ms=1.0)
-    kind = tape.kind()
-    outcome = run_block(kind, checkpoint_plan(kind))
-    assert (outcome.stored_bytes, outcome.overhead_ms) == (0, 0.0)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

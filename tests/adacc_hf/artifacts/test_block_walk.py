@@ -4,26 +4,9 @@ import pytest
 from profile_builders import plan_of
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.policy import (
-    RECOMPUTE,
-    Action,
-    Choice,
-)
+from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
 
 INT4 = Choice(action=Action.COMPRESS, codec="int4", options=(("group_size", 64),))
-
-
-def test_what_autograd_does_not_save_is_stored_only_if_a_replay_reads_it(kind):
-    assert run_block(kind, plan_of(kind)).stored_bytes == 10 + 20 + 40
-    assert run_block(kind, plan_of(kind, b=RECOMPUTE)).stored_bytes == 10 + 40
-    assert run_block(kind, plan_of(kind, a=RECOMPUTE)).stored_bytes == 100 + 20 + 40
-
-
-def test_retained_values_die_when_their_slot_is_released(kind):
-    outcome = run_block(kind, plan_of(kind))
-    # Unpack and then release; for c, b, a.
-    assert outcome.moments == (70, 70, 30, 30, 30, 10, 10, 10, 0)
-    assert outcome.overhead_ms == 0.0
 
 
 def test_a_replayed_value_serves_a_later_slot_and_then_dies(kind):

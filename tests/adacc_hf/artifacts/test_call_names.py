@@ -197,14 +197,6 @@ def test_what_a_later_call_reads_of_autocasts_cache_can_be_replayed_from(cast_ca
     )
 
 
-def test_calls_of_one_block_may_differ_in_their_plans(case):
-    policy = case.random(1)
-    plans = {}
-    for name, plan in policy.blocks:
-        plans.setdefault(block_of_call(name), set()).add(plan)
-    assert max(map(len, plans.values())) > 1
-
-
 def test_policies_with_every_call_are_saved_and_loaded(pairs, tmp_path, run_steps, assert_same_steps):
     pairs.random(3).save(tmp_path / "policy.json")
     policy = Policy.load(tmp_path / "policy.json")
@@ -412,7 +404,3 @@ def test_names_tell_block_and_number(block, number):
     assert split_call(name) == (block, number)
     assert block_of_call(name) == block
     assert calls_per_block([call_name(block, n) for n in range(1, number + 1)]) == {block: number}
-
-
-def test_a_policy_says_how_many_blocks_are_called_how_often(pairs):
-    assert pairs.random(0).summary().startswith("3 blocks called 6 times (1 under torch's checkpoint), ")

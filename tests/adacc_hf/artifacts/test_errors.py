@@ -18,12 +18,6 @@ def test_a_sentence_can_be_appended(text, sentence):
     assert as_sentence(text) == sentence
 
 
-def test_a_bound_that_is_not_given_is_the_smallest_budget():
-    assert InfeasibleBudgetError("too little", 100).bound_bytes == 100
-    assert InfeasibleBudgetError("too little", 100, 0).bound_bytes == 0
-    assert InfeasibleBudgetError("too little", 100, 90).bound_bytes == 90
-
-
 def test_an_infeasible_budget_arrives_whole_in_another_process(gpt2_like_profile):
     policy = uniform_policy(gpt2_like_profile(num_blocks=1), "recompute")
     error = InfeasibleBudgetError("too little", 100, 90, policy)

@@ -9,14 +9,7 @@ import pytest
 from html_pages import Page
 
 from adacc_hf import AdaccCallback, AdaccConfig, apply_policy
-from adacc_hf.artifacts.notebook_html import (
-    MAX_ROWS,
-    action_html,
-    describe_names,
-    policy_map_html,
-    profile_html,
-    table_html,
-)
+from adacc_hf.artifacts.notebook_html import MAX_ROWS, policy_map_html, table_html
 from adacc_hf.artifacts.policy import IDLE_KIND, Plan
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import solve_policy
@@ -46,18 +39,6 @@ def assert_suits_any_page(html: str) -> None:
     for style in re.findall(r'style="([^"]*)"', html):
         properties = [declaration.partition(":")[0] for declaration in style.split(";")]
         assert ("color" in properties) == ("background" in properties), style
-
-
-def test_a_policy_is_one_line(policy) -> None:
-    assert "\n" not in repr(policy)
-    assert len(repr(policy)) < 250
-    assert repr(policy).startswith(f"<Policy: {policy.summary()}")
-
-
-def test_a_solved_policy_names_the_bytes_of_plain_training(profile, policy) -> None:
-    assert dict(policy.facts)["plain_stored_bytes"] == profile.plain_stored_bytes
-    assert re.search(r"; plain training stores \d+\.\d\d GiB>$", repr(policy))
-    assert "plain training" not in repr(uniform_policy(profile, "retain")), "no solver made this policy"
 
 
 def test_a_profile_is_one_line(profile) -> None:
@@ -108,25 +89,8 @@ def test_a_long_map_is_cut_and_says_so(tape_builder, profile_of) -> None:
     assert rows[-1] == ["and 5 more", "", ""]
 
 
-def test_the_table_of_a_profile_has_its_kinds(profile) -> None:
-    assert Reader(profile._repr_html_()).rows[-1][:2] == ["Block", "12"]
-    assert_suits_any_page(profile_html(profile))
-
-
 def test_text_is_escaped() -> None:
     assert Reader(table_html(("<b>",), [["x"]])).rows == [["<b>"], ["x"]]
-
-
-def test_an_action_with_a_codec_has_the_colour_of_compress(policy) -> None:
-    compressed = [choice for plan in policy.plans for _, choice in plan.choices if choice.codec is not None]
-    assert compressed, "the test needs a compressed activation"
-    assert action_html(compressed[0]).startswith('<span style="background:#E69F00')
-    assert f">{compressed[0]}<" in action_html(compressed[0])
-
-
-def test_many_blocks_are_named_in_few_words() -> None:
-    assert describe_names(["h.0", "h.1", "h.2"]) == "h.0, h.1, h.2"
-    assert describe_names([f"h.{k}" for k in range(80)]) == "h.0, h.1 and 78 more, up to h.79"
 
 
 def test_a_handle_shows_its_policy_and_its_removal(tiny_gpt2, token_batch) -> None:

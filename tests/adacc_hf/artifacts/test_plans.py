@@ -3,8 +3,6 @@
 import random
 from dataclasses import replace
 
-import pytest
-
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan, random_plan, recompute_plan, uniform_plan
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice
 
@@ -13,13 +11,6 @@ ALL = tuple(Action)
 
 def choices_of(kind, plan):
     return {kind.values[value].name: choice for value, choice in plan.choices}
-
-
-def test_a_plain_plan_retains_every_activation(kind):
-    plan = plain_plan(kind)
-    assert plan.is_plain
-    assert not plan.is_checkpointed
-    assert choices_of(kind, plan) == {"input": RETAIN, "a": RETAIN, "b": RETAIN, "c": RETAIN}
 
 
 def test_a_checkpoint_retains_inputs_alone(kind):
@@ -63,14 +54,6 @@ def test_a_block_without_replay_is_checkpointed_where_it_should_recompute(kind):
     assert uniform_plan(untrusted, Action.RETAIN, None) == plain_plan(untrusted)
     must_run_again = replace(kind, block_actions=(BlockAction.CHECKPOINT,))
     assert all(uniform_plan(must_run_again, action, None).is_checkpointed for action in ALL)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_random_plan_checkpoints_at_its_share(kind, share):
-    plans = [random_plan(kind, random.Random(seed), ALL, False, share) for seed in range(8)]
-    assert {plan.is_checkpointed for plan in plans} == {bool(share)}
-    retaining = [random_plan(kind, random.Random(seed), [Action.RETAIN], False, share) for seed in range(8)]
-    assert retaining == [plain_plan(kind)] * 8, "a checkpoint recomputes"
 
 
 def test_random_plans_use_the_allowed_actions_and_the_generator_alone(kind):

@@ -6,14 +6,7 @@ from collections import Counter
 import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.policy import (
-    RECOMPUTE,
-    RETAIN,
-    Action,
-    Choice,
-    Plan,
-    Policy,
-)
+from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
@@ -50,12 +43,6 @@ def test_masks_that_become_bits_are_not_counted_as_compressed(profile):
     assert num_lossy > 0
     assert f", {num_lossy} compress, 0 recompute, 6 masks as bits; stored" in everything.summary()
     assert "bits" not in uniform_policy(profile, "retain").summary()
-
-
-def test_only_all_retain_is_plain():
-    assert Plan(kind="k", choices=((0, RETAIN), (1, RETAIN))).is_plain
-    assert not Plan(kind="k", choices=((0, RETAIN), (1, RECOMPUTE))).is_plain
-    assert Plan(kind="k", choices=((0, RETAIN), (5, RECOMPUTE))).choice(5) == RECOMPUTE
 
 
 def test_what_is_saved_is_loaded(policy, tmp_path):
@@ -108,8 +95,3 @@ def test_actions_are_parsed_and_unknown_ones_refused():
     assert Action.parse("compress") is Action.parse(Action.COMPRESS) is Action.COMPRESS
     with pytest.raises(ValueError, match=r"action='drop' is unknown: choose from retain, compress, recompute"):
         Action.parse("drop")
-
-
-def test_a_choice_shows_its_codec():
-    assert str(RECOMPUTE) == "recompute"
-    assert str(Choice(action=Action.COMPRESS, codec="int8")) == "compress(int8)"

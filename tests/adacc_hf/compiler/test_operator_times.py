@@ -8,12 +8,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adacc_hf.compiler.graph_cost import (
-    OperatorTimes,
-    device_speed,
-    function_ms,
-    keep_ms,
-)
+from adacc_hf.compiler.graph_cost import OperatorTimes, device_speed, function_ms, keep_ms
 
 CPU = torch.device("cpu")
 

@@ -213,16 +213,6 @@ def test_where_only_chunked_is_allowed_whole_logits_never_exist(wide):
         solve_policy(profile, 0.8, AdaccConfig(head="plain"))
 
 
-def test_a_head_that_was_not_profiled_is_refused(gpt2_like_profile):
-    with pytest.raises(ValueError, match=r"head='chunked' is not in this profile, which has plain: profile again"):
-        solve_policy(gpt2_like_profile(num_blocks=2), 1.0, CHUNKED)
-
-
-def test_an_unknown_head_is_refused():
-    with pytest.raises(ValueError, match=r"head='whole' is unknown: choose from \"auto\", \"plain\" and \"chunked\""):
-        AdaccConfig(head="whole")
-
-
 def test_a_model_without_a_head_keeps_its_plain_one(toy_model, toy_batch, caplog):
     model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
     with caplog.at_level("INFO"):

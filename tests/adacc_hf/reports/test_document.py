@@ -29,22 +29,9 @@ def test_html_is_well_formed_and_self_contained() -> None:
     assert page.images == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
 
 
-def test_html_colours_actions() -> None:
-    page = to_html("T", [Table(("action",), [("recompute",), ("recompute it",)])])
-    assert '<td><span class="action recompute">recompute</span></td>' in page
-    assert "<td>recompute it</td>" in page
-
-
 def test_table_refuses_a_row_of_another_length() -> None:
     with pytest.raises(ValueError, match="a row has 1 cells under 2 headers"):
         Table(("a", "b"), [("only one",)])
-
-
-def test_html_has_a_dark_mode_that_also_inverts_pictures() -> None:
-    _, dark = to_html("T", PARTS).split("@media (prefers-color-scheme: dark)")
-    rules = dark.split("</style>")[0]
-    assert "background: #1a1a1a" in rules
-    assert "img { filter: invert(0.9)" in rules
 
 
 @pytest.fixture

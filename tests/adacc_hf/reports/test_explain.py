@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.policy import (
-    RECOMPUTE,
-    RETAIN,
-    Action,
-    Choice,
-    Plan,
-)
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
 from adacc_hf.reports.explain import activation_rows, check_belongs, explain_policy
 from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 

@@ -26,13 +26,6 @@ def test_each_method_has_its_numbers_and_their_ratio_to_the_first(monkeypatch) -
         assert right <= axis.get_window_extent().x1, "no number is cut off"
 
 
-def test_a_method_that_fits_nowhere_has_a_bar_of_0_and_no_ratio(monkeypatch) -> None:
-    figures = []
-    monkeypatch.setattr(largest_shapes, "to_png", lambda figure: figures.append(figure) or b"")
-    draw_largest_shapes([{"method": "plain", "largest_batch": 0, "longest_seq_len": 0}, RECORDS[1]])
-    assert [text.get_text() for text in figures[0].axes[0].texts] == ["0", "2,130"]
-
-
 @pytest.mark.parametrize(
     ("records", "is_drawn"),
     [

@@ -38,15 +38,6 @@ def test_marks_are_plain_checkpointing_quantization_and_the_policy(profile) -> N
     assert ours.point == (policy.predicted_peak_bytes, policy.predicted_overhead_ms)
 
 
-def test_per_token_int4_is_the_naive_one_where_it_was_priced(profile) -> None:
-    (kind,) = profile.kinds
-    value = next(value for value in kind.activations if value.codecs)
-    naive = replace(value.codecs[0], codec="token_int4")
-    values = tuple(replace(v, codecs=(*v.codecs, naive)) if v is value else v for v in kind.values)
-    other = replace(profile, kinds=(replace(kind, values=values),))
-    assert marks(other, uniform_policy(other, "retain"))[2].name == "naive quantization (token_int4)"
-
-
 def test_a_budget_is_drawn(profile) -> None:
     policy = solve_policy(profile, 0.5)
     pictures = {draw_frontier(profile, policy, budget) for budget in (None, policy.predicted_peak_bytes)}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from adacc_hf.reports import run_record
-from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_table, meta_info, to_json
+from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_table
 
 
 def test_spread_is_of_percentiles() -> None:
@@ -25,18 +23,6 @@ def test_record_has_the_three_parts() -> None:
     assert (meta["status"], meta["seeds"], meta["notes"]) == ("complete", [7], "busy")
     assert meta["versions"]["torch"] == torch.__version__
     assert set(meta) == {"status", "date", "commit", "uncommitted_changes", "device", "seeds", "versions", "notes"}
-
-
-def test_record_outside_a_checkout_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_record, "ROOT", tmp_path)
-    meta = meta_info(Settings(runner="bench", output=tmp_path / "bench.json"))
-    assert (meta["commit"], meta["uncommitted_changes"]) == (None, None)
-
-
-def test_to_json_goes_all_the_way_down() -> None:
-    one = Spread.of([1.0])
-    plain = {"low": 1.0, "median": 1.0, "high": 1.0}
-    assert to_json({"a": [one], "b": {"c": one}, "d": 1}) == {"a": [plain], "b": {"c": plain}, "d": 1}
 
 
 def test_markdown_table_is_aligned() -> None:

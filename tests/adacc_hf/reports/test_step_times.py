@@ -41,10 +41,6 @@ def test_the_section_has_the_seconds_of_each_step():
     ]
 
 
-def test_a_run_without_times_has_no_section():
-    assert first_steps_parts([]) == []
-
-
 def test_the_parts_of_a_step_add_up_to_its_time():
     assert part_seconds(RECORDS[0]) == {"profiling_s": 4.0, "solving_s": 0.5, "training_s": 0.5}
 

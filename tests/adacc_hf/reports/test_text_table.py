@@ -50,10 +50,6 @@ def test_sentences_are_wrapped_and_keep_their_words(lines, columns) -> None:
     assert fitted.split() == text.split()
 
 
-def test_the_rest_of_a_sentence_is_indented_further() -> None:
-    assert fit_lines("  one two three\nfour", 9) == "  one two\n    three\nfour"
-
-
 @pytest.mark.parametrize(("variable", "columns"), [("133", 133), ("20", 80)])
 def test_the_width_is_the_terminals_and_at_least_80(variable, columns, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", variable)

@@ -42,20 +42,6 @@ def test_the_activations_that_move_most_are_shown():
     assert curves["Block.mlp.11#11"] == [(1, 11.0), (2, 22.0), (4, 44.0), (8, 88.0)]
 
 
-def test_a_run_without_tracking_has_no_section():
-    assert timeline_parts([{"step": 0, "event": "policy", "peak_bytes": 1}]) == []
-
-
-def test_memory_alone_can_be_drawn():
-    pytest.importorskip("matplotlib")
-    assert draw_timeline([record for record in history() if record["event"] == "memory"]).startswith(PNG)
-
-
-def test_nothing_to_draw_is_said():
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_timeline([{"step": 3, "event": "memory", "reason": "out of memory"}])
-
-
 @pytest.mark.parametrize("steps", [(1, 2, 4, 8), (1, 64, 300)], ids=["short", "long"])
 def test_lines_and_markers_are_clear_of_the_edges(steps, monkeypatch):
     """A marker has 3.5 points: at the last step, and at the largest value, no half of it may be outside."""

@@ -57,15 +57,6 @@ def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, 
     assert log.num_solves <= 2 + 2 * len(columns)
 
 
-def test_kinds_are_solved_together_as_alone(gpt2_like_profile):
-    models = [build_block_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
-    together = frontiers(SolverLog(), models)
-    alone = [frontiers(SolverLog(), [model])[0] for model in models]
-    assert [[(c.nbytes, c.ms) for c in columns] for columns in together] == [
-        [(c.nbytes, c.ms) for c in columns] for columns in alone
-    ]
-
-
 def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_like_profile):
     models = [build_block_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
     columns = frontiers(SolverLog(), models)
@@ -84,13 +75,6 @@ def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_lik
         for kind in (0, 1):
             stored_bytes = [column.nbytes for column, k in zip(policy, kinds, strict=True) if k == kind]
             assert stored_bytes == sorted(stored_bytes)
-
-
-def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
-    tape = tape_builder()
-    tape.operator("rand", [tape.value("input", 8)], [("mask", 8)], ms=1.0, save=[-1], replayable=False)
-    (columns,) = frontiers(SolverLog(), [build_block_model(tape.kind(), AdaccConfig())])
-    assert [column.plan.is_plain for column in columns] == [True]
 
 
 def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec):

@@ -38,14 +38,6 @@ def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, data
     assert least_bound(profile, columns) <= min(peaks) <= trail[-1]
 
 
-def test_a_floor_that_is_proven_says_nothing_of_a_bound(gpt2_like_profile):
-    profile = gpt2_like_profile(num_blocks=3)
-    with pytest.raises(InfeasibleBudgetError) as error:
-        solve_policy(profile, 1)
-    assert error.value.bound_bytes == error.value.smallest_budget_bytes
-    assert "no policy needs less" not in str(error.value)
-
-
 def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
     profile = add_chunked_head(gpt2_like_profile(num_blocks=3), saved_bytes=10 << 30)
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
@@ -117,13 +109,3 @@ def test_a_head_that_cannot_have_the_least_peak_is_not_searched(gpt2_like_profil
     searched.clear()
     assert least_peak_bytes(profile, least_bytes) == least_bytes
     assert searched == ["chunked"]
-
-
-@pytest.mark.parametrize("better_head", ["plain", "chunked"])
-def test_heads_with_equal_bounds_are_both_searched(gpt2_like_profile, add_chunked_head, monkeypatch, better_head):
-    monkeypatch.setattr(PolicySearch, "least_bytes_bound", lambda self, budget: 0)
-    saved_bytes = (1 << 30) * (1 if better_head == "chunked" else -1)
-    profile = add_chunked_head(gpt2_like_profile(num_blocks=1), saved_bytes=saved_bytes)
-    least_bytes = quick_least_policy(profile).predicted_peak_bytes
-    assert least_bytes == quick_least_policy(profile, AdaccConfig(head=better_head)).predicted_peak_bytes
-    assert least_peak_bytes(profile, least_bytes) == least_bytes

@@ -74,28 +74,12 @@ def test_costs_and_bounds_may_change_between_runs(integer: bool) -> None:
     assert solver.minimize([(0, 1.0), (1, -1.0), (2, 1.0)]) == pytest.approx([0, 1, 0])
 
 
-def test_only_the_integer_program_rounds() -> None:
-    program, row = knapsack()
-    relaxed, integral = (Solver(program, SolverLog(), integer=integer) for integer in (False, True))
-    for solver in (relaxed, integral):
-        solver.bound(row, high=8.0)
-    assert relaxed.minimize(VALUES) == pytest.approx([1, 1, 0.2])
-    assert integral.minimize(VALUES) == pytest.approx([1, 0, 1])
-
-
 def test_a_program_without_a_solution_says_so() -> None:
     program = LinearProgram()
     x = program.variable()
     program.constrain([(x, 1)], low=2)
     log = SolverLog()
     assert Solver(program, log, integer=True).minimize([(x, 1.0)]) is None
-    assert (log.num_solves, log.num_unproven, log.worst_gap) == (1, 0, 0.0)
-
-
-def test_a_proof_leaves_no_gap() -> None:
-    program, _ = knapsack()
-    log = SolverLog()
-    Solver(program, log, integer=True).minimize(VALUES)
     assert (log.num_solves, log.num_unproven, log.worst_gap) == (1, 0, 0.0)
 
 

@@ -79,22 +79,6 @@ def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, solve_greedy,
         assert policy.predicted_overhead_ms <= greedy.predicted_overhead_ms + MS_ROUNDING
 
 
-@settings(SOLVING, max_examples=10)  # each example solves a hundred programs for the other policies
-@given(data=st.data())
-def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, one_plan_policies, data):
-    profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 3)), max_blocks=2))
-    one_plan = one_plan_policies(profile)
-    plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
-    for part in (6, 10, 14, 18):
-        budget = part * plain_bytes // 20
-        try:
-            policy = solve_policy(profile, budget)
-        except InfeasibleBudgetError:
-            continue
-        fitting = [other.predicted_overhead_ms for other in one_plan if other.predicted_peak_bytes <= budget]
-        assert policy.predicted_overhead_ms <= min(fitting, default=float("inf")) + MS_ROUNDING
-
-
 def test_one_plan_per_kind_is_tried_where_no_mixture_fits(wide_profile, one_plan_policies):
     """If no mixture fits, policies with one plan per kind are tried. The least mixture replays everything, with a
     higher peak than a plan between that and plain."""

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from adacc_hf.artifacts.policy import (
-    Action,
-)
+from adacc_hf.artifacts.policy import Action
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 

@@ -47,9 +47,3 @@ def test_each_block_gets_the_fewest_tiles_that_fit(profile):
                 plans_of = [recompute_plan(profile.kinds[1].in_tiles(each)) for each in fewer]
                 assert simulate(profile, plans_of).peak_bytes > budget, "fewer tiles would fit too"
     assert numbers == [2] * 4
-
-
-def test_a_policy_without_tiles_is_returned_as_it_is(profile):
-    untiled = profile.untiled
-    plans = [recompute_plan(untiled.kind_of(block)) for block in untiled.blocks]
-    assert with_fewest_tiles(untiled, plans, 1) == (untiled, plans)
