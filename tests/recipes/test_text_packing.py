@@ -6,14 +6,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from text_packing import (
-    encode_documents,
-    pack_documents,
-    pack_tokens,
-    split_by_document,
-    split_stream,
-    stack_sequences,
-)
+from text_packing import encode_documents, pack_documents, pack_tokens, split_by_document, split_stream, stack_sequences
 from transformers import PreTrainedTokenizerBase
 
 

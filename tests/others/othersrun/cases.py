@@ -190,11 +190,7 @@ TESTS = [
         refusals={"prefix_tuning_mistral": "prefix tuning passes its prefix to the blocks"},
     ),
     Tests(
-        name="peft test_cpt.py",
-        package="peft",
-        folder="peft-0.21.2",
-        files=("tests/test_cpt.py",),
-        select="training",
+        name="peft test_cpt.py", package="peft", folder="peft-0.21.2", files=("tests/test_cpt.py",), select="training"
     ),
     _trl_tests("sft", select="TestSFTTrainer or SFTTrainerTester"),
     _trl_tests("kto"),

@@ -115,12 +115,7 @@ def tokenizer() -> Any:
 def make_model(target: Path, kind: str) -> None:
     """Save two layers of width 64, with weights from a fixed seed, and the tokenizer."""
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
     type_name, _, head = kind.partition(" ")
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}

@@ -48,12 +48,7 @@ def judge(case: Case, plain: Outcome, adacc: Outcome) -> Verdict:
     if fault is None and idle and case.idle is None:
         fault = f"the callback did nothing: {idle[0]['actions']}"
     return Verdict(
-        "bit-equal" if fault is None else "FAILS",
-        fault,
-        _most(runs[0]),
-        _most(runs[1]),
-        _last(runs[1]),
-        _last(runs[0]),
+        "bit-equal" if fault is None else "FAILS", fault, _most(runs[0]), _most(runs[1]), _last(runs[1]), _last(runs[0])
     )
 
 
