@@ -61,11 +61,15 @@ def plain_model(one_thread):
     return PlainModel()
 
 
+@pytest.fixture(scope="module")
+def recompute_policy(tiny_gpt2, token_batch):
+    return uniform_policy(profile_model(tiny_gpt2(), token_batch(), CONFIG), "recompute")
+
+
 @pytest.fixture
-def recomputing(tiny_gpt2, token_batch):
+def recomputing(tiny_gpt2, token_batch, recompute_policy):
     """(model, batch, policy that recomputes everything)."""
-    model, batch = tiny_gpt2(), token_batch()
-    return model, batch, uniform_policy(profile_model(model, batch, CONFIG), "recompute")
+    return tiny_gpt2(), token_batch(), recompute_policy
 
 
 def state_of(model):

@@ -18,10 +18,14 @@ def warnings(caplog):
     return lambda: [record.message for record in caplog.records if "is larger than" in record.message]
 
 
+@pytest.fixture(scope="module")
+def profile(tiny_gpt2, token_batch):
+    return profile_model(tiny_gpt2(), token_batch(batch=2, tokens=16), CONFIG)
+
+
 @pytest.fixture
-def profile_and_model(tiny_gpt2, token_batch):
-    model = tiny_gpt2()
-    return profile_model(model, token_batch(batch=2, tokens=16), CONFIG), model
+def profile_and_model(profile, tiny_gpt2):
+    return profile, tiny_gpt2()
 
 
 def train(model, batch):
