@@ -1,0 +1,99 @@
+"""Calls of the user's code with the callback: as many as in plain training, and in the same order.
+
+Calls of blocks are not counted: a recomputed block that Dynamo cannot trace runs its Python once more in backward,
+under torch's checkpoint, and once more if it is measured.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from trainer_builders import tiny_model
+from transformers import Trainer
+
+from adacc_hf import AdaccCallback
+
+LENGTHS = (32, 32, 24, 32, 16, 24)
+"""Lengths of the batches in turn, so that later steps have new sizes."""
+
+
+class CountedTrainer(Trainer):
+    """Trainer that notes its calls of the user's code in `calls`."""
+
+    calls: list[str]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append("training_step")
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append("compute_loss")
+        return super().compute_loss(*args, **kwargs)
+
+
+def collate_into(calls: list[str]) -> Any:
+    """Return a collate function that notes its calls, and cuts batches to LENGTHS."""
+    count = iter(range(1000))
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        calls.append("collate")
+        length = LENGTHS[next(count) % len(LENGTHS)]
+        return {name: torch.stack([sample[name][:length] for sample in samples]) for name in samples[0]}
+
+    return collate
+
+
+def counted_model(calls: list[str]) -> torch.nn.Module:
+    """Return a model that notes its forwards, and the calls of hooks on it and on modules around the blocks."""
+    model = tiny_model()
+    forward = model.forward
+
+    @wraps(forward)  # the Trainer reads the names of the arguments
+    def counted_forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append("forward")
+        return forward(*args, **kwargs)
+
+    model.forward = counted_forward
+    for name in ("", "transformer.wte", "transformer.ln_f", "lm_head"):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(f"before {name}"))
+        module.register_forward_hook(lambda *_, name=name: calls.append(f"after {name}"))
+    return model
+
+
+def calls_of(make_trainer: Any, callbacks: list[Any], resume: Any = None, **arguments: Any) -> list[str]:
+    """Train, and return the calls of the user's code in their order."""
+    calls: list[str] = []
+    trainer = make_trainer(callbacks, model=counted_model(calls), trainer_class=CountedTrainer, **arguments)
+    trainer.calls, trainer.data_collator = calls, collate_into(calls)
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer.step"))
+    trainer.train(resume_from_checkpoint=resume)
+    return calls
+
+
+@pytest.mark.parametrize("budget", [0.6, "3MiB"])
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_the_users_code_is_called_as_in_plain_training(make_trainer, budget, num_micro):
+    settings = {"max_steps": 4, "gradient_accumulation_steps": num_micro}
+    plain = calls_of(make_trainer, [], **settings)
+    callback = AdaccCallback(memory_budget=budget, exact=True)
+    assert calls_of(make_trainer, [callback], **settings) == plain
+    assert callback.policy is not None
+    names = ("training_step", "compute_loss", "forward", "before lm_head", "after transformer.wte", "optimizer.step")
+    assert [plain.count(name) for name in names] == [4 * num_micro] * 5 + [4]
+
+
+def test_a_resumed_run_calls_the_users_code_as_in_plain_training(make_trainer, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    runs = []
+    for callbacks in ([], [AdaccCallback(memory_budget=0.6, exact=True)]):
+        first = calls_of(make_trainer, callbacks, max_steps=2, **settings)
+        checkpoint = str(tmp_path / "run" / "checkpoint-2")
+        again = [AdaccCallback(memory_budget=0.6, exact=True) for _ in callbacks]
+        runs.append((first, calls_of(make_trainer, again, resume=checkpoint, max_steps=4, **settings)))
+    assert runs[0] == runs[1]
+    assert runs[0][1].count("optimizer.step") == 2
