@@ -1,20 +1,22 @@
 """Calls of the user's code with the callback: as many as in plain training, and in the same order.
 
-Calls of blocks are not counted: a recomputed block that Dynamo cannot trace runs its Python once more in backward,
-under torch's checkpoint, and once more if it is measured.
+A block that Dynamo cannot trace runs its Python once more in backward, under torch's checkpoint, and once more if it is
+measured. The block here is traced.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import wraps
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from trainer_builders import tiny_model
+from trainer_builders import Tokens, tiny_model
 from transformers import Trainer
 
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccSession
 
 LENGTHS = (32, 32, 24, 32, 16, 24)
 """Lengths of the batches in turn, so that later steps have new sizes."""
@@ -47,7 +49,7 @@ def collate_into(calls: list[str]) -> Any:
 
 
 def counted_model(calls: list[str]) -> torch.nn.Module:
-    """Return a model that notes its forwards, and the calls of hooks on it and on modules around the blocks."""
+    """Return a model that notes its forwards, and the calls of hooks on it and on some of its modules."""
     model = tiny_model()
     forward = model.forward
 
@@ -57,7 +59,7 @@ def counted_model(calls: list[str]) -> torch.nn.Module:
         return forward(*args, **kwargs)
 
     model.forward = counted_forward
-    for name in ("", "transformer.wte", "transformer.ln_f", "lm_head"):
+    for name in ("", "transformer.wte", "transformer.h.0", "transformer.ln_f", "lm_head"):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(lambda *_, name=name: calls.append(f"before {name}"))
         module.register_forward_hook(lambda *_, name=name: calls.append(f"after {name}"))
@@ -97,3 +99,24 @@ def test_a_resumed_run_calls_the_users_code_as_in_plain_training(make_trainer, t
         runs.append((first, calls_of(make_trainer, again, resume=checkpoint, max_steps=4, **settings)))
     assert runs[0] == runs[1]
     assert runs[0][1].count("optimizer.step") == 2
+
+
+def calls_of_own_loop(budget: float | None) -> list[str]:
+    calls: list[str] = []
+    model, data = counted_model(calls), Tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer.step"))
+    session = None if budget is None else AdaccSession(model, optimizer, memory_budget=budget, exact=True)
+    for batch in islice(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate_into(calls)), 4):
+        with nullcontext() if session is None else session.step(batch):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if session is not None:
+        assert session.policy is not None
+        session.close()
+    return calls
+
+
+def test_a_session_calls_the_users_code_as_its_loop_does():
+    assert calls_of_own_loop(0.6) == calls_of_own_loop(None)
