@@ -209,13 +209,15 @@ class LazyLogits(Tensor):
         derived.parent = self
         return derived
 
-    def as_tensor(self) -> Tensor:
-        """Return the logits as an ordinary tensor, and stay lazy: another use computes them again."""
-        logits = self.materialize()
+    def as_tensors(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the logits as an ordinary tensor, and those that they are derived from, which a model's code keeps
+        meanwhile. Stay lazy: another use computes them again."""
+        logits, origins = self.materialize(), []
         lazy: LazyLogits | None = self
         while lazy is not None:
+            origins.append(lazy.real_logits)
             lazy.real_logits, lazy = None, lazy.parent
-        return logits
+        return logits, origins
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -393,7 +395,8 @@ def _cross_entropy(
     loss = LossCall(lazy.call, lazy.rows, target, ignore_index, reduction)
     lazy.call.listener.note_loss(loss)
     if lazy.call.listener.computes_plainly:
-        return F.cross_entropy(lazy.as_tensor(), target, ignore_index=ignore_index, reduction=reduction)
+        logits, _origins = lazy.as_tensors()
+        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
     return loss.chunked()
 
 

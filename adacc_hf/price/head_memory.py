@@ -25,9 +25,10 @@ class HeadMeter:
         head: ChunkedHead,
         measurement: Measurement,
         aside: Callable[[], AbstractContextManager[MemoryMeter]],
+        is_of_batch: Callable[[Tensor], bool],
         is_plain: bool,
     ) -> None:
-        self._head, self._measurement, self._aside = head, measurement, aside
+        self._head, self._measurement, self._aside, self._is_of_batch = head, measurement, aside, is_of_batch
         self.is_plain = is_plain
         self.times: dict[str, float] = dict.fromkeys(PRICED_HEADS, 0.0)
         """Milliseconds of each head, forward and backward."""
@@ -82,8 +83,9 @@ class HeadMeter:
             # weight's gradient.
             whole = [self._extrapolated(num_rows, larger, smaller, has_weight) for has_weight in (True, False)]
         more = [max(plain) - own for *plain, own in zip(*whole, chunked, strict=True)]
-        # The layer keeps its input for backward, unless it casts the input.
+        # The layer keeps its input for backward, unless it casts the input, and the whole loss its target.
         kept_bytes = loss.rows.nbytes if loss.rows.dtype is loss.call.dtype else 0
+        kept_bytes += 0 if self._is_of_batch(loss.target) else loss.target.untyped_storage().nbytes()
         stored, forward, backward = self._more
         at_peak = 0 if self.is_plain else kept_bytes
         self._more = [stored + more[0] + kept_bytes, max(forward, more[1]), max(backward, more[2] + at_peak)]

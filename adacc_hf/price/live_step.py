@@ -75,15 +75,15 @@ class LiveStep:
         self.is_open = False
         """True from `begin` to `end` or `cancel`."""
 
-    def begin(self, batch: Batch, step: TrainingStep) -> None:
+    def begin(self, batch: Batch, step: TrainingStep, aside_bytes: int = 0) -> None:
         """Begin before the forward of a micro-batch on `batch`, a part of `step`. An empty batch may be replaced by
-        `note_batch`."""
+        `note_batch`. `aside_bytes` are on the device, and no part of the step's memory."""
         model = self._installation.model
         gc.collect()  # garbage that is freed in the step would lower its bytes
-        self._step, self.is_open = step, True
+        self._step = step
         self._device = next(model.parameters()).device
         self._earlier_bytes = gradient_bytes(model)
-        self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer)
+        self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer) - aside_bytes
         self._state_keys = state_storages(model)
         self._note(batch)
         self._recorder = ModelRecorder(
@@ -92,7 +92,7 @@ class LiveStep:
         self._recorder.leaves_gradients = self._earlier_bytes > 0
         self._meter = self._measurement.meter(self._device)
         self._prepare_head(model)
-        installation = self._installation
+        installation, self.is_open = self._installation, True
         self._strategies = {name: function.strategy for name, function in installation.functions.items()}
         installation.expect(installation.blocks)
         trained_calls: set[str] = set()
@@ -135,7 +135,12 @@ class LiveStep:
                     raise
                 log.info("Adacc: the head uses full logits (head='plain'): %s", error)
                 return
-        self._head_meter = HeadMeter(self._head, self._measurement, self.aside, is_plain=not self._is_head_chunked)
+        self._head_meter = HeadMeter(
+            self._head, self._measurement, self.aside, self._is_of_batch, is_plain=not self._is_head_chunked
+        )
+
+    def _is_of_batch(self, tensor: torch.Tensor) -> bool:
+        return storage_key_of(tensor) in self._batch_keys
 
     @property
     def has_outermost_hooks(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from adacc_hf.artifacts.call_names import split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import unpack_order
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN
@@ -205,7 +206,7 @@ class ModelRecorder:
         notes = {value: TensorNote.of(recorder.bases[value]) for value in input_values}
         internal_storages = _internal_storages(recorder, tape, outputs.keys() | casts.keys())
         slot_refs = recording.references()
-        kept = self._release(recording, tape)
+        kept_values = self._release(recording, tape)
         if tape.untrusted is not None:
             self._untrusted.add(type(block))
         recording.close()
@@ -216,7 +217,8 @@ class ModelRecorder:
             repeated = of_block() if graph is None else RepeatedCall.of_graph(*graph, num_results, overwrites)
             forward = repeated if graph is not None and not self._repeats_blocks else of_block(is_forward=True)
             roots = () if forward is repeated else (block, fn)
-            self._measure_memory(partial(measure_block, forward, repeated, tape), tape, roots, slot_refs)
+            is_later = split_call(name)[1] > 1
+            self._measure_memory(partial(measure_block, forward, repeated, tape), tape, roots, slot_refs, is_later)
             recording.reschedule()
         self.blocks.append(
             RecordedBlock(
@@ -229,8 +231,9 @@ class ModelRecorder:
                 casts=casts,
                 internal_storages=internal_storages,
                 slot_refs=slot_refs,
-                kept=kept,
+                kept_values=kept_values,
                 is_retained=tape.untrusted is not None and not self._is_checkpointed,
+                is_checkpointed=self._is_checkpointed,
                 outliers=outliers,
                 errors=errors,
                 uses_previous_result=not previous_keys.isdisjoint(map(storage_key_of, arguments.values())),
@@ -290,11 +293,23 @@ class ModelRecorder:
         tape: Tape,
         roots: tuple[Any, ...],
         slot_refs: list[Any],
+        is_later: bool,
     ) -> None:
-        """Measure the memory of a block's call by `measure`, if no call with the same tape was measured."""
-        key = tape.digest, self.leaves_gradients
-        if key in self._memory:
-            return
+        """Measure the memory of a block's call by `measure`, if no call with the same tape was measured. If the block
+        was called before (`is_later`), an earlier call's backward will find gradients."""
+        for has_gradients in {self.leaves_gradients, self.leaves_gradients or is_later}:
+            if (tape.digest, has_gradients) not in self._memory:
+                memory = self._measured(measure, tape, roots, slot_refs, has_gradients)
+                self._memory[tape.digest, has_gradients] = memory
+
+    def _measured(
+        self,
+        measure: Callable[..., BlockMemory],
+        tape: Tape,
+        roots: tuple[Any, ...],
+        slot_refs: list[Any],
+        has_gradients: bool,
+    ) -> BlockMemory:
         dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
         device = tape.values[0].device if tape.values else self._device
         states = partial(self._measurement.random_states, [device])
@@ -302,12 +317,12 @@ class ModelRecorder:
         with self._measurement.meter(device) as meter:
             if tape.values:
                 with NoTrace(roots, states, SMALL_COPY) if roots else nullcontext():
-                    memory = measure(dead_slots, self._measurement, self.leaves_gradients)
+                    memory = measure(dead_slots, self._measurement, has_gradients)
             meter.mark(("end",))
         if torch.is_autocast_enabled(device.type):
             self._leftovers.append((len(self.blocks), meter.points[-1].live_bytes))
-        self._memory[key] = memory
         self.tape_cache.learn_order(tape, unpack_order(memory.backward))
+        return memory
 
     def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]

@@ -11,7 +11,7 @@ from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.call_names import calls_per_block, split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
-from adacc_hf.artifacts.plans import recompute_plan
+from adacc_hf.artifacts.plans import checkpoint_plan, recompute_plan
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.block_memory import BlockMemory
@@ -109,17 +109,19 @@ class ModelRecording:
     def outcome_of(self, block: RecordedBlock) -> BlockOutcome:
         """Return the memory and time of `block` in the recorded step."""
         kind = self.kinds[block.kind]
-        return run_block(kind, recorded_plan(kind, block.is_retained))
+        checkpointed = checkpoint_plan(kind) if block.is_checkpointed and kind.untrusted is None else None
+        return run_block(kind, checkpointed or recorded_plan(kind, block.is_retained))
 
 
 def _unplanned_bytes(block: RecordedBlock, kind: KindProfile, shared_tensors: SharedTensors) -> int:
     notes, saved = block.input_tensors, set(block.saved_values())
     dead = {ref.value for ref in block.tape.slots} - saved
     own = {v for v in dead if v not in notes or shared_tensors.record_index(notes[v]) is None}
-    kept = own & block.kept
+    own_kept = own & block.kept_values
     retained = {value for value, choice in recorded_plan(kind).choices if choice is RETAIN and value in saved}
     values = block.tape.values
-    return sum(values[v].nbytes for v in kept) - (sum(values[v].nbytes for v in retained - block.kept) if kept else 0)
+    unkept = retained - block.kept_values if own_kept else set()
+    return sum(values[v].nbytes for v in own_kept) - sum(values[v].nbytes for v in unkept)
 
 
 def recorded_plan(kind: KindProfile, is_retained: bool = False) -> Plan:

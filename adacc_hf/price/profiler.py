@@ -22,6 +22,7 @@ from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.memory_profile import gradient_bytes
 from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.price.training_step import TrainingStep
@@ -106,12 +107,15 @@ def profile_model(
     config = (config or AdaccConfig()).for_rows(whole.num_tokens)
     measurement = measurement or CachingMeasurement(ProfileCache())
     devices = {parameter.device for parameter in model.parameters()}
+    static_bytes = partial(measurement.static_bytes, model, whole.tensors, optimizer)
+    own_bytes = static_bytes() - gradient_bytes(model)
     with _profiling_lock, without_layerdrop(model):
         installation = Installation(model, config.block_classes)
         roots = (model, compute_loss, whole.tensors)
         try:
             with NoTrace(roots, lambda: measurement.random_states(devices)) as no_trace:
-                return _Profiler(installation, whole, config, step, measurement, run, no_trace).profile()
+                aside_bytes = static_bytes() - own_bytes  # of gradients, which are set aside
+                return _Profiler(installation, whole, config, step, measurement, run, no_trace, aside_bytes).profile()
         finally:
             installation.remove()
             reshard(model)
@@ -132,6 +136,7 @@ class _Profiler:
     measurement: Measurement
     run: Callable[[], torch.Tensor]
     no_trace: NoTrace
+    aside_bytes: int
 
     def profile(self) -> Profile:
         tape_cache = TapeCache(self.measurement.verify)
@@ -191,7 +196,7 @@ class _Profiler:
         torch.clear_autocast_cache()
         with measurement.clock():
             try:
-                live.begin(self.batch, self.step)
+                live.begin(self.batch, self.step, self.aside_bytes)
                 loss = self.run()
                 live.leave_forward(loss)
                 live.end_forward()

@@ -70,8 +70,10 @@ class RecordedBlock:
     errors: GradientErrors
     uses_previous_result: bool = False
     """True if an argument of this call is a result of the previous call."""
-    kept: frozenset[int] = frozenset()
+    kept_values: frozenset[int] = frozenset()
     """Values that the call itself keeps until its backward."""
+    is_checkpointed: bool = False
+    """True if the call trained under torch's checkpoint."""
     is_retained: bool = False
     """True if the call keeps all its saved tensors, although its operators cannot be replayed."""
     dead_slots: frozenset[int] = frozenset()
@@ -87,7 +89,7 @@ class RecordedBlock:
         values are kept alive by code outside autograd (`externally_held`)."""
         self.dead_slots = frozenset(slot for slot, reference in enumerate(self.slot_refs) if reference() is None)
         self.externally_held = frozenset(
-            v for v, storage in self.internal_storages.items() if v not in self.kept and not storage.expired()
+            v for v, storage in self.internal_storages.items() if v not in self.kept_values and not storage.expired()
         )
 
     def saved_values(self) -> list[int]:

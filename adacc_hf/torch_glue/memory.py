@@ -233,7 +233,7 @@ class CpuMemoryMeter(MemoryMeter):
         if _open_meters and _open_meters[-1] is self:
             _open_meters.pop()
             self._end_session()
-            self._marks = dict.fromkeys(self._marks)  # frees the storages before the outer meter counts again
+        self._marks = dict.fromkeys(self._marks)  # frees the storages before the outer or another meter counts
         if _open_meters:
             _open_meters[-1]._begin_session()
 

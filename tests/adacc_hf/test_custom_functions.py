@@ -66,6 +66,7 @@ def test_what_a_function_overwrites_is_read_by_nobody_else(toy_model, toy_batch,
 def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward):
     """The predicted peak includes the copies, for any stored values."""
     model, batch = toy_model(forward), toy_batch(64)
+    profile_model(model, batch, CONFIG)  # Dynamo keeps the state of a generator when it first traces a block
     profile = profile_model(model, batch, CONFIG)
     policies = [random_policy(profile, seed, ("retain", "recompute")) for seed in range(8)]
     for policy in [uniform_policy(profile, "recompute"), *policies]:

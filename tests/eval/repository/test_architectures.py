@@ -62,7 +62,7 @@ def documented_rows() -> dict[str, dict[str, str]]:
     """Return the rows of docs/SUPPORT.md by architecture."""
     rows, columns = {}, []
     table = SUPPORT.read_text(encoding="utf-8").partition("| architecture ")
-    for line in "".join(table[1:]).splitlines():
+    for line in "".join(table[1:]).partition("\n\n")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| architecture"):
             columns = cells
