@@ -253,8 +253,8 @@ class LiveStep:
         readings = StepReadings(
             self._meter.points,
             [block.name for block in recording.blocks],
-            {name: outcome.stored_bytes + unplanned.get(name, 0) for name, outcome in outcomes.items()},
-            {name: outcome.live_bytes + unplanned.get(name, 0) for name, outcome in outcomes.items()},
+            {name: outcome.stored_bytes + unplanned.get(name, (0, 0))[0] for name, outcome in outcomes.items()},
+            {name: outcome.live_bytes + unplanned.get(name, (0, 0))[1] for name, outcome in outcomes.items()},
         )
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
         layout = readings.layout(

@@ -38,9 +38,10 @@ class ModelRecording:
     """Names of the calls after which other parts of the model run before the next call of a block."""
     calls_after_rest: set[str]
     """Names of the calls before which other parts of the model run after another call of a block."""
-    unplanned_bytes: dict[str, int]
+    unplanned_bytes: dict[str, tuple[int, int]]
     """Bytes that a call kept in the recorded step beyond what its plan stores, by call: when the plan was chosen,
-    autograd held tensors that it freed afterwards. Calls without such bytes are left out."""
+    autograd held tensors that it freed afterwards, and later calls did not share casts yet. The second number leaves
+    out casts in autocast's cache."""
     saved_bytes: dict[str, int]
     """Bytes that autograd saved, by call. Only calls whose operators cannot be replayed are included."""
     tape_cache: TapeCache
@@ -92,7 +93,7 @@ class ModelRecording:
             unplanned_bytes={
                 block.name: _unplanned_bytes(block, kinds[block.kind], shared_tensors)
                 for block in blocks
-                if block.dead_slots and block.tape.untrusted is None
+                if block.tape.untrusted is None and not block.is_checkpointed
             },
             saved_bytes={
                 block.name: saved_bytes(block, shared_tensors) for block in blocks if block.tape.untrusted is not None
@@ -113,15 +114,16 @@ class ModelRecording:
         return run_block(kind, checkpointed or recorded_plan(kind, block.is_retained))
 
 
-def _unplanned_bytes(block: RecordedBlock, kind: KindProfile, shared_tensors: SharedTensors) -> int:
+def _unplanned_bytes(block: RecordedBlock, kind: KindProfile, shared_tensors: SharedTensors) -> tuple[int, int]:
     notes, saved = block.input_tensors, set(block.saved_values())
     dead = {ref.value for ref in block.tape.slots} - saved
     own = {v for v in dead if v not in notes or shared_tensors.record_index(notes[v]) is None}
     own_kept = own & block.kept_values
     retained = {value for value, choice in recorded_plan(kind).choices if choice is RETAIN and value in saved}
     values = block.tape.values
-    unkept = retained - block.kept_values if own_kept else set()
-    return sum(values[v].nbytes for v in own_kept) - sum(values[v].nbytes for v in unkept)
+    unkept = {v for v in retained - block.kept_values if own_kept or v in block.casts}
+    stored = sum(values[v].nbytes for v in own_kept) - sum(kind.values[v].nbytes for v in unkept)
+    return stored, stored + sum(kind.values[v].nbytes for v in unkept if kind.values[v].cached)
 
 
 def recorded_plan(kind: KindProfile, is_retained: bool = False) -> Plan:

@@ -214,9 +214,10 @@ class BlockPaths:
     def _graph_has(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         guards = None if self._latest is None else self._latest.guards
         try:
-            return guards is not None and graph_operators(
-                guards.graph, guards.inputs(scope_of(fn, args))
-            ) == operators_of(tape)
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may fail between switches of the mode
+                return guards is not None and graph_operators(
+                    guards.graph, guards.inputs(scope_of(fn, args))
+                ) == operators_of(tape)
         except Exception:  # a tensor class or operator has no fakes
             return False
 

@@ -200,11 +200,22 @@ def trace(
         ) from error
     except Exception as error:  # any error of Dynamo's own code or of the traced code
         inner = getattr(error, "inner_exception", None)  # raised by the backend
-        raise NotTraceableError(str(inner) if type(inner) is NotTraceableError else _in_one_line(error)) from error
+        text = str(inner) if type(inner) is NotTraceableError else _in_one_line(error)
+        _drop_frames(error)
+        raise NotTraceableError(text) from None
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
     return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, dead_objects)
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the frames of `error` and of its causes, which would keep the model's tensors alive until the garbage
+    collector runs."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        _drop_frames(error.__cause__)
+        error = error.__context__
 
 
 def _without_views(scope: Scope) -> Scope:

@@ -136,7 +136,7 @@ class KeepsItsInput(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
-def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch, run_steps, peak_of, policy):
+def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch, run_steps, policy):
     """Tensors that an autograd Function holds are not recomputed, because recomputing them frees no bytes."""
 
     def forward(block, hidden):
@@ -153,7 +153,7 @@ def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch,
         run_steps(model, batch, num_steps=2)
         step_memory = measure_step(model, batch)
     assert step_memory.stored_bytes == applied_policy.predicted_stored_bytes
-    assert step_memory.peak_bytes == peak_of(applied_policy)
+    assert step_memory.peak_bytes == pytest.approx(applied_policy.predicted_peak_bytes, abs=640)  # small tensors
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", "compress"])
