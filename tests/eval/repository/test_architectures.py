@@ -61,12 +61,11 @@ def test_keeps_all_promises(name):
 def documented_rows() -> dict[str, dict[str, str]]:
     """Return the rows of docs/SUPPORT.md by architecture."""
     rows, columns = {}, []
-    table = SUPPORT.read_text(encoding="utf-8").partition("| architecture ")
-    for line in "".join(table[1:]).partition("\n\n")[0].splitlines():
+    for line in SUPPORT.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| architecture"):
-            columns = cells
-        elif line.startswith("| ") and not cells[0].startswith("---"):
+        if line.startswith("| architecture") or not line:
+            columns = cells if line else []
+        elif columns and not cells[0].startswith("---"):
             rows[cells[0]] = dict(zip(columns, cells, strict=True))
     return rows
 
