@@ -72,7 +72,7 @@ class WarmUpPhase(Phase):
         """True after the first forward. The loop may skip batches, for example without labels."""
         self._is_checked = False
         """True after the first step that called the model."""
-        self._infeasible: InfeasibleBudgetError | None = None
+        self._infeasible: BaseException | None = None
         """The error if no policy without tiles fits the budget, while a step with modules in tiles is awaited."""
         self._num_waited = 0
         """Number of steps that had other sizes than the awaited one."""
@@ -202,7 +202,7 @@ class WarmUpPhase(Phase):
             profile = self._profiler.take(run.model, run.optimizer)
             assert profile is not None  # every rank has recorded a micro-batch
         else:
-            profile = self._profiler.take_tiles()
+            profile = self._profiler.take_tiles(run.model)
             if profile is None:
                 self._num_waited += 1
                 if self._num_waited == MOST_TILE_STEPS:
@@ -211,14 +211,12 @@ class WarmUpPhase(Phase):
                 return
         try:
             policy, is_provisional = self._builder.first(profile)
-        except InfeasibleBudgetError as error:
-            if self._infeasible is None and self._profiler.begin_tiles(profile, checkpointing):
+        except BaseException as error:
+            is_refused = isinstance(error, InfeasibleBudgetError)
+            if is_refused and self._infeasible is None and self._profiler.begin_tiles(profile, checkpointing):
                 announce("Adacc: no policy fits the budget, so a step with modules in tiles is profiled too")
                 self._infeasible = error
                 return
-            checkpointing.remove()
-            raise
-        except BaseException:
             checkpointing.remove()
             raise
         checkpointing.remove()

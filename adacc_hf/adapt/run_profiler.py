@@ -193,16 +193,18 @@ class RunProfiler:
         self._tiles = tiles if all(gather_from_all_ranks(bool(tiles.tilings))) else None
         return self._tiles is not None
 
-    def take_tiles(self) -> Profile | None:
+    def take_tiles(self, model: nn.Module) -> Profile | None:
         """Return the profile to which `begin_tiles` belongs with the kinds of blocks in tiles that were recorded in
         this step. Return None if some rank has recorded no micro-batch of its sizes."""
         live, self._live = self._live, None
         assert self._tiles is not None
+        assert self._tape_cache is not None
         has_sizes = live is not None and live.sizes == self._tiles.profile.measured[0][0]
         if not all(gather_from_all_ranks(has_sizes)) or live is None:
             return None
         tiles, self._tiles = self._tiles, None
-        return common_profile(tiles.added(live.recording), 0)
+        profiled_tapes(model).take(self._tape_cache)
+        return common_profile(tiles.added(live.recording))
 
     def state_bytes(self, model: nn.Module, optimizer: Any) -> int:
         """Return the bytes of state that the optimizer holds on the model's device now."""

@@ -297,27 +297,20 @@ class ModelRecorder:
     ) -> None:
         """Measure the memory of a block's call by `measure`, if no call with the same tape was measured. If the block
         was called before (`is_later`), an earlier call's backward will find gradients."""
+        dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
         for has_gradients in {self.leaves_gradients, self.leaves_gradients or is_later}:
             if (tape.digest, has_gradients) not in self._memory:
-                memory = self._measured(measure, tape, roots, slot_refs, has_gradients)
-                self._memory[tape.digest, has_gradients] = memory
+                run = partial(measure, dead_slots, self._measurement, has_gradients)
+                self._memory[tape.digest, has_gradients] = self._measured(run, tape, roots)
 
-    def _measured(
-        self,
-        measure: Callable[..., BlockMemory],
-        tape: Tape,
-        roots: tuple[Any, ...],
-        slot_refs: list[Any],
-        has_gradients: bool,
-    ) -> BlockMemory:
-        dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
+    def _measured(self, measure: Callable[[], BlockMemory], tape: Tape, roots: tuple[Any, ...]) -> BlockMemory:
         device = tape.values[0].device if tape.values else self._device
         states = partial(self._measurement.random_states, [device])
         memory = BlockMemory()
         with self._measurement.meter(device) as meter:
             if tape.values:
                 with NoTrace(roots, states, SMALL_COPY) if roots else nullcontext():
-                    memory = measure(dead_slots, self._measurement, has_gradients)
+                    memory = measure()
             meter.mark(("end",))
         if torch.is_autocast_enabled(device.type):
             self._leftovers.append((len(self.blocks), meter.points[-1].live_bytes))

@@ -67,9 +67,8 @@ def profile_model(
     the model is restored: its gradients, buffers and random generators. A run of training is profiled by its first step
     instead (`AdaccSession`), in which nothing runs twice.
 
-    If a step calls a block several times, because layers
-    share weights or the loss calls the model again, the profile lists the block once per call. A block that runs only
-    without gradients needs no decision.
+    If a step calls a block several times, because layers share weights or the loss calls the model again, the profile
+    lists the block once per call. A block that runs only without gradients needs no decision.
 
     Args:
         optimizer: if given, the optimizer's state counts as static memory, and the optimizer's step as a part of the
@@ -88,8 +87,8 @@ def profile_model(
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
     the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, ProfilerConflictError on a
     CPU while a torch profiler is active, UnrestorableError for a model whose forward changes state that cannot be
-    restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a
-    library's own out-of-memory error, if the batch does not fit.
+    restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a library's own out-of-memory error,
+    if the batch does not fit.
     """
     check_type("profile_model: model", model, nn.Module, "pass the torch.nn.Module to train")
     step = TrainingStep(

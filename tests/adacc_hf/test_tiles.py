@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from types import MethodType
 
@@ -303,21 +304,20 @@ def test_the_solver_uses_tiles_only_where_they_are_allowed_and_needed(few_rows, 
         assert measure_step(model, batch).peak_bytes == pytest.approx(policy.predicted_peak_bytes, abs=512)
 
 
-def test_a_session_trains_within_a_budget_that_needs_tiles(one_thread, few_rows, tiny_budgets, tiny_llama):
+def test_a_session_trains_within_a_budget_that_needs_tiles(one_thread, few_rows, tiny_budgets, tiny_llama, monkeypatch):
     model, batches = tiny_llama(intermediate_size=512, layers=4), [batch_of(1, 64, seed) for seed in range(5)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    profile = profile_model(model, batches[0], AdaccConfig(), optimizer)
+    profile = profile_model(deepcopy(model), batches[0], AdaccConfig(), optimizer)
     least = [_least(profile, config) for config in (EXACT, LOSSLESS)]
     budget = int(0.5 * sum(least))
     assert least[1] < 0.95 * least[0]
     session = AdaccSession(model, optimizer, LOSSLESS, memory_budget=budget)
-    peaks = []
+    monkeypatch.setattr("adacc_hf.run.block_executor.Recording", None)  # the profile has recorded all calls
     for batch in batches:
         with session.step(batch):
             model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        peaks.append(session.metrics().get("adacc/measured_peak_gib"))
     assert any(session.policy.tilings)
     session.close()
     assert all("forward" not in module.__dict__ for module in model.modules())
