@@ -7,7 +7,6 @@ triton, highspy or lm_eval.
 import os as _os
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
-from warnings import warn as _warn
 
 from adacc_hf.artifacts.files import __version__
 
@@ -18,7 +17,6 @@ if not _os.path.isdir(_os.path.join(_here, "callbacks")) and _os.path.isfile(_os
     __path__.append(_root)
 
 if TYPE_CHECKING:
-    from adacc_hf.adapt.replanner import Replanner
     from adacc_hf.adapt.session import AdaccSession
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.errors import (
@@ -60,21 +58,13 @@ _EXPORTS = {
     "Profile": "adacc_hf.artifacts.profile",
     "remove_policy": "adacc_hf.run.policy_handle",
     "profile_model": "adacc_hf.price.profiler",
-    "Replanner": "adacc_hf.adapt.replanner",
     "solve_policy": "adacc_hf.solve.solver",
 }
 
 __all__ = sorted(_EXPORTS)
 
 
-_RENAMED = {"Rectifier": "Replanner"}
-"""Old names that still work with a DeprecationWarning, and their new names."""
-
-
 def __getattr__(name: str):
-    if name in _RENAMED:
-        _warn(f"adacc_hf.{name} is called adacc_hf.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
-        return __getattr__(_RENAMED[name])
     if name not in _EXPORTS:
         raise AttributeError(f"module 'adacc_hf' has no attribute {name!r}")
     value = getattr(_import_module(_EXPORTS[name]), name)

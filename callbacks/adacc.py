@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
-from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.run_state import RESUMES_ANEW
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter
@@ -34,7 +34,6 @@ from adacc_hf.callbacks.preconditions import (
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, run_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
-from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
@@ -146,9 +145,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
         if checkpoint is not None and not self._is_policy_given:
-            # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-            config, host_limit = self.config, common_host_limit(self.config, session.state.model)
-            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config, host_limit))
+            # The first rank decides, even if the others cannot see its files.
+            config = self.config
+            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config))
         session.begin(saved, state.global_step)
 
     def on_step_begin(

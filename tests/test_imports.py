@@ -308,8 +308,3 @@ def test_what_is_private_is_told_from_what_is_a_file_s_own(tmp_path: Path, priva
         (9, "torch.Tensor._values"),
         (10, "?._run_epoch"),
     ]
-
-
-def test_a_renamed_public_name_warns_and_works():
-    with pytest.warns(DeprecationWarning, match="adacc_hf.Replanner now"):
-        assert adacc_hf.Rectifier is adacc_hf.Replanner

@@ -6,10 +6,10 @@ when they are due.
    policy has changed, the measurement of the step's memory starts.
 2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
    runs again under a tighter policy.
-3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
-   solver runs that began in the step before are applied; c) solver runs start where predictions have changed
-   (replanning.py); d) a micro-batch is recorded for a batch size without a policy, or if the model now trains more
-   blocks than the profile contains, or runs other operators (profile_requests.py).
+3. Step ends: measurements correct the run's predictions (tracking.py, peak_check.py, corrections.py), and the policy
+   in use is solved again if it then exceeds the budget; other sizes follow when they come. A micro-batch of the next
+   step is recorded for a batch size without a policy, or if the model now trains more blocks than the profile contains,
+   or runs other operators.
 """
 
 from __future__ import annotations
@@ -17,36 +17,45 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.first_steps import CHECKING, FOLLOWING, MEASURING, TRACKING
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
-from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry
+from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
-from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.profile_requests import FALLBACK_MODES, ProfileRequests
-from adacc_hf.adapt.replanning import Replanning
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.tracking_steps import TrackingSteps, is_tracking_step
+from adacc_hf.adapt.tracking import Tracking, is_tracking_step, lossy_blocks
+from adacc_hf.artifacts.call_names import block_of_call
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
+from adacc_hf.torch_glue.batch_shapes import describe, from_profile_shapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
-from adacc_hf.torch_glue.progress import SlowReport, announce
+from adacc_hf.torch_glue.progress import SOLVING, SlowReport, announce, interruption
 
 log = logging.getLogger(__name__)
 
 LOOK_STEPS, FIRST_LOOKS = 16, 8
 """Number of steps after which all ranks decide together, by collectives, if a batch is to be recorded. They also do so
 at each of the first FIRST_LOOKS steps."""
+MOST_TRIES = 64
+"""Number of steps in which the run waits for a batch from which all policies can be made anew. Each of these steps
+takes a collective."""
+MORE_BLOCKS = "more blocks are trained than before"
+OTHER_OPERATORS = "most batches run other operators than the profiled one"
+FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
+"""Reasons to profile a batch again and replace all policies (a restart), and how block calls without a plan run until
+then."""
 
 TASKS = {
     TRACKING: "which measures outliers and gradient errors",
@@ -59,33 +68,46 @@ TASKS = {
 class AdaptivePhase(FixedPolicyPhase):
     """Phase of a run that adapts its policies to the data and to the batch sizes: the controller of the run."""
 
-    def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int) -> None:
-        """Create the phase without a policy. `begin_after_step` or `resume` adds the first policy.
+    def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int, saved: Saved | None = None) -> None:
+        """Create the phase without a policy, which `begin_after_step` adds.
 
-        `policy_step` is the number of finished steps when the run's first policy was set.
+        `policy_step` is the number of finished steps when the run's first policy was set. `saved` is the state of the
+        run that this one resumes.
         """
         super().__init__(run, handle)
-        self.context = RunContext(run.config, policy_step, run.note, LossGuard(run.config), step=run.step)
+        guard = LossGuard(run.config, () if saved is None else saved.losses)
+        corrections = corrections_of(run, saved)
+        self.context = RunContext(run.config, policy_step, run.note, guard, corrections, run.loop.num_micro)
+        self.context.step = run.step
         self.choice = PolicyChoice(handle, self.context)
-        self.replanning = Replanning(self.choice, self.context, run.loop.num_micro)
-        self._requests = ProfileRequests(self.choice, handle.installation)
-        self._tracking = TrackingSteps(self.choice, self.replanning, self.context)
+        self._tracking = Tracking(self.choice, self.context)
         num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
-        self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
+        self._peaks = PeakCheck(self.choice, self.context, num_uncounted)
         self._profiler, self._batches = run.profiler, run.batches
-        self._builder = PolicyBuilder(run)
         self._report: SlowReport | None = None
         """Object that logs the current step if the step is slow. None in normal steps."""
         self._started = 0.0
         self._has_recorded = False
         """True if a micro-batch of the current step is, or was, recorded."""
-        self._num_micro, self._num_begun = run.loop.num_micro, 0
-        """Micro-batches per step that the profiles count, and micro-batches of the current step so far."""
+        self._is_due = False
+        """True if all ranks record a micro-batch of the next step, because a rank has a batch without a policy."""
+        self._restart_reason, self._num_tries = "", 0
+        """Reason for a restart, and the number of further steps that wait for its batch, 0 if none is planned."""
+        self._tried: set[str] = set()
+        """Reasons for which a restart was tried. They do not lead to another one."""
+        self._num_begun = 0
+        """Number of the current step's micro-batches so far."""
+        if saved is not None:
+            guard.suspicion = saved.suspicion
+            self.context.extra_ms, self._tracking.num_tracked = saved.tracking_ms, saved.num_tracked
 
-    def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
-        shapes = self._shapes_of(profile)
-        self.choice.add(shapes, profile, policy, is_provisional)
-        self._run.stats.estimate_early_overheads(profile, shapes)
+    def begin_after_step(self, profile: Profile, policy: Policy) -> None:
+        record = self.choice.add(profile, policy)
+        limits_peak = self.context.budget(record.profile).limits_peak
+        self.context.is_provisional = limits_peak and not self.context.corrections.counted_elements
+        self.context.must_measure |= self.context.is_provisional
+        record.num_waiting = int(limits_peak and self._profiler.inner_steps.has_detected)
+        self._run.stats.estimate_early_overheads(profile, record.shapes)
 
     def begin_step(self, step: int) -> None:
         self._started = time.perf_counter()
@@ -125,7 +147,7 @@ class AdaptivePhase(FixedPolicyPhase):
             return
         normal_ms = current.times.median_ms if current is not None else None
         if normal_ms is None and current is not None:
-            normal_ms = current.replanner.profile.step_ms * self._run.loop.num_micro
+            normal_ms = current.profile.step_ms * self._run.loop.num_micro
         phase = f"step {self.context.step}, {task}"
         self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
 
@@ -164,13 +186,24 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         self._cancel()
-        obstacle = self.replanning.tighten(self.context.step)
-        if obstacle is None:
-            self.show()
-        return obstacle
+        record, step = self.choice.current, self.context.step
+        if num_ranks() > 1:
+            return "the other ranks are in the middle of it"
+        if record is None:
+            return "it ran under full recomputation already"
+        budget = tighter_budget(record.policy, record.profile, self.context.budget(record.profile))
+        try:
+            with interruption(SOLVING, f"step {step}: solving for memory_budget={budget}, because memory ran out"):
+                policy = self.choice.tighten(budget)
+        except InfeasibleBudgetError as error:
+            return f"no policy needs that much less: {error}"
+        reason = f"out of memory: from now on memory_budget={budget}"
+        self.context.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
+        self.show()
+        return None
 
     def advice(self) -> str:
-        return advice(self.choice.shown.replanner)
+        return advice(self.choice.shown.policy, self.context.corrections.memory_budget)
 
     def end_micro_batch(self) -> None:
         self._end_recorded()
@@ -191,8 +224,10 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _is_to_be_recorded(self) -> bool:
         """Return True if the micro-batch that begins is to be recorded for a profile."""
-        requests, is_busy = self._requests, self._tracking.is_on or self._peaks.is_on or self._has_recorded
-        if is_busy or not (requests.is_due or requests.num_tries > 0 or self.choice.wants_profile):
+        if self._tracking.is_on or self._peaks.is_on or self._has_recorded:
+            return False
+        is_wanted = num_ranks() == 1 and self.choice.is_unpredicted
+        if not (self._is_due or self._num_tries > 0 or is_wanted):
             return False
         return self._profiler.is_turn(self._num_begun, self._run.model)
 
@@ -237,66 +272,66 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
-        context, cache, history = self.context, self.choice.cache, self._run.history
+        context, choice, history = self.context, self.choice, self._run.history
         started, num_events = time.perf_counter(), len(history)
-        has_changed, self.choice.has_replaced_borrowed = self.choice.has_replaced_borrowed, False
         self._add_time((started - self._started) * 1e3)
-        is_due = any(size_policy.due is not None and step >= size_policy.due for size_policy in cache.all)
-        is_busy = self._tracking.is_on or self._peaks.is_on or is_due
+        is_busy = self._tracking.is_on or self._peaks.is_on
         if self._tracking.is_on:
             self._tracking.finish(step)
         self._end_report()  # what follows has reports of its own
         if self._peaks.is_on:
-            has_changed |= self._peaks.compare(step)
+            self._peaks.compare(step)
             self._peaks.close()
-        if is_busy:
-            has_changed |= self.replanning.take_over(step)
         if self._run.num_without_state:
-            has_changed |= self._count_state(step)
+            self._count_state()
+        if self._has_recorded or self._is_due or self._num_tries:
+            self._end_recording(step)
         num_steps = step - context.policy_step
-        is_turn = num_steps % LOOK_STEPS == 0 or num_steps <= FIRST_LOOKS
-        if self._has_recorded or self._requests.is_due or self._requests.num_tries:
-            has_changed |= self._end_recording(step)
-        if is_turn:
-            self._requests.look()
-        if has_changed:
+        is_regular = num_steps % LOOK_STEPS == 0
+        if is_regular or num_steps <= FIRST_LOOKS:
+            self._look(is_regular)
+        if choice.has_changed:
             self.show()
-        if has_changed or len(history) > num_events:
-            self._run.save(has_changed)
+        if choice.has_changed or len(history) > num_events:
+            self._run.save(choice.has_changed)
         if is_busy or len(history) > num_events:
             context.extra_ms += (time.perf_counter() - started) * 1e3
 
     def _count_accumulation(self, num_micro: int) -> None:
         """Count the gradients and batches of earlier micro-batches if steps have more micro-batches than before."""
-        before = self._num_micro
+        before = self.context.num_micro
         if num_micro <= before:
             return
-        self._num_micro = num_micro
+        self.context.num_micro = num_micro
         batch_bytes = max(self.choice.batch_bytes, self._batches.nbytes)
         extra_bytes = (num_micro - before) * batch_bytes + (self._run.gradient_bytes if before == 1 else 0)
-        reason = f"steps have {num_micro} micro-batches, and not {before}"
-        self.replanning.add_static(self.context.step, extra_bytes, reason)
-        self.show()
+        self.add_static(extra_bytes, f"steps have {num_micro} micro-batches, and not {before}")
 
-    def _count_state(self, step: int) -> bool:
-        """Count the state that the optimizer has created since the profile. Return True if there is any."""
+    def _count_state(self) -> None:
+        """Count the state that the optimizer has created since the profile."""
         run, profiler = self._run, self._profiler
         counted, state_bytes = profiler.counted_state_bytes, profiler.state_bytes(run.model, run.optimizer)
         extra_bytes = max(gather_from_all_ranks(0 if counted is None else state_bytes - counted))
         run.num_without_state = 0 if extra_bytes or counted is None else run.num_without_state - 1
         profiler.counted_state_bytes = None if counted is None else state_bytes
-        reason = f"the optimizer created {extra_bytes} bytes of state"
         if extra_bytes > 0:
-            self.replanning.add_static(step, extra_bytes, reason, must_fit=True)
-        return extra_bytes > 0
+            self.add_static(extra_bytes, f"the optimizer created {extra_bytes} bytes of state", must_fit=True)
+
+    def add_static(self, extra_bytes: int, reason: str, must_fit: bool = False) -> None:
+        """Count bytes that live throughout training from now on. Raise InfeasibleBudgetError if `must_fit` and no
+        policy for the latest size fits the budget with them."""
+        self.context.corrections.static_bytes += extra_bytes
+        self.context.corrections.changed(reason)
+        self.choice.refresh(self.choice.shown, must_fit)
+        self.show()
 
     def _add_time(self, step_ms: float) -> None:
         """Count the step for the policies that it used, and record `step_ms`: the time of a normal step, or, of a step
         with other work, what exceeds the median of normal steps."""
         current = self.choice.current
-        for size_policy in self.choice.used():
-            if size_policy is not None:
-                size_policy.num_steps += 1
+        for record in self.choice.used():
+            if record is not None:
+                record.num_steps += 1
         if current is None or not self.choice.ran_alone() or current.num_steps <= RECORDED_STEPS:
             self.context.extra_ms += self._peaks.counting_ms if self._peaks.is_on else 0.0
         elif self._tracking.is_on or self._peaks.is_on or current.is_fresh:
@@ -306,53 +341,67 @@ class AdaptivePhase(FixedPolicyPhase):
         if current is not None:
             current.is_fresh = False
 
-    def _end_recording(self, step: int) -> bool:
-        """Make a policy of the micro-batch that the step has recorded. Return True if a policy was set."""
-        requests, called, self._has_recorded = self._requests, self._profiler.called, False
-        is_restart, requests.is_due = requests.num_tries > 0, False
+    def _look(self, is_regular: bool) -> None:
+        """Decide at a step's end, with all ranks, what to record next. If `is_regular`, many batches have come since
+        the last decision on other operators."""
+        if num_ranks() > 1:
+            self._is_due = any(gather_from_all_ranks(self.choice.is_unpredicted))
+        idle, blocks = self.choice.idle_blocks, self.handle.installation.blocks
+        reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
+        if is_regular:
+            reasons[OTHER_OPERATORS] = self.choice.diverged.most_diverged()
+        for reason, is_mine in reasons.items():
+            if reason not in self._tried and any(gather_from_all_ranks(is_mine)):
+                self._restart_reason, self._num_tries = reason, MOST_TRIES
+                self._tried.add(reason)
+
+    def _end_recording(self, step: int) -> None:
+        """Make a policy of the micro-batch that the step has recorded."""
+        called, self._has_recorded, self._is_due = self._profiler.called, False, False
+        is_restart = self._num_tries > 0
         profile = self._profiler.take(self._run.model, self._run.optimizer, is_largest=not is_restart)
         if is_restart:
-            return self._restart(step, profile, called)
-        return profile is not None and self._add_size(step, profile)
+            self._restart(step, profile, called)
+        elif profile is not None:
+            self._add_size(step, profile)
 
-    def _add_size(self, step: int, measured: Profile) -> bool:
-        """Add a policy for the sizes of the profile `measured`. Return False if no policy fits."""
-        cache, sizes = self.choice.cache, self._shapes_of(measured) or ()
-        try:
-            profile, policy = self._builder.later(cache.with_other_sizes(measured), self.choice)
-            if policy.idle_blocks - cache.idle_blocks:
-                raise RefusedSizeError("they train fewer blocks, and a policy needs all of them")
-        except RefusedSizeError as reason:
-            log.warning("Adacc: batches of %s get no policy of their own: %s", describe(sizes), reason)
-            cache.refuse(sizes)
-            self._run.note(MemoryNoted(step=step, reason=f"{describe(sizes)}: {reason}"))
-            return False
-        self.choice.add(sizes, profile, policy)
-        self._note_policy(step, f"for batches of {describe(sizes)}", policy, profile)
-        return True
+    def _add_size(self, step: int, profile: Profile) -> None:
+        """Add a policy for the sizes of a recorded profile. Warn if it trains fewer blocks than the others."""
+        sizes = describe(from_profile_shapes(profile.measured[0][0]))
+        trained = {block.name for block in profile.blocks}
+        if any(name not in trained for record in self.choice.records.values() for name, _ in record.policy.blocks):
+            self.choice.num_profiles += 1
+            reason = "they train fewer blocks, and a policy needs all of them"
+            log.warning("Adacc: batches of %s get no policy of their own: %s", sizes, reason)
+            self._run.note(MemoryNoted(step=step, reason=f"{sizes}: {reason}"))
+            return
+        record = self.choice.add(profile)
+        self._note_policy(step, f"for batches of {sizes}", record.policy, record.profile)
 
-    def _restart(self, step: int, measured: Profile | None, called: set[str]) -> bool:
-        """Replace all policies by a policy of the profile `measured`, because the model runs other operators or trains
-        more blocks now. `called` are the calls that this rank recorded. Return False if blocks are missing or no policy
-        fits."""
-        requests = self._requests
-        if not requests.can_restart(called) or measured is None:
-            if requests.num_tries == 0:
+    def _restart(self, step: int, profile: Profile | None, called: set[str]) -> None:
+        """Replace all policies by a policy of the recorded `profile`, because the model runs other operators or trains
+        more blocks now. `called` are the calls that this rank recorded.
+
+        The micro-batch must have called every block that the model has called with gradients so far.
+        """
+        self._num_tries -= 1
+        installation, blocks = self.handle.installation, {block_of_call(name) for name in called}
+        is_whole = not (installation.blocks.keys() - blocks).difference(installation.uncalled())
+        if not all(gather_from_all_ranks(bool(called) and is_whole)) or profile is None:
+            if self._num_tries == 0:
                 self._report_failed_restart(step, "no batch came that calls all of them")
-            return False
-        requests.num_tries = 0
-        cache = self.choice.cache
+            return
+        self._num_tries = 0
         try:
-            profile, policy = self._builder.later(measured, self.choice)
-        except RefusedSizeError as reason:
-            self._report_failed_restart(step, str(reason))
-            return False
+            policy = self.choice.fit.solved(profile, self.context.corrections.memory_budget)
+        except InfeasibleBudgetError as error:
+            self._report_failed_restart(step, str(error))
+            return
         self._cancel()
-        cache.clear()
-        requests.restarted()
-        self.choice.add(self._shapes_of(profile), cache.with_other_sizes(profile), policy)
-        self._note_policy(step, requests.why, policy, profile)
-        return True
+        self.choice.clear()
+        self._tried.discard(MORE_BLOCKS)
+        self.choice.add(profile, policy)
+        self._note_policy(step, self._restart_reason, policy, profile)
 
     def _note_policy(self, step: int, reason: str, policy: Policy, profile: Profile) -> None:
         self._run.note(PolicySet(step=step, reason=reason, **predictions(policy)))
@@ -360,19 +409,14 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _report_failed_restart(self, step: int, obstacle: str) -> None:
         """Warn that the run keeps its policies because of `obstacle`."""
-        why = self._requests.why
+        why = self._restart_reason
         reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
         self._run.note(MemoryNoted(step=step, reason=reason))
 
-    def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled, or None if the sizes are unknown."""
-        return from_profile_shapes(profile.measured[0][0]) or None
-
     def show(self) -> None:
         """Set the run's policy and profile to the policy and profile of the most recent micro-batch."""
-        replanner = self.choice.shown.replanner
-        self._run.show(replanner.policy, replanner.priced)
+        self._run.show(self.choice.shown.policy, self.choice.shown.profile)
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
         """Return the metrics to add to `logs`, the training loop's metrics at the current step.
@@ -381,10 +425,10 @@ class AdaptivePhase(FixedPolicyPhase):
         compares gradients under compression with exact gradients.
         """
         if is_on_all_ranks:
-            is_lossy = any(size_policy.replanner.has_work() for size_policy in self.choice.cache.all)
+            is_lossy = any(lossy_blocks(record.policy) for record in self.choice.records.values())
             self.context.guard.logged(logs, is_lossy)
         shown = self.choice.shown
-        is_exact, peak = not shown.replanner.has_work(), shown.measured_peak_bytes
+        is_exact, peak = not lossy_blocks(shown.policy), shown.measured_peak_bytes
         own = {
             "adacc/measured_peak_gib": None if peak is None else peak / 2**30,
             "adacc/error": 0.0 if is_exact else shown.error,
@@ -396,43 +440,25 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _saved(self) -> Saved:
         context, guard, shown = self.context, self.context.guard, self.choice.shown
-        others = [other for other in self.choice.cache.all if other is not shown]
-        return Saved(
-            size_policies=[size_policy.saved() for size_policy in (shown, *others)],
+        policies = [shown.policy, *(record.policy for record in self.choice.records.values() if record is not shown)]
+        return replace(
+            super()._saved(),
+            policies=list({(p.plans, p.blocks, p.head): p for p in policies}.values()),
+            corrections=context.corrections.to_json(),
             policy_step=context.policy_step,
-            memory_budget=context.config.memory_budget,
-            host_memory=context.config.host_memory,
-            tightened=context.tightened,
-            history=self._run.history,
+            num_tracked=self._tracking.num_tracked,
             losses=guard.losses,
             suspicion=guard.suspicion,
-            switched_off=sorted(guard.switched_off),
-            is_unproven=guard.is_unproven,
             tracking_ms=context.extra_ms,
-            step=self._run.step,
-            missing_bytes=dict(context.missing_bytes),
-            counted_elements=context.counted_elements,
-            num_micro=self._num_micro,
-            model_settings=self._run.model_settings,
         )
-
-    def resume(self, saved: Saved) -> None:
-        """Restore the state of the run from the checkpoint's state `saved`.
-
-        If the solver was running for a policy when the state was saved, start the solver again.
-        """
-        context = self.context
-        self._num_micro = saved.num_micro or self._num_micro
-        context.extra_ms, context.tightened = saved.tracking_ms, saved.tightened
-        context.missing_bytes, context.counted_elements = dict(saved.missing_bytes), saved.counted_elements
-        context.guard = LossGuard(context.config, saved.losses, saved.switched_off)
-        context.guard.suspicion, context.guard.is_unproven = saved.suspicion, saved.is_unproven
-        for record in reversed(saved.size_policies):
-            if record.profile is not None:  # without its file, the policy is made again when its size comes
-                added = self.choice.add(record.shapes, record.profile, record.policy, is_extrapolated=record.is_told)
-                added.resume(record)
 
     def remove(self) -> None:
         self._cancel()
         self._profiler.remove()
         super().remove()
+
+
+def corrections_of(run: RunState, saved: Saved | None) -> Corrections:
+    """Return the corrections of the run that `run` resumes, or none."""
+    record = None if saved is None else saved.corrections
+    return Corrections(run.config) if record is None else Corrections.from_json(run.config, record)

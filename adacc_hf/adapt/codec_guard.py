@@ -14,14 +14,16 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.outlier_tracking import full_name
-from adacc_hf.adapt.profile_updates import SwitchedOff
-from adacc_hf.adapt.replanner import Tracking
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
+
+if TYPE_CHECKING:
+    from adacc_hf.adapt.tracking import Tracked
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +51,9 @@ class LossGuard:
     codecs to switch off.
     """
 
-    def __init__(
-        self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
-    ) -> None:
+    def __init__(self, config: AdaccConfig, losses: Iterable[float] = ()) -> None:
         self.suspicion: str | None = None
         """Reason to check the gradients of all kinds of blocks in the next step. None if no check is due."""
-        self.switched_off = frozenset(switched_off)
-        """Codecs that have degraded gradients, which new policies of all batch sizes must not use."""
-        self.is_unproven = False
-        """True if codecs were switched off, and no step has run yet under the next policy, which avoids these
-        codecs."""
         self._is_on = config.tracking != "off"
         self._detector = LossSpikeDetector(losses)
 
@@ -81,16 +76,9 @@ class LossGuard:
         if is_lossy:
             self.suspicion = reason
 
-    def check_new_policy(self) -> bool:
-        """If codecs of the previous policy were switched off because they degraded gradients, request a check of
-        gradients in the new policy's first step.
-
-        Return True if a check was requested.
-        """
-        if not self.is_unproven:
-            return False
-        self.suspicion, self.is_unproven = self.suspicion or PROOF, False
-        return True
+    def check_next(self) -> None:
+        """Check the gradients of all kinds of blocks in the next step, because codecs were switched off."""
+        self.suspicion = self.suspicion or PROOF
 
     def take_suspicion(self) -> str | None:
         """Clear the pending request for a check of gradients (`suspicion`).
@@ -101,24 +89,23 @@ class LossGuard:
         suspicion, self.suspicion = self.suspicion, None
         return None if suspicion == PROOF else suspicion
 
-    def doubt(self, tracking: Tracking) -> str | None:
+    def doubt(self, tracked: Tracked) -> str | None:
         """Return a message if a gradient measured in the tracking step is degraded, else None.
 
         If no suspicious loss was the reason for the check, pass this message to `judge` as the reason.
         """
-        largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
+        largest_error = max((gradient.error for gradient in tracked.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
 
-    def judge(self, suspicion: str, profile: Profile, tracking: Tracking) -> tuple[bool, str]:
-        """Judge the gradients measured in a tracking step. Return (is_degraded, verdict), and log the verdict.
+    def judge(self, suspicion: str, profile: Profile, tracked: Tracked) -> str:
+        """Judge the gradients measured in a tracking step. Return and log the verdict.
 
-        `suspicion` is the reason for the check. `is_degraded` is True if compression degrades the gradient of at least
-        one of the sampled blocks.
+        `suspicion` is the reason for the check.
         """
-        errors = {kind: gradient.error for kind, gradient in tracking.gradients.items()}
+        errors = {kind: gradient.error for kind, gradient in tracked.gradients.items()}
         degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
         if degraded:
-            return True, self._switch_off(suspicion, profile, tracking, degraded)
+            return self._switch_off(suspicion, profile, tracked, degraded)
         if errors:
             largest_error = max(errors.values())
             verdict = f"compression is not the cause: the relative error of gradients is at most {largest_error:.3g}"
@@ -126,13 +113,12 @@ class LossGuard:
         else:
             verdict = "no gradient was compared: the exact one is zero or not finite without compression too"
             log.warning("Adacc: %s; %s", suspicion, verdict)
-        return False, verdict
+        return verdict
 
-    def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
+    def _switch_off(self, suspicion: str, profile: Profile, tracked: Tracked, degraded: Mapping[int, float]) -> str:
         """Log which codecs are switched off because of the `degraded` gradients (relative errors by kind of block), and
         return the message."""
-        self.is_unproven = True
-        culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)
+        culprits = sorted(key for key in tracked.degrading_codecs if key[0] in degraded)
         names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
         log.warning(
             "Adacc: %s, and compression degrades gradients (relative error %.3g): it is switched off for %s",

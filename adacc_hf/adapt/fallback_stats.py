@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.config import AdaccConfig, Budget
+from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -113,15 +113,13 @@ class DivergedBatches:
     sentence to the run's history.
     """
 
-    def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.has_diverged = False
         """True if most calls of the most recent micro-batch diverged."""
-        self._config, self._say = config, say
+        self._say = say
         self._num_batches = self._num_diverged = 0
         """Numbers of micro-batches since the last call of `most_diverged`: of all, and of those in which most block
         calls did not follow their plan."""
-        self._full: tuple[Profile, Policy] | None = None
-        """Last argument and result of `_full_recomputation`, as a cache."""
         self._reported = 0
         """Largest report that `_report_excess` has logged in this run. 1: a batch under torch's checkpoint may exceed
         the budget. 2: a batch of operators that were not profiled may exceed the budget. 3: a batch is predicted to
@@ -141,7 +139,7 @@ class DivergedBatches:
         return is_majority
 
     def overhead_ms(
-        self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int, ran_planned: bool = False
+        self, shapes: BatchShapes, reference: SizePolicy, budget: Budget, ran_planned: bool = False
     ) -> float:
         """Return the predicted overhead in ms of a micro-batch whose block calls all diverged from the policy.
 
@@ -149,33 +147,24 @@ class DivergedBatches:
         calls ran under plans that were made for operators outside the profile, and the memory of these operators is not
         predicted. If this batch is predicted to exceed the budget, report the excess, also once per run.
         """
-        profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
-        recomputing, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)
-        peak = int(profile.static_bytes + size * (recomputing.predicted_peak_bytes - profile.static_bytes))
         if budget.limits_peak:
-            self._report_excess(shapes, max(0, peak - budget.nbytes), memory_budget, ran_planned)
-        return recomputing.predicted_overhead_ms * size
+            peak = recomputing_peak_bytes(shapes, reference)
+            self._report_excess(shapes, max(0, peak - budget.nbytes), budget.setting, ran_planned)
+        return full_recomputation(reference.profile).predicted_overhead_ms * ratio(shapes, reference.shapes)
 
-    def may_record(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> bool:
+    def may_record(self, shapes: BatchShapes, reference: SizePolicy, budget: Budget) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded.
 
         Recording keeps every intermediate tensor of the block alive. The estimate assumes that the other blocks follow
-        the policy `reference` if the micro-batch is smaller than the batch of `reference`, and otherwise run under full
+        the policy of `reference` if the micro-batch is smaller than its batch, and otherwise run under full
         recomputation.
         """
-        profile, policy = reference.replanner.profile, reference.replanner.policy
-        budget = Budget.resolve(memory_budget, profile, self._config)
         if not budget.limits_peak:
             return True
-        size = ratio(shapes, reference.shapes)
-        peak = (policy if size < 1 else self._full_recomputation(profile)).predicted_peak_bytes
+        profile, size = reference.profile, ratio(shapes, reference.shapes)
+        peak = (reference.policy if size < 1 else full_recomputation(profile)).predicted_peak_bytes
         block_bytes = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
         return profile.static_bytes + size * (peak - profile.static_bytes + block_bytes) <= budget.nbytes
-
-    def _full_recomputation(self, profile: Profile) -> Policy:
-        if self._full is None or self._full[0] is not profile:
-            self._full = profile, full_recomputation(profile)
-        return self._full[1]
 
     def _report_excess(
         self, shapes: BatchShapes, excess_bytes: int, memory_budget: str | float | int, ran_planned: bool
@@ -195,12 +184,25 @@ class DivergedBatches:
 
 
 def full_recomputation(profile: Profile) -> Policy:
-    """Return the policy that recomputes every block.
+    """Return the policy that recomputes every block. The latest result is cached.
 
     The predictions of this policy estimate the cost of a batch under torch's checkpoint, and the cost of a batch whose
     operators differ from the profiled operators.
     """
-    return uniform_policy(profile, Action.RECOMPUTE)
+    global _latest
+    if _latest is None or _latest[0] is not profile:
+        _latest = profile, uniform_policy(profile, Action.RECOMPUTE)
+    return _latest[1]
+
+
+_latest: tuple[Profile, Policy] | None = None
+
+
+def recomputing_peak_bytes(shapes: BatchShapes, reference: SizePolicy) -> int:
+    """Return the estimated peak of a batch of `shapes` under full recomputation, from the profile of `reference`."""
+    static_bytes = reference.profile.static_bytes
+    above_static = full_recomputation(reference.profile).predicted_peak_bytes - static_bytes
+    return int(static_bytes + ratio(shapes, reference.shapes) * above_static)
 
 
 def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:

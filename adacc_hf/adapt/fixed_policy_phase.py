@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adacc_hf.adapt.announcements import describe_coverage
-from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
+from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.adapt.oom_retry import memory_reported
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
@@ -35,15 +35,9 @@ class FixedPolicyPhase(Phase):
         with memory_reported(self._run.memory_report):
             return run()
 
-    def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
-        """Begin to follow `policy`, made for `profile`, after the end of a step.
-
-        If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
-        """
+    def begin_after_step(self, profile: Profile, policy: Policy) -> None:
+        """Begin to follow `policy`, made for `profile`, after the end of a step."""
         self._run.stats.estimate_early_overheads(profile, None)
-
-    def resume(self, saved: Saved) -> None:
-        """Restore the state of the run from the checkpoint's state `saved`."""
 
     def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True
@@ -81,13 +75,12 @@ class FixedPolicyPhase(Phase):
         return figures | run.fallback_figures()
 
     def save(self, folder: Path) -> None:
-        save_in_checkpoint(folder, self._saved())
+        save_in_checkpoint(folder, self._saved(), self._run.profile)
 
     def _saved(self) -> Saved:
         run = self._run
-        saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
         return Saved(
-            size_policies=saved,
+            policies=[run.active_policy],
             memory_budget=run.config.memory_budget,
             host_memory=run.config.host_memory,
             history=run.history,

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import as_sentence
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.rng_state import RandomStates, gpus_in_use
@@ -26,25 +27,24 @@ TIGHTER = 0.9
 """Budget after a step ran out of memory, as a fraction of the bytes that its policy was predicted to need."""
 
 
-def tighter_budget(replanner: Replanner) -> int | float:
+def tighter_budget(policy: Policy, profile: Profile, budget: Budget) -> int | float:
     """Return a budget that is 10 % below the current budget or the predicted need of the current policy, whichever is
     smaller.
 
     If the budget is a limit on peak memory, the result is a number of bytes (int). Otherwise the result is a fraction
     of the bytes that plain training stores (float).
     """
-    budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
     if budget.limits_peak:
-        return int(TIGHTER * min(budget.nbytes, replanner.policy.predicted_peak_bytes))
-    stored = min(budget.nbytes, replanner.policy.predicted_stored_bytes)
-    return math.floor(1e6 * TIGHTER * stored / replanner.profile.plain_stored_bytes) / 1e6
+        return int(TIGHTER * min(budget.nbytes, policy.predicted_peak_bytes))
+    stored = min(budget.nbytes, policy.predicted_stored_bytes)
+    return math.floor(1e6 * TIGHTER * stored / profile.plain_stored_bytes) / 1e6
 
 
-def advice(replanner: Replanner) -> str:
+def advice(policy: Policy, memory_budget: str | float | int) -> str:
     """Return a sentence for the error message after memory ran out: which settings would make a step fit in memory."""
-    needed = replanner.policy.predicted_peak_bytes
+    needed = policy.predicted_peak_bytes
     return (
-        f"Adacc planned a peak of {needed} bytes for memory_budget={replanner.memory_budget!r}: set "
+        f"Adacc planned a peak of {needed} bytes for memory_budget={memory_budget!r}: set "
         f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
     )
 

@@ -1,12 +1,12 @@
-"""WarmUpPhase: training before the first policy of a run. `follow` and `resume` begin the phases with a policy.
+"""WarmUpPhase: training before the first policy of a run. `follow` begins the phases with a policy.
 
 NOTE [Phases of a run]
 | phase | blocks run under | begins | ends |
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
-| WarmUpPhase | torch's checkpoint | a run without a policy | the first policy, after a step |
-| FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
-| AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
+| WarmUpPhase | torch's checkpoint | a run, or a resumed run | the first policy, after a step |
+| FixedPolicyPhase | the user's policy, unchanged | such a policy | the run's end |
+| AdaptivePhase | policies that follow the data | the first solved policy | the run's end |
 | CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
 """
 
@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.adaptive_phase import AdaptivePhase
+from adacc_hf.adapt.adaptive_phase import AdaptivePhase, corrections_of
 from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.first_policy import first_policy
 from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
-from adacc_hf.adapt.policy_builder import PolicyBuilder
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError
@@ -36,6 +36,7 @@ from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import from_profile_shapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 from adacc_hf.torch_glue.progress import announce
 
@@ -59,10 +60,10 @@ class WarmUpPhase(Phase):
     """Phase of a run before the first policy. Blocks run under torch's checkpoint, except in the micro-batch that is
     recorded for the profile (price/live_step.py)."""
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
+    def __init__(self, run: RunState, saved: Saved | None = None) -> None:
+        """Begin a run, or resume the run whose checkpoint has the state `saved`."""
+        self._run, self._saved = run, saved
         self._profiler, self._batches = run.profiler, run.batches
-        self._builder = PolicyBuilder(run)
         self._checkpointing = FullRecompute(run.model, run.config)
         self._num_begun = 0
         """Number of micro-batches that have begun in the current step."""
@@ -209,8 +210,10 @@ class WarmUpPhase(Phase):
                     checkpointing.remove()
                     raise self._infeasible
                 return
+        corrections, policies = corrections_of(run, self._saved), [] if self._saved is None else self._saved.policies
+        shapes = from_profile_shapes(profile.measured[0][0])
         try:
-            policy, is_provisional = self._builder.first(profile)
+            policy = first_policy(run, corrections.applied(profile, shapes), corrections, policies)
         except BaseException as error:
             is_refused = isinstance(error, InfeasibleBudgetError)
             if is_refused and self._infeasible is None and self._profiler.begin_tiles(profile, checkpointing):
@@ -220,8 +223,9 @@ class WarmUpPhase(Phase):
             checkpointing.remove()
             raise
         checkpointing.remove()
-        run.phase = following = follow(run, policy, profile, step - 1)  # tracking counts from the profiled step
-        following.begin_after_step(profile, policy, is_provisional)
+        policy_step = step - 1 if self._saved is None else self._saved.policy_step  # it counts from the profiled step
+        run.phase = following = follow(run, policy, profile, policy_step, self._saved)
+        following.begin_after_step(profile, policy)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
         run.save(changed=True)
 
@@ -308,12 +312,14 @@ def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[st
     return []
 
 
-def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: int) -> FixedPolicyPhase:
+def follow(
+    run: RunState, policy: Policy, profile: Profile | None, policy_step: int, saved: Saved | None = None
+) -> FixedPolicyPhase:
     """Apply `policy` to the model, and return the phase that trains under this policy.
 
-    `policy_step` is the number of finished steps when the policy was set. If the user passed the policy, or `profile`
-    is None, the policy never changes. Raises UncoveredBlockError if the config requires a policy for all blocks and
-    `policy` does not cover all blocks.
+    `policy_step` is the number of finished steps when the policy was set, and `saved` the state of the run that this
+    one resumes. If the user passed the policy, or `profile` is None, the policy never changes. Raises
+    UncoveredBlockError if the config requires a policy for all blocks and `policy` does not cover all blocks.
     """
     if profile is not None:
         refuse_whole_blocks(run.config, policy, profile)
@@ -321,19 +327,5 @@ def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: 
     run.show(policy, profile)
     announce("Adacc: policy set: %s", describe_costs(policy, profile))
     if run.source is None and profile is not None:
-        return AdaptivePhase(run, handle, policy_step)
+        return AdaptivePhase(run, handle, policy_step, saved)
     return FixedPolicyPhase(run, handle)
-
-
-def resume(run: RunState, saved: Saved, step: int) -> None:
-    """Begin the run with the policies of `saved`: the policies of a checkpoint, or the policy that the user passed.
-
-    `step` is the number of finished steps.
-    """
-    first = saved.size_policies[0]
-    run.history = list(saved.history)
-    policy_step = step if saved.policy_step is None else saved.policy_step
-    run.phase = following = follow(run, first.policy, first.profile, policy_step)
-    following.resume(saved)
-    run.note(PolicySet(step=step, **predictions(first.policy)))
-    run.save(changed=True)

@@ -1,321 +1,333 @@
 """PolicyChoice: the choice of a policy for each micro-batch, which depends on the sizes of the micro-batch's tensors.
 
-NOTE [Choice of a policy]. This is the only place where a micro-batch gets its policy.
-| sizes of the micro-batch | policy |
+NOTE [Choice of a policy]. Sizes are grouped into classes, each 25 % larger than the class below
+(artifacts/size_model.py). A class has one record, a `SizePolicy`. A micro-batch gets its policy here and nowhere else,
+and policies are replaced here and nowhere else, at once, by the rank that needs it.
+| micro-batch | policy |
 |---|---|
-| in a size class with a policy | that policy |
-| in a new class, before the first measured step | the run's first policy if it fits, else one with a low peak |
-| in a new class, later | another class's fitting policy, or full recomputation, until a solver run is worth its time |
-| in a new class, if none of these fits, or after the solver run | a policy solved for the class's predicted profile |
-| in a class whose upper bounds exceed the budget | the policy for the smallest known sizes that the batch fits into |
-| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | as in the rows above, without tracking |
-| in no class, but within a profiled size | the policy of the smallest such size |
-| in no class and larger than each profiled size | none: torch's checkpoint, recorded for a policy of its own |
+| in a class with a record | the record's, solved again if the run's corrections put it above the budget |
+| in a new class | the fastest policy of the run, or full recomputation, that fits; a solver run follows when it pays |
+| in a new class, if none of these fits | solved for the class, or, if none fits the class, for the batch's own sizes |
+| in no class | that of the smallest recorded sizes around it, else torch's checkpoint, and it may be recorded |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 
+from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.coverage import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
-from adacc_hf.adapt.events import PolicySet, predictions
-from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
+from adacc_hf.adapt.events import PolicyChanged, PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import NO_POLICY, DivergedBatches, ratio
-from adacc_hf.adapt.policy_cache import PolicyCache
-from adacc_hf.adapt.policy_selection import current_policy
-from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.adapt.policy_fit import PolicyFit
+from adacc_hf.adapt.policy_selection import NOTHING_FITS, current_policy, num_changes, replan
+from adacc_hf.adapt.profile_updates import with_static_memory
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.size_policy import SizePolicy
-from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.entries import OTHER_OPERATORS
-from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
-from adacc_hf.torch_glue.distributed import num_ranks
-from adacc_hf.torch_glue.progress import SOLVING, interruption
+from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, fits_in, from_profile_shapes, num_elements
+from adacc_hf.torch_glue.progress import SOLVING, announce, interruption
+
+log = logging.getLogger(__name__)
+
+MAX_SIZES = 64
+"""Number of size classes that a run remembers. The least recently used one is dropped."""
+FEW_PROFILES, MOST_PROFILES = 6, 16
+"""Number of profiles up to which each size that no profile predicts is recorded, because profiles of a few sizes
+predict all others, and the number up to which sizes are recorded that do not fit in a recorded one."""
 
 
 class PolicyChoice:
     """Policies of a run by batch size, the active policy, and the sizes of the current step's micro-batches."""
 
     def __init__(self, handle: PolicyHandle, context: RunContext) -> None:
-        self.cache = PolicyCache()
-        self.extrapolated = ExtrapolatedPolicies(context, self.cache)
+        self.records: OrderedDict[BatchShapes | None, SizePolicy] = OrderedDict()
+        """Record of each size class, the least recently used first."""
+        self.fit = PolicyFit(
+            context, lambda: list({_actions(r.policy): r.policy for r in self.records.values()}.values())
+        )
         self.current: SizePolicy | None = None
-        """Size policy (policy of one batch size, with its state) that the blocks follow now.
-
-        None if the blocks run under torch's checkpoint, or under untracked plans, which are not adapted to the data
-        (`PolicyCache.untracked`).
-        """
-        self.plans: BlockPlans | None = None
-        """Plans that the blocks follow now, or None under torch's checkpoint."""
+        """Record that the blocks follow now. None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
         """Sizes of the most recent micro-batch."""
         self.largest: BatchShapes = ()
         """Sizes of the largest micro-batch of the step."""
         self.batch_bytes = 0
         """Bytes of the largest micro-batch of the step."""
-        self.diverged = DivergedBatches(context.config, context.note_memory)
+        self.has_changed = False
+        """True if a policy was set or replaced in the current step."""
+        self.diverged = DivergedBatches(context.note_memory)
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches, by the `id` of their plans. None for untracked plans, which have
-        no replanner and are not adapted to the data."""
+        """Records of the step's micro-batches by `id`. None stands for torch's checkpoint."""
         self._lasts = False
-        """True if the chosen policy also applies to the next micro-batch, if this has the same shapes."""
-        self.has_replaced_borrowed = False
-        """True if, since the last step's end, a policy made for another batch size was replaced by one for the batch's
-        own size."""
-        self._is_alone = num_ranks() == 1
+        """True if the record also applies to the next micro-batch, if this has the same shapes."""
+        self.is_unpredicted = False
+        """True if no profile predicts the micro-batch's sizes, and they may be recorded."""
+        self.num_profiles = 0
         handle.tape_cache.may_record = self._may_record
 
     @property
     def shown(self) -> SizePolicy:
-        """Policy of the most recent micro-batch, with its state.
+        """Record of the most recent micro-batch, or, if that ran under torch's checkpoint, the record used before."""
+        return self.current or self.records[next(reversed(self.records))]
 
-        If this micro-batch ran under torch's checkpoint, or under untracked plans (plans that are not adapted to the
-        data), the result is the run's first policy.
-        """
-        return self.current or self.cache.all[0]
+    @property
+    def idle_blocks(self) -> set[str]:
+        """Names of the blocks that ran without gradients when profiled, for which policies have no actions."""
+        return set().union(*(record.policy.idle_blocks for record in self.records.values()))
 
     def begin_step(self) -> None:
-        """Drop the records of the previous step's micro-batches."""
+        """Drop what is known of the previous step's micro-batches."""
         self._used.clear()
-        self.largest, self.batch_bytes = (), 0
+        self.largest, self.batch_bytes, self.has_changed = (), 0, False
 
     def choose(self, shapes: BatchShapes, nbytes: int) -> None:
         """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of the micro-batch's tensors."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
-        if not self._lasts or shapes != self.shapes:
+        current = self.current
+        is_stale = current is None or current.version != self.context.corrections.version
+        if is_stale or not self._lasts or shapes != self.shapes:
             self._choose(shapes)
-        self._used[id(self.plans)] = self.current
+        self._used[id(self.current)] = self.current
         if shapes != self.largest and num_elements(shapes) > num_elements(self.largest):
             self.largest = shapes
 
     def _choose(self, shapes: BatchShapes) -> None:
-        self.shapes = shapes
-        sizes = self.cache.class_of(shapes)
-        size_policy = self.cache.around(shapes) if sizes is None else self._of_class(sizes, shapes)
-        if size_policy is not None and self.context.tightened is not None:
-            self._keep_to(self.context.tightened, size_policy)
-        plans = None if size_policy is None else size_policy.plans
-        if size_policy is None and sizes is not None:
-            plans = self.cache.untracked_plans(sizes, shapes, self.context.settings)
-        if size_policy is not self.current or plans is not self.plans:
-            self._put(size_policy, plans)
-        if size_policy is not None:
-            self.context.warnings.before(shapes, size_policy)
-        elif plans is None:
+        self.shapes, self.is_unpredicted = shapes, False
+        sizes = self.fit.class_of(shapes)
+        record = self._around(shapes) if sizes is None else self._of_class(sizes, shapes)
+        if record is not None:
+            self.records.move_to_end(record.shapes)
+            self.refresh(record)
+            self._solve_if_it_pays(record)
+        if record is not self.current:
+            self._put(record)
+        if record is None:
             reason = f"no profile predicts batches of {describe(shapes)}"
             refuse_uncovered(self.context.config, ALL_BLOCKS, reason, SAME_SIZE)
-            self.context.warnings.before_checkpointing(shapes, self._reference)
-        else:
-            self.context.warnings.before_untracked(shapes, sizes or shapes, plans.policy, self._reference)
-        # Each batch whose bucket lacks a policy is counted.
-        is_final = size_policy is not None and not size_policy.is_borrowed
-        self._lasts = is_final and not self.cache.unplanned
+        if record is not None or not self.is_unpredicted:  # a batch that is recorded gets a policy right away
+            self.context.warnings.before(shapes, record, self.shown, self.context.budget(self.shown.profile))
+        self._lasts = record is not None and not record.num_waiting and not self.is_unpredicted
 
-    def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy of a batch of `shapes`, whose class is `sizes`. Make one if the class is new. Return
-        None if the class has untracked plans only."""
-        size_policy = self.cache.within_class(sizes, shapes)
-        if size_policy is not None and size_policy.is_borrowed:
-            self._count_borrowed(size_policy)
-        if size_policy is not None or self.cache.untracked_plans(sizes, shapes, self.context.settings) is not None:
-            return size_policy
-        measured, _ = self.cache.size_model()
-        if measured.is_provisional:
-            return self._before_measurement(sizes, measured)
+    def _around(self, shapes: BatchShapes) -> SizePolicy | None:
+        """Return the record of the smallest sizes in which a batch of `shapes`, which belongs to no class, fits."""
+        if None in self.records:
+            return self.records[None]
+        best = self.records.get(_smallest_around(shapes, self.records) or ())
+        limit = MOST_PROFILES if best is None else FEW_PROFILES
+        self.is_unpredicted = (best is None or best.shapes != shapes) and self.num_profiles < limit
+        return best
+
+    def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy:
+        """Return the record of a batch of `shapes`, whose class is `sizes`. Make one if the class is new."""
+        record = self.records.get(sizes) or self.records.get(shapes)
+        if record is None and self.fit.is_above_budget(sizes):
+            within = [other for other in self.records if other is not None and fits_in(other, sizes)]
+            record = self.records.get(_smallest_around(shapes, within) or ())
+        return record or self._new(sizes, shapes)
+
+    def _new(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy:
+        """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
         with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
-            sizes, profile, policy = self.extrapolated.policy_for(sizes, shapes, may_borrow=self._is_alone)
-        if not self._is_alone or self.cache.is_full:
-            self._add_untracked(sizes, policy)
-            return None
-        size_policy = self.add_extrapolated(sizes, profile, policy)
-        size_policy.is_borrowed = self.extrapolated.can_improve(profile, policy)
-        return size_policy
+            fitting = self.fit.for_class(sizes)
+            if fitting is None:
+                names = {shape.name for shape in sizes}
+                sizes = tuple(shape for shape in shapes if shape.name in names)
+                fitting = self.fit.for_sizes(sizes)
+        policy, may_improve = fitting
+        record = self._record(sizes, self.fit.predicted(sizes), policy)
+        record.num_waiting, record.num_steps = int(may_improve), RECORDED_STEPS
+        self._measure_if_larger(record)
+        self._note_set(f"for batches of {describe(sizes)}", policy)
+        return record
 
-    def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch under a borrowed policy. If the overhead of all counted batches has reached the time of a
-        solver run, solve for the batch's size class, and follow the new policy if it is faster."""
-        replanner = size_policy.replanner
-        size_policy.num_borrowed += 1
-        overhead_ms = (size_policy.num_borrowed - 1) * replanner.policy.predicted_overhead_ms
-        if overhead_ms < self.extrapolated.solver_ms or size_policy.due is not None:
-            return
-        size_policy.is_borrowed = False
-        with interruption(SOLVING, f"solving for batches of {describe(size_policy.shapes or ())}"):
-            policy = self.extrapolated.solve_again(replanner.profile)
-        borrowed_ms = current_policy(replanner.profile, replanner.policy).predicted_overhead_ms
-        if policy is None or policy.predicted_overhead_ms >= borrowed_ms:
-            return
-        replanner.adopt(policy)
-        self.follow(size_policy, policy)
-        self._measure_if_larger(size_policy)
-        self.has_replaced_borrowed = True
-        reason = (
-            f"for batches of {describe(size_policy.shapes or ())}, which have come {size_policy.num_borrowed} times"
-        )
-        self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
+    def _measure_if_larger(self, record: SizePolicy) -> None:
+        """Request a measurement of a step's memory if batches of this size are larger than every recorded batch."""
+        record.must_measure = self.fit.is_larger(record.shapes)
+        self.context.must_measure |= record.must_measure
 
-    def _keep_to(self, tightened: float | int, size_policy: SizePolicy) -> None:
-        """Solve again for `size_policy` if its policy needs more than `tightened`, the budget since memory ran out at
-        another size. If no policy fits, follow the one that needs the least memory."""
-        replanner = size_policy.replanner
-        budget = Budget.resolve(tightened, replanner.profile, self.context.config)
-        if replanner.memory_budget == tightened or budget.needed_bytes(replanner.policy) <= budget.nbytes:
+    def _record(self, shapes: BatchShapes | None, base: Profile, policy: Policy) -> SizePolicy:
+        corrections = self.context.corrections
+        profile = corrections.applied(base, shapes)
+        plans = self._handle.prepare(policy, self._handle.plans)
+        record = SizePolicy(shapes, base, profile, policy, plans, corrections.version, searched=profile)
+        if shapes is None:
+            self.records.clear()
+        put_latest(self.records, shapes, record, MAX_SIZES)
+        self._lasts, self.has_changed = False, True
+        return record
+
+    def add(self, measured: Profile, policy: Policy | None = None) -> SizePolicy:
+        """Add a record for the sizes of the profile `measured`, and follow it. Without a `policy`, one is solved: if
+        none fits the budget, that with the least memory."""
+        corrections = self.context.corrections
+        base = self.fit.add(with_static_memory(measured, -corrections.static_bytes))  # it counts what was added since
+        shapes = from_profile_shapes(base.measured[0][0]) or None
+        if policy is None:
+            with interruption(SOLVING, "solving for a policy of the new profile"):
+                try:
+                    policy = self.fit.solved(corrections.applied(base, shapes), corrections.memory_budget)
+                except InfeasibleBudgetError as error:
+                    policy = self.fit.least_of(shapes or (), error)
+        record = self._record(shapes, base, policy)
+        self.num_profiles += 1
+        self._put(record)
+        self.context.measure_after_steps(RECORDED_STEPS)
+        return record
+
+    def clear(self) -> None:
+        """Remove all policies, because the model now trains other blocks, or its blocks run other operators."""
+        self.records.clear()
+        self.fit.clear()
+
+    # Replacement of policies.
+
+    def refresh(self, record: SizePolicy, must_fit: bool = False) -> None:
+        """Apply the run's corrections to the profile of `record`. If its policy then exceeds the budget, uses a codec
+        that is not allowed any more, or leaves much memory unused, solve again.
+
+        If no policy fits, follow the one that needs the least memory, or raise InfeasibleBudgetError if `must_fit`.
+        """
+        corrections, context = self.context.corrections, self.context
+        if record.version == corrections.version:
             return
-        sizes = describe(size_policy.shapes or self.shapes)
-        with interruption(SOLVING, f"solving for batches of {sizes} again, within memory_budget={tightened}"):
+        record.version = corrections.version
+        record.profile = corrections.applied(record.base, record.shapes)
+        allowed, searched = (corrections.allowed(profile) for profile in (record.profile, record.searched))
+        started = time.perf_counter()
+        phase = f"step {context.step}: solving for a policy, because {corrections.reason}"
+        with interruption(SOLVING, phase):
+            result = replan(allowed, record.policy, corrections.memory_budget, context.config, searched, must_fit)
+        waited_ms = (time.perf_counter() - started) * 1e3
+        if result.has_solved:
+            record.searched = record.profile
+        if NOTHING_FITS in result.reason:
+            log.warning("Adacc: step %d: %s", context.step, result.reason)
+            context.warnings.add(record.shapes)
+            context.note_memory(result.reason)
+        if result.policy is not None:
+            self._change(record, result.policy, f"{corrections.reason}: {result.reason}", waited_ms)
+
+    def _solve_if_it_pays(self, record: SizePolicy) -> None:
+        """Count a batch under a policy that a solver run may improve. Once the overhead of these batches has reached
+        the time of a solver run, solve, and follow the new policy if it is faster."""
+        if not record.num_waiting or self.context.is_provisional:
+            return
+        record.num_waiting += 1
+        num_batches = record.num_waiting - 1
+        if (num_batches - 1) * record.policy.predicted_overhead_ms <= self.solver_ms:
+            return
+        record.num_waiting = 0
+        sizes = describe(record.shapes or ())
+        with interruption(SOLVING, f"solving for batches of {sizes}"):
             try:
-                policy = self.tighten(size_policy, tightened)
-            except InfeasibleBudgetError as error:
-                policy = error.least or replanner.policy  # the solver's errors contain the least
-                replanner.memory_budget = tightened
-                replanner.adopt(policy)
-                self.follow(size_policy, policy)
-        reason = f"for batches of {sizes}, because memory ran out at another size"
-        self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
+                policy = self.fit.solved(record.profile, self.fit.with_room(record.profile))
+            except InfeasibleBudgetError:
+                return
+        if policy.predicted_overhead_ms < current_policy(record.profile, record.policy).predicted_overhead_ms:
+            record.searched = record.profile
+            self._measure_if_larger(record)
+            self._note_set(f"for batches of {sizes}, which have come {num_batches} times", policy)
+            self._follow(record, policy)
 
-    def tighten(self, size_policy: SizePolicy, memory_budget: float | int) -> Policy:
+    @property
+    def solver_ms(self) -> float:
+        """Time in ms of the latest solver run for a size, or, before, of that for the run's first policy."""
+        if self.fit.solver_ms is not None:
+            return self.fit.solver_ms
+        return 1e3 * max(float(dict(record.policy.facts).get("seconds", 0.0)) for record in self.records.values())
+
+    def tighten(self, memory_budget: float | int) -> Policy:
         """Solve for `memory_budget`, which is smaller than before, and follow the new policy from now on.
 
-        Raises InfeasibleBudgetError if no policy fits. The old policy then remains.
+        Other sizes follow when they come. Raises InfeasibleBudgetError if no policy fits. The old one then remains.
         """
-        policy = size_policy.replanner.solve_within(memory_budget)
-        size_policy.due, size_policy.must_solve = None, False
-        self.follow(size_policy, policy)
+        record, corrections = self.current, self.context.corrections
+        assert record is not None
+        policy = self.fit.solved(record.profile, memory_budget)
+        corrections.tightened = memory_budget
+        corrections.changed("memory ran out")
+        record.version, record.searched = corrections.version, record.profile
+        self._follow(record, policy)
         return policy
 
-    def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return the size policy for the new class `sizes` before a step was measured: `measured`, the run's first one,
-        if its plans fit, else a new one that needs little memory. With several ranks, store only its plans, and return
-        None."""
-        profile = self.extrapolated.profile_at(sizes)
-        policy = current_policy(profile, measured.replanner.policy)
-        if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
-            return measured
-        with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
-            policy = self.extrapolated.provisional(profile)
-        if not self._is_alone:
-            self._add_untracked(sizes, policy)
-            return None
-        added = self.add_extrapolated(sizes, profile, policy)
-        added.is_provisional = True
-        return added
+    def _change(self, record: SizePolicy, policy: Policy, reason: str, waited_ms: float) -> None:
+        """Replace the policy of `record`, and append the change to the history. Training has waited `waited_ms`."""
+        before, context = record.policy, self.context
+        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * context.num_micro
+        step_ms = record.times.median_ms
+        record.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
+        num_actions, num_channels = num_changes(before, policy)
+        if num_actions:
+            record.must_measure = context.must_measure = True
+            context.measure_after_steps(0)
+        context.note(
+            PolicyChanged(
+                step=context.step,
+                reason=reason,
+                moved=f"{num_actions} actions, {num_channels} sets of channels",
+                waited_ms=waited_ms,
+                step_ms=step_ms,
+                predicted_step_ms=record.predicted_step_ms,
+                **predictions(policy),
+            )
+        )
+        self._follow(record, policy)
+        if num_actions:
+            costs = describe_costs(policy, record.profile)
+            announce("Adacc: policy changed at step %d (%s): %s", context.step, reason, costs)
 
-    def add(
-        self,
-        shapes: BatchShapes | None,
-        profile: Profile,
-        policy: Policy,
-        is_provisional: bool = False,
-        is_extrapolated: bool = False,
-    ) -> SizePolicy:
-        """Add `policy` for batches with the sizes `shapes`, and apply the policy. Return the new `SizePolicy`.
+    def _follow(self, record: SizePolicy, policy: Policy) -> None:
+        """Replace the policy of `record` from the next micro-batch on, and drop the times of its steps."""
+        record.policy, record.plans = policy, self._handle.prepare(policy, record.plans)
+        record.times.start_over()
+        record.is_fresh = self.has_changed = True
+        if record is self.current:
+            self._put(record)
 
-        `shapes` is None if the sizes are unknown. If `is_provisional` is True, the policy is replaced once the memory
-        of a step has been measured. `is_extrapolated` is True if `profile` was predicted from the profile of another
-        size.
-        """
-        size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
-        size_policy.is_provisional = is_provisional
-        self.cache.add(size_policy)
-        self._put(size_policy, size_policy.plans)
-        self.context.measure_after_steps(RECORDED_STEPS)
-        self.context.must_measure |= is_provisional
-        return size_policy
-
-    def add_extrapolated(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> SizePolicy:
-        """Add `policy` for the size class `sizes`, and return its record, a `SizePolicy`.
-
-        `profile` was extrapolated from the profile of another size.
-        """
-        size_policy = self._size_policy(sizes, profile, policy, is_extrapolated=True)
-        size_policy.num_steps = RECORDED_STEPS
-        self._measure_if_larger(size_policy)
-        self.cache.add(size_policy)
-        self._lasts = False
-        reason = f"for batches of {describe(sizes)}"
+    def _note_set(self, reason: str, policy: Policy) -> None:
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
-        return size_policy
 
-    def _add_untracked(self, sizes: BatchShapes, policy: Policy) -> None:
-        """Store `policy` for the size class `sizes` without a replanner: it is not adapted to the data."""
-        self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans), self.context.settings)
-
-    def _measure_if_larger(self, size_policy: SizePolicy) -> None:
-        """Request a measurement of a step's memory if batches of this size are larger than every measured batch."""
-        largest = self.cache.size_model()[1].max_measured_elements
-        size_policy.must_measure = num_elements(size_policy.shapes or ()) > largest
-        self.context.must_measure |= size_policy.must_measure
-
-    def _size_policy(
-        self, shapes: BatchShapes | None, profile: Profile, policy: Policy, is_extrapolated: bool
-    ) -> SizePolicy:
-        replanner = Replanner(profile, policy, self.context.config, self.context.memory_budget)
-        replanner.switch_off(self.context.switched_off)
-        plans = self._handle.prepare(policy, self._handle.plans)
-        return SizePolicy(shapes, replanner, plans, is_extrapolated=is_extrapolated)
-
-    def follow(self, size_policy: SizePolicy, policy: Policy) -> None:
-        """Replace the policy of `size_policy` (the record of one batch size) by `policy`, from the next micro-batch on.
-
-        The times of normal steps under the old policy are dropped. If the guard against degraded gradients has to
-        check the new policy, the policy is tracked as often as the run's first policy.
-        """
-        if self.context.guard.check_new_policy():
-            self.context.policy_step = self.context.step
-        self._lasts = False
-        size_policy.plans = self._handle.prepare(policy, size_policy.plans)
-        size_policy.times.start_over()
-        size_policy.is_fresh = True
-        if size_policy is self.current:
-            self._put(size_policy, size_policy.plans)
-
-    def _put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
-        self._handle.follow(plans)
-        self.current, self.plans, self._lasts = size_policy, plans, False
+    def _put(self, record: SizePolicy | None) -> None:
+        self._handle.follow(None if record is None else record.plans)
+        self.current, self._lasts = record, False
 
     def suspend(self) -> None:
         """Run the blocks of the current micro-batch under torch's checkpoint, because it is to be recorded."""
-        self._used.pop(id(self.plans), None)
-        self._put(None, None)
+        self._used.pop(id(self.current), None)
+        self._put(None)
         self._used[id(None)] = None
 
-    @property
-    def wants_profile(self) -> bool:
-        """True if the current micro-batch is to be recorded, because its size has no policy."""
-        return self._is_alone and self.cache.wants(self.shapes)
-
-    def check_budget(self) -> None:
-        """Compare the predicted peak of the next micro-batch with the budget, even if the previous micro-batch had the
-        same shapes."""
-        self._lasts = False
+    # What the step's micro-batches used.
 
     def used(self) -> list[SizePolicy | None]:
-        """Return the size policies under which the step's micro-batches ran. None stands for micro-batches that ran
-        under torch's checkpoint, or under untracked plans (plans that are not adapted to the data)."""
+        """Return the records under which the step's micro-batches ran. None stands for torch's checkpoint."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:
         """Return True if all micro-batches of the step ran under the active policy."""
-        return self.current is not None and all(plans == id(self.current.plans) for plans in self._used)
+        return self.current is not None and all(record is self.current for record in self._used.values())
 
     def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """Return the predicted overhead in ms of the finished micro-batch, and its number of fallbacks by reason.
 
         `fallbacks` contains the number of calls of blocks that did not follow their plans, by reason.
         """
-        if self.plans is None:
+        if self.current is None:
             self.diverged.add(0.0)
             return self._fallback_ms(), {NO_POLICY: 1}
-        policy = self.plans.policy if self.current is None else self.current.replanner.policy  # at the current prices
-        planned_ms = policy.predicted_overhead_ms * ratio(
-            self.shapes, None if self.current is None else self.current.shapes
-        )
+        policy = self.current.policy
+        planned_ms = policy.predicted_overhead_ms * ratio(self.shapes, self.current.shapes)
         share = min(1.0, sum(fallbacks.values()) / len(policy.blocks))
         self.diverged.add(share)
         if not fallbacks:
@@ -325,13 +337,19 @@ class PolicyChoice:
     def _fallback_ms(self, ran_planned: bool = False) -> float:
         """Return the overhead that the most recent micro-batch would have under full recomputation. `ran_planned` as in
         `DivergedBatches.overhead_ms`."""
-        return self.diverged.overhead_ms(self.shapes, self._reference, self.context.memory_budget, ran_planned)
+        budget = self.context.budget(self.shown.profile)
+        return self.diverged.overhead_ms(self.shapes, self.shown, budget, ran_planned)
 
     def _may_record(self) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded."""
-        return self.diverged.may_record(self.shapes, self._reference, self.context.memory_budget)
+        return self.diverged.may_record(self.shapes, self.shown, self.context.budget(self.shown.profile))
 
-    @property
-    def _reference(self) -> SizePolicy:
-        """Size policy that was profiled at the size closest to the most recent micro-batch."""
-        return self.current or self.cache.measured or self.shown
+
+def _actions(policy: Policy) -> tuple[object, ...]:
+    return policy.plans, policy.blocks, policy.head
+
+
+def _smallest_around(shapes: BatchShapes, candidates: Iterable[BatchShapes | None]) -> BatchShapes | None:
+    """Return the smallest of `candidates` in which a batch of `shapes` fits, or None."""
+    fitting = (sizes for sizes in candidates if sizes is not None and fits_in(shapes, sizes))
+    return min(fitting, key=num_elements, default=None)

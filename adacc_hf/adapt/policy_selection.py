@@ -28,11 +28,6 @@ MIN_GAIN = 0.02
 old policy's overhead. Predicted times vary by a few percent from one profile to the next, so a smaller reduction is
 noise."""
 
-UNCERTAINTY = 0.25
-"""Relative amount by which a step may exceed its predicted peak before the memory of any step has been measured. The
-training loop may allocate memory that the profile does not include. Policies for these first steps leave this part of
-the budget free, if possible."""
-
 MIN_FREED = 0.01
 """Minimum number of freed bytes for which the solver runs again, as a fraction of the bytes that the policy stores.
 Bytes are freed if codecs' payloads have become smaller since the last solver run. If the available memory grows by a
@@ -65,13 +60,19 @@ class ReplanResult:
 
 
 def replan(
-    profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, last_solved: Profile
+    profile: Profile,
+    policy: Policy,
+    memory_budget: str | float | int,
+    config: AdaccConfig,
+    last_solved: Profile,
+    must_fit: bool = False,
 ) -> ReplanResult:
     """Choose between `policy` and a newly solved policy, with the current predictions of `profile`.
 
     The result contains the new policy, or a policy with the actions of `policy` and the current outlier channels.
     `last_solved` is the profile for which the solver ran last. If little has changed since then, the solver does not
-    run.
+    run. If no policy fits the budget, the result is the policy that needs the least memory, or InfeasibleBudgetError is
+    raised if `must_fit`.
     """
     disallowed = over_bound(profile, policy, config)
     current = None if disallowed else current_policy(profile, policy)
@@ -84,15 +85,15 @@ def replan(
     try:
         candidate = _solve_with_headroom(profile, memory_budget, with_margin(config))
     except InfeasibleBudgetError as error:
-        if not disallowed or not isinstance(memory_budget, float):
+        if must_fit:
+            raise
+        if current is not None and isinstance(memory_budget, float):
+            # Exceeding a fraction of the activations may still fit in memory.
             return ReplanResult(
                 policy=None, reason=f"{NOTHING_FITS}, the policy is unchanged: {error}", has_solved=True
             )
-        # Exceeding a fraction of the activations may still fit in memory. Exceeding the error spoils the training.
-        least = solve_policy(profile, error.smallest_budget_bytes / profile.plain_stored_bytes, with_margin(config))
-        return _replan_result(
-            policy, least, f"{reason}; {NOTHING_FITS}, the policy that stores least is used: {error}", has_solved=True
-        )
+        text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
+        return _replan_result(policy, error.least or policy, text, has_solved=True)
     if reason is None:
         assert current is not None
         gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
@@ -215,6 +216,23 @@ def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | 
     """Return True if `codec` is one of `options`, with an error of at most `bound`."""
     option = next((option for option in options if option.codec == codec), None)
     return option is not None and _is_within_error_bound(option, bound)
+
+
+def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
+    """Count the activations of all blocks that a change of policy affects. Return (num_actions, num_channels).
+
+    `num_actions` counts the activations whose action or codec changed. `num_channels` counts the activations with the
+    same codec but other codec options, which in practice are other outlier channels.
+    """
+    num_actions = num_channels = 0
+    for block, _ in before.blocks:
+        old = dict(before.plan_of(block).choices)
+        for value, choice in after.plan_of(block).choices:
+            earlier = old.get(value, choice)
+            is_other = (earlier.action, earlier.codec) != (choice.action, choice.codec)
+            num_actions += is_other
+            num_channels += not is_other and earlier.options != choice.options
+    return num_actions, num_channels
 
 
 # The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same

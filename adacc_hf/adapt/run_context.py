@@ -1,15 +1,16 @@
-"""RunContext: state shared by the objects that control a run, such as the budget and the measured memory of steps."""
+"""RunContext: state shared by the objects that control a run, such as the corrections of its predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from adacc_hf.adapt.budget_warnings import BudgetWarnings
 from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.events import Event, MemoryNoted
-from adacc_hf.adapt.profile_updates import SwitchedOff
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
+from adacc_hf.artifacts.profile import Profile
 
 RECORDED_STEPS = 2
 """Number of steps after a policy is set in which calls of blocks may be recorded. A step with recordings takes longer
@@ -26,14 +27,11 @@ class RunContext:
     note: Callable[[Event], None]
     """Function that appends an event to the run's history."""
     guard: LossGuard
-    tightened: float | int | None = None
-    """Smaller budget for new policies, after a step ran out of memory. None if no step has run out of memory."""
-    missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by which the measured memory of a step exceeded the profile's prediction, by part of the step, such as a
-    block's backward (see `StepMarker`)."""
-    counted_elements: int = 0
-    """Number of elements in the largest micro-batch of the step whose memory gave `missing_bytes`, or 0 before such a
-    step."""
+    corrections: Corrections
+    num_micro: int = 1
+    """Micro-batches per step that the predictions count."""
+    is_provisional: bool = False
+    """True if the budget limits the peak, until the memory of a first step has been measured."""
     step: int = 0
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0
@@ -49,22 +47,9 @@ class RunContext:
     def __post_init__(self) -> None:
         self.warnings = BudgetWarnings(self.note_memory)
 
-    @property
-    def memory_budget(self) -> str | float | int:
-        """Budget of new policies: the config's budget, or a smaller budget after a step ran out of memory."""
-        return self.config.memory_budget if self.tightened is None else self.tightened
-
-    @property
-    def switched_off(self) -> frozenset[SwitchedOff]:
-        """Codecs that new policies must not use, because these codecs degraded gradients."""
-        return self.guard.switched_off
-
-    @property
-    def settings(self) -> Hashable:
-        """Everything besides the sizes of a batch that a policy for these sizes depends on, and that may change during
-        a run: the budget, the switched-off codecs, and the bytes by which
-        measured steps exceeded their profiles."""
-        return self.memory_budget, self.switched_off, tuple(sorted(self.missing_bytes.items()))
+    def budget(self, profile: Profile) -> Budget:
+        """Return the run's budget in bytes for policies of `profile`."""
+        return Budget.resolve(self.corrections.memory_budget, profile, self.config)
 
     def note_memory(self, reason: str) -> None:
         """Append an event about memory to the history at the current step. `reason` describes the event."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import model_settings, save_files, save_first_steps, save_history
+from adacc_hf.adapt.checkpoint_files import save_files, save_first_steps, save_history
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
+from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.first_steps import FOLLOWING, FirstSteps
 from adacc_hf.adapt.memory_table import LiveMemory, memory_table
 from adacc_hf.adapt.micro_batches import MicroBatches
-from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
@@ -32,7 +32,7 @@ STATE_STEPS = 8
 """Number of steps in which an optimizer's state is expected. In fp16, GradScaler skips the first updates."""
 UNWRITTEN = "Adacc: some files could not be written into %s (%s), and training continues. "
 REPORTS_LACK = UNWRITTEN + "Reports may be incomplete: free space on the disk, or choose a folder that can be written"
-RESUMES_ANEW = UNWRITTEN + "A run that resumes from there profiles again. Later checkpoints get no further warning"
+RESUMES_ANEW = UNWRITTEN + "A run that resumes from there solves again. Later checkpoints get no further warning"
 HISTORY_PARTS = 64
 """Divisor that limits how often a long history is saved: only when at least 1 / HISTORY_PARTS of its events are
 unsaved, because each save writes all events."""
@@ -195,15 +195,6 @@ class RunState:
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of all trained parameters on this rank."""
         return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    @property
-    def model_settings(self) -> dict[str, str]:
-        """Settings on which the operators of blocks depend."""
-        return model_settings(self.model, self.loop.precision)
-
-    def changed_settings(self, saved: dict[str, str]) -> list[str]:
-        """Return the names of those settings that differ from those `saved` in a checkpoint."""
-        return [name for name, value in self.model_settings.items() if saved.get(name, value) != value]
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
         """Set the policy in use and its profile, which the session shows and the run's files contain."""

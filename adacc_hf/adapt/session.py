@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, drop_files, load_from_checkpoint
+from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
-from adacc_hf.adapt.phases import WarmUpPhase, resume
-from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.phases import WarmUpPhase, follow
 from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
 from adacc_hf.adapt.run_state import RESUMES_ANEW, Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
@@ -31,7 +32,6 @@ from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
-from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
@@ -262,20 +262,18 @@ class AdaccSession:
                 self.phase.save(folder)
 
     def load(self, folder: str | Path) -> bool:
-        """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
+        """Resume from the files that `save` has written into `folder`. Return False if there are none, or damaged ones.
 
-        Return False if the folder has no policy, or a policy for another `memory_budget`, `host_memory` or number of
-        ranks, if a file is damaged or missing, if its policies store more in host memory than is allowed and free, or
-        if the budget has no room to record the operators of blocks. The model is then profiled again. Call this method
-        before the first step. Raises FileNotFoundError if the folder does not exist.
+        The first step is profiled again. The saved policies are used if they fit this profile, for the same
+        `memory_budget` and `host_memory`. Call this method before the first step. Raises FileNotFoundError if the
+        folder does not exist.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
-        # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-        host_limit = common_host_limit(self.config, self.state.model)
-        saved = broadcast_from_first_rank(lambda: _loaded_session_state(folder, self.config, host_limit))
+        # The first rank decides, even if the others cannot see its files.
+        saved = broadcast_from_first_rank(lambda: _loaded_session_state(folder, self.config))
         if saved is not None:
-            self.begin(saved, saved.step or 0)
+            self.begin(saved, saved.step)
         return saved is not None
 
     def close(self) -> None:
@@ -317,22 +315,21 @@ class AdaccSession:
         if self._is_own:
             warn_of_model_checkpointing(run.model, self.config.memory_budget)
         self._has_begun, run.num_before = True, step
-        changed = [] if saved is None else run.changed_settings(saved.model_settings)
-        if changed:
-            announce("Adacc: the model has another %s than in the checkpoint: profiling again", " and ".join(changed))
-            saved = None
-        if saved is None and isinstance(source, (str, Path, Policy)):
+        if isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_other_actions(policy, self.config)
             refuse_above_budget(policy, self.config.memory_budget)
             if policy.predicted_host_bytes:
                 refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))
-            saved = Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
-        if saved is None:
-            run.write(drop_files)  # of an earlier run, which would describe this one
-            run.phase = WarmUpPhase(run)
+            run.phase = follow(run, policy, None, step)
+            run.note(PolicySet(step=step, **predictions(policy)))
+            run.save(changed=True)
         else:
-            resume(run, saved, step)
+            if saved is None:
+                run.write(drop_files)  # of an earlier run, which would describe this one
+            else:
+                run.history = list(saved.history)
+            run.phase = WarmUpPhase(run, saved)
         run.model.__dict__[APPLIED] = Applied(self, self.detach)
         if self._is_own:
             self.hooks.begin()
@@ -472,9 +469,9 @@ class AdaccSession:
             raise
 
 
-def _loaded_session_state(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is that of other settings. Raise
-    FileNotFoundError without the folder."""
+def _loaded_session_state(folder: str | Path, config: AdaccConfig) -> Saved | None:
+    """Return the state that `AdaccSession.save` wrote into `folder`, or None. Raise FileNotFoundError without the
+    folder."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
-    return load_from_checkpoint(folder, config, host_limit_bytes)
+    return load_from_checkpoint(folder, config)

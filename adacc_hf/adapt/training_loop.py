@@ -20,7 +20,7 @@ from adacc_hf.artifacts.setting_checks import describe_value
 from adacc_hf.torch_glue.distributed import is_first_rank
 
 if TYPE_CHECKING:
-    from adacc_hf.adapt.policy_builder import PolicySource
+    from adacc_hf.adapt.first_policy import PolicySource
     from adacc_hf.adapt.session import AdaccSession
 
 

@@ -114,8 +114,6 @@ class RecordFolder:
 
 POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
-PRICES_FILE = "adacc_prices.json"
-SEARCHED_FILE = "adacc_searched_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
 FIRST_STEPS_FILE = "adacc_first_steps.json"

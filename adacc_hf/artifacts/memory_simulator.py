@@ -134,27 +134,6 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     return max(*peaks, *earlier.head_peaks(profile))
 
 
-def recording_peak_bytes(profile: Profile, policy: Policy) -> int:
-    """Return the peak in bytes of a forward under `policy` that records the first block of each kind.
-
-    All tensors of a recorded block stay alive until it returns. Then its operators run once more, one at a time, to
-    compare their results.
-    """
-    plans = [policy.plan_of(block.name) for block in profile.blocks]
-    profile = profile.with_head(policy.head).under(plans)
-    earlier, peak_bytes, recorded = EarlierBlocks(), 0, set[int]()
-    for index, (block, plan) in enumerate(zip(profile.blocks, plans, strict=True)):
-        kind = profile.kind_of(block)
-        outcome = run_block(kind, plan)
-        if block.kind not in recorded:
-            sizes = [value.nbytes for value in kind.values if value.producer is not None and value.shared is None]
-            forward_bytes, _ = earlier.base_bytes(profile, index, outcome)
-            peak_bytes = max(peak_bytes, forward_bytes + sum(sizes) + max(sizes, default=0))
-            recorded.add(block.kind)
-        earlier = earlier.with_block(outcome)
-    return peak_bytes
-
-
 def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
     """Return (label, live bytes) of each moment of a step. The order is: forward, head and loss, backward from the last
     block to the first, the rest of the backward, and the optimizer."""

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.loop_hooks import warn_of_model_checkpointing
-from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig

@@ -1,9 +1,9 @@
-"""Shapes of the tensors in a batch: rounding to buckets, and comparison of batches."""
+"""Shapes of the tensors in a batch, and comparison of batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -61,26 +61,9 @@ def from_profile_shapes(shapes: Shapes) -> BatchShapes:
     return tuple(TensorShape(name, size) for name, size in shapes)
 
 
-def bucket_of(shapes: BatchShapes) -> BatchShapes:
-    """Return `shapes` with sizes rounded up to powers of two. Batches with equal rounded sizes form a bucket.
-
-    Buckets group batches for which no profile can be extrapolated (see `adapt/policy_cache.py`). All dimensions are
-    rounded, except dimension 1 of a tensor with more than three dimensions (`_fixed_dimension`).
-    """
-    return tuple(replace(shape, size=tuple(_rounded_sizes(shape.size))) for shape in shapes)
-
-
-def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
-    """Yield the sizes of a batch's tensor, rounded up to powers of two except in the fixed dimension
-    (`_fixed_dimension`)."""
-    fixed = _fixed_dimension(size)
-    return (n if dim == fixed else _power_of_two(n) for dim, n in enumerate(size))
-
-
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
-    """Return the index of the dimension whose size is never rounded, or None. Batches are grouped only if they have the
-    same size in this dimension. The dimension is N, the images per sample, in [B, N, C, H, W], and C, the channels, in
-    [B, C, H, W]."""
+    """Return the index of the dimension in which batches fit in each other only if they have the same size, or None:
+    that of N, the images per sample, in [B, N, C, H, W], and of C, the channels, in [B, C, H, W]."""
     return 1 if len(size) > 3 else None
 
 
@@ -113,11 +96,6 @@ def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
     )
 
 
-def smallest_enclosing(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
-    """Return the smallest shapes that enclose both `shapes` and `other`, two lists of shapes for the same tensors."""
-    return tuple(replace(a, size=tuple(map(max, a.size, b.size))) for a, b in zip(shapes, other, strict=True))
-
-
 def num_elements(shapes: BatchShapes) -> int:
     """Return the total number of elements of all tensors with these shapes."""
     return sum(prod(shape.size) for shape in shapes)
@@ -126,16 +104,3 @@ def num_elements(shapes: BatchShapes) -> int:
 def describe(shapes: BatchShapes) -> str:
     """Return the shapes as text for messages, for example "input_ids 4x128"."""
     return ", ".join(f"{shape.name} {'x'.join(map(str, shape.size))}" for shape in shapes) or "any"
-
-
-def shapes_to_json(shapes: BatchShapes | None) -> list[Any] | None:
-    return None if shapes is None else [[shape.name, list(shape.size)] for shape in shapes]
-
-
-def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
-    # Records in older checkpoints have a third entry.
-    return None if record is None else tuple(TensorShape(name, tuple(size)) for name, size, *_ in record)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 0 else 0

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from adacc_hf import __version__
-from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, without_codecs
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
     FIRST_STEPS_FILE,
     HISTORY_FILE,
     POLICY_FILE,
-    PRICES_FILE,
     PROFILE_FILE,
     write_json,
 )
@@ -112,19 +110,6 @@ def test_a_file_of_first_steps_that_is_none_is_refused(files, tmp_path: Path, ca
     Path(policy).with_name(FIRST_STEPS_FILE).write_text('[{"step": 1}]')
     message = refusal_of(["report", policy, "--profile", profile, "--output", str(tmp_path / "out")], capsys)
     assert "has no times of first steps: delete the file" in message
-
-
-def test_a_checkpoints_policy_is_explained_by_what_it_was_solved_from(
-    tmp_path: Path, gpt2_like_profile, capsys
-) -> None:
-    """A checkpoint's policy is explained by the profile it was solved from. Current prices may lack its codecs."""
-    profile = gpt2_like_profile(num_blocks=2)
-    uniform_policy(profile, "compress").save(tmp_path / POLICY_FILE)
-    profile.save(tmp_path / PROFILE_FILE)
-    lossy = lossy_options(profile, [block.name for block in profile.blocks])
-    without_codecs(profile, in_all_blocks(profile, lossy)).save(tmp_path / PRICES_FILE)
-    assert main(["explain", str(tmp_path)]) == 0
-    assert "compress(outlier_int4)" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_policy_is_one_line(tmp_path: Path, capsys) -> None:

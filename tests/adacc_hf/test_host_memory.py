@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, AdaccSession, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.memory_table import LiveMemory, memory_table
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.plans import checkpoint_plan
@@ -357,13 +357,14 @@ def test_a_checkpoint_with_host_memory_is_not_resumed_without_it(tiny_gpt2, toke
         first.save(tmp_path)
     with session(host_memory="64MiB") as same:
         assert same.load(tmp_path)
-    with session() as without:
-        assert not without.load(tmp_path)
-    assert "has host_memory='64MiB', not None: profiling again" in caplog.text
     monkeypatch.setattr(host_copies, "free_host_bytes", lambda: 1 << 17)
-    with session(host_memory="64MiB") as small:
-        assert not small.load(tmp_path)
-    assert "host_memory='64MiB' allows 102.40 KiB of the memory that is free now" in caplog.text
+    for host_memory, limit in ((None, 0), ("64MiB", 0.8 * (1 << 17))):
+        with session(host_memory=host_memory) as other:
+            assert other.load(tmp_path)
+            with pytest.raises(InfeasibleBudgetError), other.step(batch):
+                model(**batch).loss.backward()
+                optimizer.step()
+    assert "has host_memory='64MiB', not None: solving again" in caplog.text
 
 
 @pytest.mark.parametrize("setting", [None, "64KiB"])

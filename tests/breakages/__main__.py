@@ -46,7 +46,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/price/cost_model.py", "max_bytes - point.live_bytes - results", "max_bytes - point.live_bytes"),
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
     ("adacc_hf/price/training_step.py", "gradient_accumulation_steps - 1 +", "gradient_accumulation_steps +"),
-    ("adacc_hf/adapt/replanner.py", "(profile, extra_bytes) for key", "(profile, 0) for key"),
+    ("adacc_hf/adapt/corrections.py", "if self.static_bytes else corrected", "if False else corrected"),
     ("adacc_hf/torch_glue/memory.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),
@@ -71,9 +71,9 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/compiler/compress_pass.py", ".permute(inverse_order),)", ",)"),
     ("adacc_hf/estimate/planning.py", "fits = peak_bytes <= self.request.budget", "fits = True"),
     # Files whose tests were thinned.
-    ("adacc_hf/adapt/policy_cache.py", "any(fits_in(smaller, sizes) for smaller, _ in self._above_budget)", "False"),
+    ("adacc_hf/adapt/policy_fit.py", "any(made == version and fits_in(", "any(False and fits_in("),
     ("adacc_hf/adapt/policy_limits.py", "if needed > allowed:", "if needed > 2 * allowed:"),
-    ("adacc_hf/adapt/checkpoint_files.py", "if host_bytes > host_limit_bytes:", "if False:"),
+    ("adacc_hf/adapt/first_policy.py", "host_bytes <= config.host_limit(", "host_bytes <= 10**15 + config.host_limit("),
     ("adacc_hf/adapt/outlier_tracking.py", "max(count, self.num_outliers.get(key, 0))", "count"),
     ("adacc_hf/adapt/session.py", "if self.hooks.num_forwards == 0:", "if False:"),
     ("adacc_hf/artifacts/budget_values.py", "<= num_bytes <= MAX_BYTES:", "<= num_bytes:"),

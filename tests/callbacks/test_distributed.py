@@ -86,7 +86,7 @@ def test_lossless_training_is_bit_equal_to_plain_ddp(run_two_ranks, tmp_path):
             assert results["recomputed"] > 0
             assert results["num_logs"][0] == results["num_logs"][1]
             assert results["policies"][0] == results["policies"][1]
-            assert results["events"] == [[[1, "policy"]], [[1, "policy"], [3, "policy"]]]
+            assert results["events"] == [[[1, "policy"]], [[1, "policy"], [4, "policy"]]]
         losses = ranks[0][name]["losses"]
         assert len(losses[0]) == NUM_STEPS
         assert losses[0] == losses[1] == losses[2]

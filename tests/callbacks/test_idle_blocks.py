@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import adaptive_phase, phases, profile_requests
+from adacc_hf.adapt import adaptive_phase, phases
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.files import POLICY_FILE
 
@@ -84,7 +84,7 @@ def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):
 
 def test_blocks_that_never_train_together_stay_under_torchs_checkpoint(assert_equal_to_plain, monkeypatch, caplog):
     monkeypatch.setattr(adaptive_phase, "LOOK_STEPS", 3)
-    monkeypatch.setattr(profile_requests, "MOST_TRIES", 2)
+    monkeypatch.setattr(adaptive_phase, "MOST_TRIES", 2)
     callback = assert_equal_to_plain(lambda step: {PARTS[step % 2]}, 12)
     assert policy_steps(callback) == [1]
     assert callback.policy.idle_blocks == {name.replace("teacher", "student") for name in TEACHER}

@@ -127,7 +127,7 @@ def test_a_resumed_run_continues_with_the_policy_of_its_checkpoint(make_mixed, m
     plain = trained(make_trainer(lr_scheduler_type="constant"))
     events = [(event["step"], event["event"]) for event in resumed.adacc_callback.history]
     assert events[0] == (1, "policy")
-    assert (3, "policy") in events, "the checkpoint's policy is set before the first step"
+    assert (4, "policy") in events, "the policy is set after the first step, which is recorded"
     assert resumed.adacc_callback.policy == first.adacc_callback.policy
     weights = plain.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())

@@ -1,4 +1,4 @@
-"""Checkpoints contain their policy and profile, and a resumed run continues with both."""
+"""Checkpoints contain the run's state. A resumed run records its first step, and keeps the policies that fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,9 @@ from trainer_builders import LOSSLESS, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from adacc_hf import AdaccCallback, AdaccConfig, Policy, PolicyMismatchError, Profile
-from adacc_hf.adapt.checkpoint_files import (
-    Saved,
-    SavedSizePolicy,
-    drop_files,
-    load_from_checkpoint,
-    save_files,
-    save_in_checkpoint,
-)
-from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
-from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf import AdaccCallback, AdaccConfig, Policy, Profile
+from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint, save_in_checkpoint
+from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.callbacks.trainer_guard import callbacks_of
 from adacc_hf.kernels import _cpu
 from adacc_hf.price.live_step import LiveStep
@@ -92,11 +83,10 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     profilings.clear()
     callback = AdaccCallback(**lossless)
     resumed = train([callback], resume=True if resume_from == "last" else str(folder), **SAVING, **settings)
-    assert not profilings
-    assert callback.policy == policy
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [1, 3]
+    assert len(profilings) == 1
+    assert (callback.policy.plans, callback.policy.blocks) == (policy.plans, policy.blocks)
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [1, 4]
     resumed.assert_equals(uninterrupted)
-    assert resumed.logs[-2].keys() == uninterrupted.logs[-2].keys()
 
 
 def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
@@ -134,18 +124,6 @@ def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, loss
     assert dict(callback.policy.facts)["memory_budget"] == 0.7
 
 
-def test_a_run_resumed_on_another_number_of_ranks_profiles_anew(train, checkpoint, lossless, profilings):
-    """On more ranks each rank holds less of a sharded model, so that the old profile does not apply."""
-    record = json.loads((checkpoint / STATE_FILE).read_text())
-    assert record["num_ranks"] == 1
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "num_ranks": 2}))
-    profilings.clear()
-    callback = AdaccCallback(**lossless)
-    train([callback], resume=str(checkpoint), **SAVING)
-    assert profilings
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [4]
-
-
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
     explicit_policy = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "retain")
     callback = AdaccCallback(policy=explicit_policy)
@@ -162,24 +140,15 @@ def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
     assert "tracking" in {event["event"] for event in callback.history}
 
 
-def test_what_was_switched_off_comes_back(train, tmp_path):
-    """Older checkpoints list block kinds that must not be compressed with loss at all."""
-    train([AdaccCallback(memory_budget=0.6, min_compress_bytes=0)], **SAVING)
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    profile = Profile.load(checkpoint / PROFILE_FILE)
-    everything = in_all_blocks(profile, lossy_options(profile, ["transformer.h.1"]))
-    assert {block for block, _, _ in everything} == {"transformer.h.0", "transformer.h.1"}
+def test_what_was_switched_off_comes_back(train, checkpoint, lossless):
     record = json.loads((checkpoint / STATE_FILE).read_text())
-    assert record.pop("switched_off") == []
-    assert record.pop("is_unproven") is False
-    (checkpoint / STATE_FILE).write_text(json.dumps(record | {"exact_blocks": ["transformer.h.1"]}))
-    checkpoint_state = load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6))
-    assert (set(checkpoint_state.switched_off), checkpoint_state.is_unproven) == (everything, False)
-    folder = tmp_path / "checkpoint-7"
-    folder.mkdir()
-    save_in_checkpoint(folder, replace(checkpoint_state, is_unproven=True))
-    again = load_from_checkpoint(folder, AdaccConfig(memory_budget=0.6))
-    assert (set(again.switched_off), again.is_unproven) == (everything, True)
+    switched_off = [["transformer.h.0", "attn.c_attn:addmm", "channel_int4"]]
+    record["corrections"]["switched_off"] = switched_off
+    (checkpoint / STATE_FILE).write_text(json.dumps(record))
+    callback = AdaccCallback(**lossless)
+    train([callback], resume=str(checkpoint), **SAVING)
+    again = load_from_checkpoint(checkpoint.parent / "checkpoint-6", AdaccConfig(**LOSSLESS))
+    assert again.corrections["switched_off"] == switched_off
 
 
 DAMAGE = {
@@ -196,73 +165,50 @@ def with_model(train, make):
     return lambda *args, **settings: train(*args, **settings, model=make())
 
 
-def assert_profiles_again(train, checkpoint, lossless, profilings, caplog, **settings):
-    """Assert that a run which resumes from `checkpoint` profiles again, says so in one line, and equals plain."""
-    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING, **settings)
-    profilings.clear()
-    with caplog.at_level(logging.INFO):
-        resumed = train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING, **settings)
-    assert len(profilings) == 1
-    (line,) = [message for message in caplog.messages if "profiling again" in message]
-    resumed.assert_equals(plain)
-    return line
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", [POLICY_FILE, PROFILE_FILE, STATE_FILE])
-def test_a_damaged_file_of_the_checkpoint_is_named(checkpoint, caplog, name, damage):
-    (checkpoint / name).write_text(DAMAGE[damage])
+def test_a_damaged_state_is_named_and_not_used(train, checkpoint, lossless, caplog, damage):
+    (checkpoint / STATE_FILE).write_text(DAMAGE[damage])
     with caplog.at_level(logging.INFO):
         assert load_from_checkpoint(checkpoint, AdaccConfig(**LOSSLESS)) is None
-    assert [name in message for message in caplog.messages if "profiling again" in message] == [True]
+    assert [STATE_FILE in message for message in caplog.messages if "solving again" in message] == [True]
 
 
-def test_a_missing_profile_is_named_and_made_again(train, checkpoint, lossless, profilings, caplog):
-    (checkpoint / PROFILE_FILE).unlink()
-    assert PROFILE_FILE in assert_profiles_again(train, checkpoint, lossless, profilings, caplog)
+@pytest.mark.parametrize("names", [[STATE_FILE], [PROFILE_FILE], [POLICY_FILE], [STATE_FILE, POLICY_FILE]], ids=str)
+def test_missing_files_end_no_run(train, checkpoint, lossless, names, caplog):
+    """The run keeps to its budget, which a policy of a file without a state might not."""
+    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING)
+    for name in names:
+        (checkpoint / name).unlink()
+    with caplog.at_level(logging.INFO):
+        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
+    assert ("is missing" in caplog.text) == (names == [STATE_FILE])
 
 
 @pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}], ids=str)
-def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, profilings, settings):
+def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, settings):
     plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING, **settings)
-    profilings.clear()
     callback = AdaccCallback(**lossless)
     resumed = train([callback], resume=str(checkpoint), **SAVING, **settings)
     resumed.assert_equals(plain)
-    assert len(profilings) == ("per_device_train_batch_size" in settings), "another size than the profile's"
     more = callback.profile.static_bytes - Profile.load(checkpoint / PROFILE_FILE).static_bytes
     gradients = sum(parameter.nbytes for parameter in resumed.trainer.model.parameters())
     assert more >= gradients if "gradient_accumulation_steps" in settings else more < gradients
 
 
-def test_a_policy_that_was_passed_in_has_no_profile_to_miss(train, checkpoint, profilings, tmp_path):
-    policy = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "recompute")
-    folder = str(tmp_path / "fixed")
-    train([AdaccCallback(policy=policy)], output_dir=folder, **SAVING)
-    profilings.clear()
-    callback = AdaccCallback()
-    train([callback], resume=f"{folder}/checkpoint-3", output_dir=folder, **SAVING)
-    assert callback.policy == policy
-    assert not profilings
-
-
-@pytest.mark.parametrize("setting", ["precision", "attention"])
-def test_a_model_with_other_operators_is_profiled_again(
-    train, checkpoint, lossless, profilings, caplog, make_model, setting
-):
+@pytest.mark.parametrize("setting", ["precision", "attention", "layers"])
+def test_a_model_with_other_operators_gets_a_policy_of_its_own(train, checkpoint, lossless, make_model, setting):
     settings = {"bf16": True} if setting == "precision" else {}
     changes = {"attn_implementation": "eager"} if setting == "attention" else {}
     changed = with_model(train, lambda: make_model(**changes))
-    line = assert_profiles_again(changed, checkpoint, lossless, profilings, caplog, **settings)
-    assert f"another {setting} than in the checkpoint" in line
-
-
-def test_a_checkpoint_s_policy_for_another_model_is_refused(train, checkpoint, lossless, make_model):
-    record = json.loads((checkpoint / POLICY_FILE).read_text())
-    record["blocks"] = {"transformer.h.0": 0}
-    (checkpoint / POLICY_FILE).write_text(json.dumps(record))
-    with pytest.raises(PolicyMismatchError, match=r"has 2; it has no plan for transformer\.h\.1"):
-        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING)
+    folder = str(checkpoint)
+    if setting == "layers":  # the policy in the checkpoint is for another model
+        record = json.loads((checkpoint / STATE_FILE).read_text())
+        record["policies"][0]["blocks"] = {"transformer.h.0": 0}
+        (checkpoint / STATE_FILE).write_text(json.dumps(record))
+    plain = changed(output_dir=str(checkpoint.parent.parent / "plain"), resume=folder, **SAVING, **settings)
+    callback = AdaccCallback(**lossless)
+    changed([callback], resume=folder, **SAVING, **settings).assert_equals(plain)
+    assert len(callback.policy.blocks) == 2
 
 
 def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train, lossless, tmp_path):
@@ -317,7 +263,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_pa
     train([callback, FullDisk(monkeypatch, **failing)], **settings).assert_equals(plain)
     for folder, consequence in (
         ("run ", "Reports may be incomplete"),
-        ("checkpoint-2 ", "resumes from there profiles"),
+        ("checkpoint-2 ", "resumes from there solves"),
     ):
         (record,) = lines_of(caplog, consequence)
         assert f"{folder}([Errno {failing.get('error', errno.ENOSPC)}]" in record.getMessage()
@@ -326,7 +272,6 @@ def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_pa
     assert Policy.load(tmp_path / "run" / POLICY_FILE) == callback.policy
     assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
     checkpoint = tmp_path / "run" / "checkpoint-2"
-    assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
     train([AdaccCallback(**lossless)], resume=str(checkpoint), **settings).assert_equals(plain)
 
 
@@ -362,8 +307,7 @@ def test_a_checkpoint_upon_sigterm_has_the_policy(
     checkpoint = get_last_checkpoint(tmp_path / "run")
     resumed = AdaccCallback(**lossless)
     train([resumed], resume=checkpoint, **settings)
-    assert len(profilings) == 1
-    assert resumed.policy == callback.policy
+    assert resumed.policy.plans == callback.policy.plans
 
 
 def test_a_home_that_cannot_be_written_does_not_end_the_run(make_trainer, tmp_path, monkeypatch, caplog):
@@ -386,7 +330,7 @@ def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossles
     train([AdaccCallback(**lossless)], **{**SAVING, "save_steps": 1})
     folder = tmp_path / "run"
     policy = (folder / "checkpoint-3" / POLICY_FILE).read_text()
-    for step, name in ((1, POLICY_FILE), (1, STATE_FILE), (3, PRICES_FILE), (3, "adacc_policy_2.json")):
+    for step, name in ((1, POLICY_FILE), (1, STATE_FILE), (3, STATE_FILE)):
         (folder / f"checkpoint-{step}" / name).write_text(policy)
     train([AdaccCallback(**lossless)], **{**SAVING, "save_steps": 1})
     assert not list((folder / "checkpoint-1").glob("adacc_*"))
@@ -396,9 +340,11 @@ def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossles
 
 
 @pytest.mark.parametrize("num_written", range(3))
-def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, monkeypatch, num_written):
-    """Without the state a run would use codecs that were switched off. Without a profile it would not be tracked."""
-    checkpoint_state, writes_left = load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)), [num_written]
+def test_a_save_that_is_cut_short_is_not_resumed(checkpoint, monkeypatch, num_written):
+    """Without the state a run would use codecs that were switched off."""
+    config = AdaccConfig(memory_budget=0.6)
+    saved, profile = load_from_checkpoint(checkpoint, config), Profile.load(checkpoint / PROFILE_FILE)
+    writes_left = [num_written]
     drop_files(checkpoint)
 
     def interrupted_replace(*args):
@@ -410,27 +356,16 @@ def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, mo
     original = os.replace
     monkeypatch.setattr(os, "replace", interrupted_replace)
     with pytest.raises(KeyboardInterrupt):
-        save_in_checkpoint(checkpoint, checkpoint_state)
+        save_in_checkpoint(checkpoint, saved, profile)
     monkeypatch.undo()
     assert len(list(checkpoint.glob("adacc_*"))) == num_written
-    assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
+    assert load_from_checkpoint(checkpoint, config) is None
 
 
-@pytest.mark.parametrize("size_policies", [[], [5], 5, "twice"], ids=repr)
-def test_a_damaged_state_is_not_used(checkpoint, size_policies, caplog):
-    """If it lists two policies, the file of the second is missing."""
+@pytest.mark.parametrize("policies", [[5], 5, None], ids=repr)
+def test_damaged_policies_are_not_used(checkpoint, policies, caplog):
     record = json.loads((checkpoint / STATE_FILE).read_text())
-    size_policies = 2 * record["shape_policies"] if size_policies == "twice" else size_policies
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": size_policies}))
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "policies": policies}))
     with caplog.at_level(logging.INFO):
         assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
-    assert "profiling again" in caplog.text
-
-
-def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
-    profile = Profile.load(checkpoint / PROFILE_FILE)
-    policy = uniform_policy(profile, "recompute")
-    save_files(tmp_path / "new", policy, None)
-    checkpoint_state = load_from_checkpoint(tmp_path / "new", AdaccConfig(memory_budget=0.6))
-    assert checkpoint_state == Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
-    assert load_from_checkpoint(tmp_path / "nothing", AdaccConfig(memory_budget=0.6)) is None
+    assert "solving again" in caplog.text

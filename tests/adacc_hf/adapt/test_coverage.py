@@ -42,7 +42,7 @@ class MixinTrainer(AdaccTrainerMixin, Trainer):
 
 
 @pytest.mark.parametrize("has_mixin", [False, True])
-def test_blocks_that_cannot_be_replayed_end_the_run_before_its_first_step(
+def test_blocks_that_cannot_be_replayed_end_the_run_after_its_first_step(
     make_trainer, make_model, unreplayable, traces, has_mixin
 ):
     model = make_model()
@@ -60,7 +60,7 @@ def test_blocks_that_cannot_be_replayed_end_the_run_before_its_first_step(
     assert "random generators" in text
     assert "docs/LIMITS.md" in text
     assert text.endswith("set on_uncovered='warn'")
-    assert trainer.state.global_step == 0
+    assert trainer.state.global_step == 1
     after = traces(trainer)["modules"]
     assert {name: after[name] for name in modules if name.startswith("transformer.h")} == {
         name: entries for name, entries in modules.items() if name.startswith("transformer.h")

@@ -12,14 +12,11 @@ from run_builders import InOrder, refuse_profiles_of
 from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
 
 import adacc_hf.adapt.adaptive_phase as phases_module
-from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.profile_requests import OTHER_OPERATORS
-from adacc_hf.adapt.step_timer import StepMeter
+from adacc_hf import AdaccCallback
+from adacc_hf.adapt.adaptive_phase import OTHER_OPERATORS
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import least_policy
 
 BEFORE = "full recomputation, before there was a policy"
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
@@ -121,27 +118,6 @@ def test_a_policy_that_is_given_and_followed_counts_none(make_trainer, make_mode
     assert set(logged(trainer, "adacc/overhead_ms")) == {maker.policy.predicted_overhead_ms}
 
 
-def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch):
-    """Each log of 4 steps of 2 micro-batches shows the mean over the policies of its own batches, not the last policy's
-    overhead."""
-    expected_overheads, original = [], PolicyChoice.choose
-
-    def choose(choice, shapes, nbytes):
-        original(choice, shapes, nbytes)
-        size = next(shape.size[1] for shape in choice.current.shapes if shape.name == "input_ids")
-        expected_overheads.append(choice.current.replanner.policy.predicted_overhead_ms * shapes[0].size[1] / size)
-
-    monkeypatch.setattr(PolicyChoice, "choose", choose)
-    callback = AdaccCallback(**LOSSLESS, memory_budget=0.6, tracking="off")
-    lengths = [24, 20, 32, 17, *[30, 9] * 3, *[32, 8, 9, 30] * 2]
-    settings = {"gradient_accumulation_steps": 2, "max_steps": 9, "logging_steps": 1}
-    trainer = run(make_trainer, Rows(lengths), [callback], **settings)
-    means = logged(trainer, "adacc/overhead_ms")
-    assert len(expected_overheads) == 18
-    assert means == pytest.approx([sum(expected_overheads[k : k + 2]) / 2 for k in range(0, 18, 2)])
-    assert len(set(expected_overheads)) > 1
-
-
 def test_the_first_log_has_the_steps_before_the_policy_in_its_mean(train, lossless, late_policy):
     callback = AdaccCallback(**lossless)
     trained = train([callback], logging_steps=4, max_steps=4)
@@ -190,8 +166,8 @@ def test_steps_on_another_path_are_counted_and_told_in_the_report(
 def test_a_run_that_resumes_goes_on_counting(late_policy, padding_comes_and_goes, tmp_path):
     padding_comes_and_goes(save_strategy="steps", save_steps=5, max_steps=5)
     callback, trainer = padding_comes_and_goes(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
-    assert logged(trainer, "adacc/fallback_steps")[-2:] == [3, 4]
-    assert list(fallbacks(callback).values()) == [2]
+    assert logged(trainer, "adacc/fallback_steps")[-2:] == [3, 5], "two steps of the resumed run have none"
+    assert list(fallbacks(callback).values()) == [1]
 
 
 def tiny_t5():
@@ -200,60 +176,12 @@ def tiny_t5():
     return T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes, decoder_start_token_id=0, use_cache=False))
 
 
-def train_t5(make_trainer, callback, monkeypatch, peaks, padded=(0, 1, 2, 3, 6)):
-    # The CPU's memory meter serves one user at a time.
-    monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
-    run(make_trainer, Rows([32] * 8, padded=padded), [callback, peaks], model=tiny_t5())
-    return peaks.peaks[2:]
-
-
-def profile_of_t5(make_trainer, **settings):
-    """Return the profile of the padded batch."""
-    probe = AdaccCallback(**settings, memory_budget=1.0)
-    run(make_trainer, Rows([32] * 3, padded=(0, 1, 2)), [probe], model=tiny_t5())
-    return probe.profile
-
-
-@pytest.mark.parametrize("share", [0.02, 0.7])
-def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(
-    make_trainer, monkeypatch, peak_per_step, share
-):
-    """Without padding, in steps 5, 6 and 8, T5 has no mask and attention runs other operators."""
-    profile = profile_of_t5(make_trainer, **LOSSLESS)
-    least, plain = (uniform_policy(profile, action).predicted_peak_bytes for action in ("recompute", "retain"))
-    budget = int(least + share * (plain - least))
-    callback = AdaccCallback(**LOSSLESS, memory_budget=budget)
-    assert max(train_t5(make_trainer, callback, monkeypatch, peak_per_step)) <= budget
-    assert sum(fallbacks(callback).values()) == 3
-
-
-def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatch, peak_per_step, caplog):
-    """The blocks of the unprofiled path run without loss, and need more memory than with codecs."""
-    settings = {"min_compress_bytes": 0, "tracking": "off"}
-    profile = profile_of_t5(make_trainer, **settings)
-    lossless = uniform_policy(profile, "recompute").predicted_peak_bytes
-    floor = least_policy(profile, AdaccConfig(**settings)).predicted_peak_bytes
-    assert floor < lossless
-    budget = (floor + lossless) // 2
-    callback = AdaccCallback(**settings, memory_budget=budget)
-    train_t5(make_trainer, callback, monkeypatch, peak_per_step)
-    reasons_over_budget = [
-        e["reason"] for e in callback.history if e["event"] == "memory" and "bytes more than" in e["reason"]
-    ]
-    assert len(reasons_over_budget) == 1
-    assert reasons_over_budget[0].startswith(
-        "a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 did not follow a policy"
-    )
-    assert f"more than memory_budget={budget} allows" in reasons_over_budget[0]
-    assert sum("did not follow a policy" in message for message in caplog.messages) == 1
-
-
 @pytest.mark.parametrize("num_padded", [2, 8])
 def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
     """The profiled batch has no padding. Once most other batches have padding, one of them is profiled and its policy
     is used."""
     monkeypatch.setattr(phases_module, "LOOK_STEPS", 4)
-    padded = range(2, 2 + num_padded)
+    padded = range(3, 3 + num_padded)
     trained = []
     for callbacks in ([], [AdaccCallback(**LOSSLESS, memory_budget=0.4)]):
         torch.manual_seed(0)
@@ -265,10 +193,10 @@ def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeyp
     policies = [(e["step"], e.get("reason")) for e in callback.history if e["event"] == "policy"]
     other_operators = {why: steps for why, steps in fallbacks(callback).items() if why.startswith("other operators")}
     if num_padded == 2:
-        assert [step for step, _ in policies] == [0]
+        assert [step for step, _ in policies] == [1]
         assert other_operators == {OTHER_OPERATORS_RAN: 2}
         return
-    # The check after step 8 is the second of four since the policy was set. The next batch is profiled.
+    # The check after step 8 finds that steps 5 to 8 have padding. The next batch is profiled.
     assert policies[1:] == [(9, OTHER_OPERATORS)]
-    # Steps 3 to 9 have padding, and steps 11 and 12 have none.
-    assert other_operators == {OTHER_OPERATORS_RAN: 9}
+    # Steps 4 to 8 have padding, and step 12 has none.
+    assert other_operators == {OTHER_OPERATORS_RAN: 6}

@@ -3,13 +3,14 @@
 import pytest
 
 from adacc_hf.adapt.fallback_stats import DivergedBatches, full_recomputation
-from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.size_policy import SizePolicy
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
-CONFIG = AdaccConfig()
+
+def budget_of(setting, reference):
+    return Budget.resolve(setting, reference.profile, AdaccConfig())
 
 
 def shapes_of(samples):
@@ -19,12 +20,12 @@ def shapes_of(samples):
 @pytest.fixture
 def reference(gpt2_like_profile):
     profile = gpt2_like_profile()
-    return SizePolicy(shapes_of(8), Replanner(profile, uniform_policy(profile, "retain"), CONFIG), None)
+    return SizePolicy(shapes_of(8), profile, profile, uniform_policy(profile, "retain"), None, 0, profile)
 
 
 @pytest.fixture
 def recomputing(reference):
-    return full_recomputation(reference.replanner.profile)
+    return full_recomputation(reference.profile)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def recomputing(reference):
     [([], False), ([1.0], True), ([0.5], False), ([0.6, 0.0], False), ([0.6, 0.0, 1.0], True), ([0.4, 0.4], False)],
 )
 def test_most_batches_are_more_than_half(shares, is_majority):
-    diverged = DivergedBatches(CONFIG, [].append)
+    diverged = DivergedBatches([].append)
     for share in shares:
         diverged.add(share)
     assert diverged.has_diverged == bool(shares and shares[-1] > 0.5)
@@ -42,20 +43,20 @@ def test_most_batches_are_more_than_half(shares, is_majority):
 
 def test_the_overhead_is_that_of_full_recomputation_and_grows_with_the_batch(reference, recomputing):
     said = []
-    diverged = DivergedBatches(CONFIG, said.append)
+    diverged = DivergedBatches(said.append)
     assert recomputing.predicted_overhead_ms > 0
     for samples in (8, 4, 16):
-        overhead = diverged.overhead_ms(shapes_of(samples), reference, 0.5)
+        overhead = diverged.overhead_ms(shapes_of(samples), reference, budget_of(0.5, reference))
         assert overhead == recomputing.predicted_overhead_ms * samples / 8
     assert not said, "a fraction bounds no peak"
 
 
 def test_a_budget_that_is_exceeded_is_said_once_with_the_bytes(reference, recomputing, caplog):
     said = []
-    diverged = DivergedBatches(CONFIG, said.append)
+    diverged = DivergedBatches(said.append)
     budget = recomputing.predicted_peak_bytes - 1000
     for samples in (8, 8, 16):
-        diverged.overhead_ms(shapes_of(samples), reference, budget)
+        diverged.overhead_ms(shapes_of(samples), reference, budget_of(budget, reference))
     (text,) = said
     assert text.startswith("a batch of input_ids 8x1024 did not follow a policy, and takes up to about 1000 bytes more")
     assert f"memory_budget={budget} allows" in text
@@ -64,10 +65,10 @@ def test_a_budget_that_is_exceeded_is_said_once_with_the_bytes(reference, recomp
 
 def test_a_budget_that_may_be_exceeded_is_said_before_one_that_is(reference, recomputing):
     said = []
-    diverged = DivergedBatches(CONFIG, said.append)
+    diverged = DivergedBatches(said.append)
     budget = recomputing.predicted_peak_bytes
-    diverged.overhead_ms(shapes_of(8), reference, budget)
-    diverged.overhead_ms(shapes_of(9), reference, budget)
+    diverged.overhead_ms(shapes_of(8), reference, budget_of(budget, reference))
+    diverged.overhead_ms(shapes_of(9), reference, budget_of(budget, reference))
     assert ["may take more" in text for text in said] == [True, False]
 
 
@@ -75,25 +76,25 @@ def test_a_budget_that_may_be_exceeded_is_said_before_one_that_is(reference, rec
 def test_operators_that_no_profile_has_are_a_warning(reference, recomputing, caplog, ran_planned, level):
     """Nothing predicts the memory of these operators under a plan. Under torch's checkpoint, the estimate does."""
     said = []
-    diverged = DivergedBatches(CONFIG, said.append)
+    diverged = DivergedBatches(said.append)
     caplog.set_level("INFO")
     budget = recomputing.predicted_peak_bytes
     for planned in (ran_planned, ran_planned, False):
-        diverged.overhead_ms(shapes_of(8), reference, budget, planned)
+        diverged.overhead_ms(shapes_of(8), reference, budget_of(budget, reference), planned)
     assert len(said) == 1
     assert [record.levelname for record in caplog.records] == [level]
 
 
 def test_a_call_may_be_recorded_where_all_values_of_a_block_have_room(reference, recomputing):
-    diverged = DivergedBatches(CONFIG, [].append)
-    (kind,) = reference.replanner.profile.kinds
+    diverged = DivergedBatches([].append)
+    (kind,) = reference.profile.kinds
     block_bytes = sum(value.nbytes for value in kind.values if value.shared is None)
     room = recomputing.predicted_peak_bytes + block_bytes
-    assert diverged.may_record(shapes_of(8), reference, room)
-    assert not diverged.may_record(shapes_of(8), reference, room - 1)
-    assert diverged.may_record(shapes_of(8), reference, 0.01), "a fraction bounds no peak"
+    assert diverged.may_record(shapes_of(8), reference, budget_of(room, reference))
+    assert not diverged.may_record(shapes_of(8), reference, budget_of(room - 1, reference))
+    assert diverged.may_record(shapes_of(8), reference, budget_of(0.01, reference)), "a fraction bounds no peak"
     # A smaller batch follows the policy, which here is plain training.
-    static, plain = (reference.replanner.profile.static_bytes, reference.replanner.policy.predicted_peak_bytes)
+    static, plain = (reference.profile.static_bytes, reference.policy.predicted_peak_bytes)
     half = static + (plain - static + block_bytes) // 2
-    assert diverged.may_record(shapes_of(4), reference, half + 1)
-    assert not diverged.may_record(shapes_of(4), reference, half - 1)
+    assert diverged.may_record(shapes_of(4), reference, budget_of(half + 1, reference))
+    assert not diverged.may_record(shapes_of(4), reference, budget_of(half - 1, reference))

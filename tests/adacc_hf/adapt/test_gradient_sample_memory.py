@@ -7,8 +7,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.gradient_check import BlockSample, comparison_peaks, peaks_with_samples
-from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.tracking import Tracking
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 
@@ -30,6 +35,14 @@ def case():
     return model, batch, profile_model(model, batch, AdaccConfig(min_compress_bytes=4096))
 
 
+def tracking_of(handle, profile, policy, config):
+    context = RunContext(config, 0, [].append, LossGuard(config), Corrections(config))
+    choice = PolicyChoice(handle, context)
+    choice.add(profile, policy)
+    choice.refresh = lambda *_: None  # the policy stays
+    return Tracking(choice, context)
+
+
 def settle(model, batch):
     """Run the first two calls of a block, which are recorded and take extra memory."""
     for _ in range(2):
@@ -42,18 +55,18 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action):
     policy = uniform_policy(profile, action)
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
-    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     measured_peaks = {}
-    with apply_policy(model, policy) as handle:
+    with PolicyHandle(model, policy) as handle:
+        tracking = tracking_of(handle, profile, policy, AdaccConfig(min_compress_bytes=4096))
         settle(model, batch)
         for name in peaks:
-            replanner.start_tracking(handle.plans)  # of lossy blocks, samples one after the other in this order
+            tracking.start()  # of lossy blocks, samples one after the other in this order
             sample = BlockSample(handle.plans.strategies[name]) if action == "recompute" else None
             assert handle.plans.strategies[name].observer is not None
             measured_peaks[name] = measure_step(model, batch).peak_bytes
             if sample is not None:
                 sample.close()
-            replanner.reprice(replanner.observed())
+            tracking.finish(1)
     assert all(measured_peaks[name] <= peaks[name] + ROUNDED for name in peaks), (measured_peaks, peaks)
     # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
     assert all(peaks[name] <= measured_peaks[name] + 2 * INPUT_BYTES for name in peaks), (measured_peaks, peaks)
@@ -85,15 +98,15 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
     for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
         config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra)
         policy = uniform_policy(profile, "compress")
-        replanner = Replanner(profile, policy, config)
         sampled_blocks[extra] = set()
-        with apply_policy(model, policy) as handle:
+        with PolicyHandle(model, policy) as handle:
+            tracking = tracking_of(handle, profile, policy, config)
             settle(model, batch)
             for _ in range(NUM_LAYERS):
-                replanner.start_tracking(handle.plans)
+                tracking.start()
                 strategies = handle.plans.strategies
                 sampled_blocks[extra] |= {name for name in strategies if strategies[name].observer is not None}
                 assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
-                replanner.reprice(replanner.observed())
+                tracking.finish(1)
     assert sampled_blocks[0] <= sampled_blocks[INPUT_BYTES] <= sampled_blocks[3 * INPUT_BYTES]
     assert len(sampled_blocks[3 * INPUT_BYTES]) == NUM_LAYERS

@@ -9,7 +9,7 @@ import torch
 
 from adacc_hf.adapt.gradient_check import GradientError
 from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, Observation
-from adacc_hf.adapt.tracking_steps import is_tracking_step
+from adacc_hf.adapt.tracking import is_tracking_step
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.kernels.codecs import get_codec

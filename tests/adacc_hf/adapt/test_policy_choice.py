@@ -7,8 +7,7 @@ from run_builders import events, run_lengths
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import extrapolated_policies, policy_cache
-from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
+from adacc_hf.adapt import policy_choice, policy_fit
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -16,37 +15,37 @@ from adacc_hf.solve.solver import least_policy
 
 
 def test_other_lengths_get_policies_of_their_own(make_trainer):
-    """Each size's policy is set before its first batch, extrapolated from parts of the first batch."""
+    """Three sizes are recorded. From then on, the policy of each size is set before its first batch."""
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    lengths = [16] * 4 + [32] * 30 + [9, 16, 8, 32] * 10
-    run_lengths(make_trainer, lengths, [callback])
+    run_lengths(make_trainer, [14, 15, 16, 16, 32, 32, 9, 16, 8, 32], [callback])
     policy_events = events(callback, "policy")
     assert [(event["step"], event.get("reason")) for event in policy_events] == [
-        (0, None),
-        (5, "for batches of input_ids 4x40, labels 4x40"),
-        (35, "for batches of input_ids 4x9, labels 4x9"),
-        (37, "for batches of input_ids 4x8, labels 4x8"),
+        (1, None),
+        *(
+            (step, f"for batches of input_ids 4x{n}, labels 4x{n}")
+            for step, n in ((2, 15), (3, 16), (5, 40), (7, 9), (9, 8))
+        ),
     ]
-    stored_bytes = [event["stored_bytes"] for event in policy_events]
-    assert stored_bytes[3] < stored_bytes[2] < stored_bytes[0] < stored_bytes[1]
+    first, _, _, longest, shorter, shortest = (event["stored_bytes"] for event in policy_events)
+    assert shortest < shorter < first < longest
 
 
-@pytest.mark.parametrize(("solver_ms", "solved_at"), [(0.0, 8), (1e9, None)])
+@pytest.mark.parametrize(("solver_ms", "solved_at"), [(0.0, 10), (1e9, None)])
 def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_model, monkeypatch, solver_ms, solved_at):
-    monkeypatch.setattr(ExtrapolatedPolicies, "solver_ms", solver_ms)
-    monkeypatch.setattr(extrapolated_policies, "USED_UP", 1.0)  # most of this model's memory is weights at any size
+    monkeypatch.setattr(PolicyChoice, "solver_ms", solver_ms)
+    monkeypatch.setattr(policy_fit, "USED_UP", 1.0)  # most of this model's memory is weights at any size
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
-    run_lengths(make_trainer, [32, 32, 32], [probe], model=make_model())
-    # The longest batches recompute most, and 24 tokens do not fit without recomputation.
+    run_lengths(make_trainer, [30, 31, 32], [probe], model=make_model())
+    # The longest batches recompute most, and the class of 24 tokens does not fit without recomputation.
     least = least_policy(probe.profile, probe.config).predicted_peak_bytes
-    shorter = resize_profile(probe.profile, (("input_ids", (4, 24)), ("labels", (4, 24))))
+    shorter = resize_profile(probe.profile, (("input_ids", (4, 26)), ("labels", (4, 26))))
     plain = uniform_policy(shorter, "retain").predicted_peak_bytes
     assert least < plain
     budget = (2 * least + plain) // 3
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
-    run_lengths(make_trainer, [32] * 5 + [24, 32] * 5, [callback], model=make_model())
-    borrowed, *later = events(callback, "policy")[1:]
-    assert (borrowed["step"], [event["step"] for event in later]) == (6, [] if solved_at is None else [solved_at])
+    run_lengths(make_trainer, [30, 31, *[32] * 5, *[24, 32] * 5], [callback], model=make_model())
+    borrowed, *later = [event for event in events(callback, "policy") if event["step"] > 3]
+    assert (borrowed["step"], [event["step"] for event in later]) == (8, [] if solved_at is None else [solved_at])
     if solved_at is None:
         return
     (solved,) = later
@@ -58,53 +57,51 @@ def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_mode
 
 def test_a_longer_batch_is_recomputed_until_a_solver_run_pays(make_trainer, monkeypatch):
     """No policy of the shorter batches fits, and full recomputation takes no solver."""
-    monkeypatch.setattr(ExtrapolatedPolicies, "solver_ms", 1e9)
+    monkeypatch.setattr(PolicyChoice, "solver_ms", 1e9)
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
-    run_lengths(make_trainer, [32] * 3, [probe])
+    run_lengths(make_trainer, [28, 30, 32], [probe])
     peaks = [uniform_policy(probe.profile, action).predicted_peak_bytes for action in ("recompute", "retain")]
     budget = sum(peaks) // 2
-    monkeypatch.setattr(extrapolated_policies, "USED_UP", 1.0)  # most of this model's memory is weights
-    monkeypatch.setattr(extrapolated_policies, "solve_policy", None)
+    monkeypatch.setattr(policy_fit, "USED_UP", 1.0)  # most of this model's memory is weights
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
-    run_lengths(make_trainer, [16] * 4 + [32] * 3, [callback])
+
+    class NoSolver(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                monkeypatch.setattr(policy_fit, "solve_policy", None)
+
+    run_lengths(make_trainer, [14, 15, 16, 16, 32, 32, 32], [callback, NoSolver()])
     longer = events(callback, "policy")[-1]
     assert longer["step"] == 5
     assert longer["peak_bytes"] <= budget
 
 
 def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(make_trainer, monkeypatch):
-    is_unplanned = []
+    """Sizes that no profile predicts are recorded, three in all."""
+    is_unplanned, num_profiles = [], []
     original = PolicyChoice.choose
 
     def choose(choice, shapes, nbytes):
         original(choice, shapes, nbytes)
-        is_unplanned.append(choice.current is None)
+        is_unplanned.append(choice.current is None and not choice.is_unpredicted)
+        num_profiles.append(choice.num_profiles)
 
     monkeypatch.setattr(PolicyChoice, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     run_lengths(make_trainer, [24, 20, 32, 17, 30, 9, 32, 25, 11], [callback])
-    assert len(is_unplanned) == 9
-    assert not any(is_unplanned)
+    assert is_unplanned == [False] * 8
+    assert num_profiles[-1] == 3
 
 
-def test_a_size_without_tracking_gets_other_plans_after_the_budget_was_tightened(make_trainer, monkeypatch):
-    """Sizes beyond MAX_SIZE_POLICIES have plans that nothing adapts: they must not keep the budget of before."""
-    monkeypatch.setattr(policy_cache, "MAX_SIZE_POLICIES", 1)
-    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    run_lengths(make_trainer, [16] * 3, [probe])
-    peaks = [uniform_policy(probe.profile, action).predicted_peak_bytes for action in ("recompute", "retain")]
-    followed = []
+def test_a_run_forgets_the_sizes_that_it_used_least_recently(make_trainer, monkeypatch):
+    monkeypatch.setattr(policy_choice, "MAX_SIZES", 3)
+    remembered = []
 
-    class Tighten(TrainerCallback):
+    class Note(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            choice = callback.session.phase.choice
-            followed.append((choice.current is None, choice.plans.policy.predicted_peak_bytes))
-            if state.global_step == 6:
-                choice.context.tightened = budget * 95 // 100
+            remembered.append([record.shapes[0].size[1] for record in callback.session.phase.choice.records.values()])
 
-    budget = (2 * peaks[0] + peaks[1]) // 3
-    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
-    run_lengths(make_trainer, [16] * 4 + [15] * 5, [callback, Tighten()])
-    assert [is_untracked for is_untracked, _ in followed] == [False] * 4 + [True] * 5
-    assert max(peak for _, peak in followed[4:6]) <= budget
-    assert max(peak for _, peak in followed[6:]) <= budget * 95 // 100 < followed[5][1]
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    run_lengths(make_trainer, [24, 20, 32, 16, 32, 12, 24], [callback, Note()])
+    assert max(map(len, remembered)) == 3
+    assert remembered[-1][-1] >= 24 > remembered[-1][-2] >= 12

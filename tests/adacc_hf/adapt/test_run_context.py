@@ -1,31 +1,19 @@
-"""RunContext: the budget of new policies, and statements on memory in the history."""
+"""RunContext: statements on memory in the history, and the guard's setting."""
 
 import math
 
 import pytest
 
 from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.events import MemoryNoted
 from adacc_hf.adapt.run_context import RunContext
 from adacc_hf.artifacts.config import AdaccConfig
 
 
-def context_with(events, **guard_state):
+def context_with(events):
     config = AdaccConfig(memory_budget=0.6)
-    return RunContext(config=config, policy_step=2, note=events.append, guard=LossGuard(config, **guard_state))
-
-
-def test_a_tightened_budget_takes_the_place_of_the_config_s():
-    context = context_with([])
-    assert context.memory_budget == 0.6
-    context.tightened = 12345
-    assert context.memory_budget == 12345
-    assert context.config.memory_budget == 0.6
-
-
-def test_codecs_that_are_switched_off_are_the_guard_s():
-    assert context_with([]).switched_off == frozenset()
-    assert context_with([], switched_off=["a codec"]).switched_off == {"a codec"}
+    return RunContext(config, 2, events.append, LossGuard(config), Corrections(config))
 
 
 def test_a_statement_on_memory_belongs_to_the_current_step():
@@ -41,10 +29,3 @@ def test_gradients_are_checked_after_a_strange_loss_unless_nothing_is_tracked(tr
     guard = LossGuard(AdaccConfig(tracking=tracking))
     guard.logged({"loss": math.nan}, is_lossy=True)
     assert (guard.suspicion is None) == (tracking == "off")
-
-
-def test_contexts_share_no_state():
-    one, other = context_with([]), context_with([])
-    one.missing_bytes["forward"] = 1
-    assert other.missing_bytes == {}
-    assert one.warnings is not other.warnings

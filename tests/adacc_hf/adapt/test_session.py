@@ -13,15 +13,14 @@ import torch
 from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from adacc_hf import AdaccConfig, AdaccSession, profile_model, remove_policy
+from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import session as session_module
-from adacc_hf.adapt.replanning import Replanning
+from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, static_bytes
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 HALF = {"memory_budget": 0.5, **LOSSLESS}
@@ -408,7 +407,7 @@ def test_within_a_context_it_says_what_could_be_tried_again(caplog):
 
 
 def test_a_saved_session_goes_on(tmp_path):
-    """A resumed session equals the uninterrupted one, without another profile."""
+    """A resumed session equals the uninterrupted one. Its first step is recorded."""
     uninterrupted = train(one_step, **HALF)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -425,7 +424,7 @@ def test_a_saved_session_goes_on(tmp_path):
     session.close()
     assert session.num_steps == len(BATCHES)
     Run(model, losses, session).assert_equals(uninterrupted)
-    assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 7
+    assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 8
 
 
 def saved_after_six_steps(folder):
@@ -437,13 +436,15 @@ def saved_after_six_steps(folder):
     return model, optimizer
 
 
-def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
+def test_a_folder_for_another_budget_has_no_policy_for_this_one(tmp_path, caplog):
     model, optimizer = saved_after_six_steps(tmp_path)
     with AdaccSession(model, optimizer, **(HALF | {"memory_budget": 0.7})) as session:
-        assert not session.load(tmp_path)
+        assert session.load(tmp_path)
         train_on(session, model, optimizer, BATCHES[:1])
+        assert dict(session.policy.facts)["memory_budget"] == 0.7
         with pytest.raises(RuntimeError, match="after the first step"):
             session.load(tmp_path)
+    assert "memory_budget=0.5, not 0.7: solving again" in caplog.text
 
 
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
@@ -463,11 +464,13 @@ def test_a_policy_above_the_budget_beside_it_is_refused(budget, is_function):
     train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
 
 
-def test_a_folder_whose_policy_the_settings_exclude_is_not_gone_on_with(tmp_path, caplog):
+def test_a_policy_in_a_folder_that_the_settings_exclude_is_not_used(tmp_path, caplog):
     model, optimizer = saved_after_six_steps(tmp_path)
-    with AdaccSession(model, optimizer, **(HALF | {"actions": ("retain",)})) as session:
-        assert not session.load(tmp_path)
-    assert f"Adacc: {tmp_path} has a policy that recomputes activations, which" in caplog.text
+    with AdaccSession(model, optimizer, **(HALF | {"actions": ("retain",), "memory_budget": 1.0})) as session:
+        assert session.load(tmp_path)
+        train_on(session, model, optimizer, BATCHES[:1])
+        assert session.policy.is_plain
+    assert "a policy that recomputes activations, which" in caplog.text
 
 
 def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(caplog):
@@ -715,7 +718,7 @@ SECOND_OPTIMIZERS = {
 def test_the_state_of_all_optimizers_counts(case, monkeypatch):
     step, pair = SECOND_OPTIMIZERS[case]
     counted, hooks = [], optimizers._global_optimizer_pre_hooks.copy()
-    monkeypatch.setattr(Replanning, "add_static", lambda self, step, nbytes, *_, **options: counted.append(nbytes))
+    monkeypatch.setattr(AdaptivePhase, "add_static", lambda self, nbytes, *_, **options: counted.append(nbytes))
     run = train_as_plain(step, BATCHES[:6], memory_budget="1GiB", **LOSSLESS)
     assert optimizers._global_optimizer_pre_hooks == hooks
     first, second = (
@@ -837,59 +840,19 @@ def test_a_loop_that_calls_the_encoder_itself():
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
-def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
-    """A resumed run keeps the profile that predicts all sizes, although the first batch has a size predicted before."""
-    model, optimizer, session = begin(**HALF)
-    train_on(session, model, optimizer, [batch_of(seed, tokens=60) for seed in range(5)])
-    train_on(session, model, optimizer, [batch_of(seed, tokens=45) for seed in range(3)])
-    session.save(tmp_path)
-    session.close()
-    resumed = AdaccSession(model, optimizer, **HALF)
-    assert resumed.load(tmp_path)
-    train_on(resumed, model, optimizer, [batch_of(0, tokens=50), batch_of(0, tokens=30)])
-    resumed.close()
-    assert not [event for event in resumed.history if event["event"] == "fallback"]
-
-
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.45, 0.6, 0.9])
-def test_the_first_step_of_a_resumed_run_keeps_to_the_budget(tmp_path, share):
-    """The first block is recorded with all its tensors alive. If the budget has no room for this, the run profiles."""
-    model, batch = make_model(dropout=0.0), batch_of(0, tokens=48)
-    model.set_attn_implementation("eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    profile = profile_model(model, batch, AdaccConfig(**LOSSLESS, min_compress_bytes=0), optimizer)
-    least, most = (uniform_policy(profile, action).predicted_peak_bytes for action in ("recompute", "retain"))
-    budget = int(least + share * (most - least))
-    settings = {**LOSSLESS, "memory_budget": budget, "min_compress_bytes": 0, "tracking": "off"}
-    session = AdaccSession(model, optimizer, **settings)
-    train_on(session, model, optimizer, [batch] * 4)
-    session.save(tmp_path)
-    session.close()
-    resumed = AdaccSession(model, optimizer, **settings)
-    if not resumed.load(tmp_path):  # the profile of a new run has tests of its own, and cannot run within a meter
-        assert share <= 0.45
-        resumed.detach()
-        return
-    assert share >= 0.45
-    static = static_bytes(model, batch, optimizer)
-    with CpuMemoryMeter() as meter:
-        train_on(resumed, model, optimizer, [batch])
-    assert static + meter.peak_bytes <= budget
-    resumed.close()
-
-
 def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr("adacc_hf.adapt.peak_check.missing_bytes", lambda *_: {"forward": 1000})
     settings = {**LOSSLESS, "memory_budget": "2MiB"}
     model, optimizer, session = begin(**settings)
     train_on(session, model, optimizer, BATCHES[:5])
-    before = session.phase.context
+    before = session.phase.context.corrections
     assert (before.missing_bytes, before.counted_elements) == ({"forward": 1000}, 2 * 8 * 16)
     session.save(tmp_path)
     session.close()
     resumed = AdaccSession(model, optimizer, **settings)
     assert resumed.load(tmp_path)
-    after = resumed.phase.context
+    train_on(resumed, model, optimizer, BATCHES[:1])
+    after = resumed.phase.context.corrections
     assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
     resumed.close()
 

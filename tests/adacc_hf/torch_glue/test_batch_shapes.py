@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from adacc_hf.torch_glue.batch_shapes import (
-    TensorShape,
     batch_shapes,
-    bucket_of,
     fits_in,
     has_same_tensors,
-    shapes_from_json,
-    shapes_to_json,
 )
 
 
@@ -45,28 +41,15 @@ def test_sizes_differ_from_batch_to_batch(small, large):
     assert not fits_in(large, small)
 
 
-def test_one_policy_is_for_sizes_up_to_a_power_of_two():
-    assert bucket_of(batch_shapes(sounds(513))) == bucket_of(batch_shapes(sounds(1024)))
-    assert bucket_of(batch_shapes(sounds(512))) != bucket_of(batch_shapes(sounds(513)))
-
-
 def test_images_are_as_many_as_a_text_says():
     one, two = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (1, 2))
     assert not has_same_tensors(one, two)
-    three, four = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (3, 4))
-    assert bucket_of(three) != bucket_of(four)
 
 
 def test_other_tensors_make_another_sort_of_batch():
     ids = torch.ones(2, 8, dtype=torch.long)
     for other in ({"input_ids": ids, "attention_mask": ids}, {"inputs": ids}, {"input_ids": ids.unsqueeze(-1)}):
         assert not has_same_tensors(batch_shapes({"input_ids": ids}), batch_shapes(other))
-
-
-def test_sizes_go_into_a_checkpoint_and_back():
-    shapes = batch_shapes(images(20, 30))
-    assert shapes_from_json(shapes_to_json(shapes)) == shapes
-    assert shapes_from_json([["input_ids", [2, 8], 2]]) == (TensorShape("input_ids", (2, 8)),)  # older format
 
 
 def test_a_batch_may_lack_tensors_of_a_larger_one():

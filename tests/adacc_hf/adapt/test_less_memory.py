@@ -1,4 +1,4 @@
-"""Replanning: policies with less memory after a step ran out of memory."""
+"""Policies with less memory after a step ran out of memory, and with more static memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from run_builders import InOrder, Lengths, events, failing, run_lengths
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.replanner as rectifier_module
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.policy_selection import ReplanResult
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.solve.solver import least_policy
 
@@ -36,28 +34,6 @@ def test_out_of_memory_leads_to_a_tighter_policy_and_the_same_training(
     assert event["stored_bytes"] < in_force["stored_bytes"]
 
 
-def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, lossless, monkeypatch):
-    """A step runs out of memory while the solver searches for a policy within the old budget."""
-
-    def stale_replan(profile, policy, *_):
-        return ReplanResult(policy=policy, reason="fits the old budget", has_solved=True)
-
-    monkeypatch.setattr(rectifier_module, "replan", stale_replan)
-    callback = AdaccCallback(**lossless)
-
-    class SolveFromStep3(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                phase = callback.session.phase
-                phase.replanning.start(3, phase.choice.shown)
-
-    trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((4, "forward")), max_steps=6)
-    trainer.train()
-    (tighter,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
-    assert callback.policy.predicted_stored_bytes == tighter["stored_bytes"]
-    assert not events(callback, "change")
-
-
 def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, lossless, tmp_path):
     lengths = [16] * 4 + [32] * 18 + [16, 16, 16]
     recorded_budgets = []
@@ -66,8 +42,8 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
                 phase = callback.session.phase
-                budgets = {s.shapes: s.replanner.memory_budget for s in phase.choice.cache.all}
-                recorded_budgets.append((phase.context.memory_budget, budgets))
+                peaks = [record.policy.predicted_stored_bytes for record in phase.choice.records.values()]
+                recorded_budgets.append((phase.context.corrections.memory_budget, len(peaks)))
 
     class Failing(failing((23, "forward")), InOrder):
         """Trainer that runs out of memory at 16 tokens."""
@@ -78,9 +54,9 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     trainer = make_trainer([NoteBudgets(), callback], trainer_class=InOrder, max_steps=len(lengths))
     trainer.train_dataset = Lengths(lengths)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-24"))
-    (tightened, budgets), resumed = recorded_budgets
-    assert sorted(budgets.values()) == [tightened, lossless["memory_budget"]]
-    assert resumed == (tightened, budgets)
+    (tightened, _), (resumed, _) = recorded_budgets
+    assert tightened < lossless["memory_budget"]
+    assert resumed == tightened
 
 
 def test_a_tighter_budget_holds_for_other_sizes_too(make_trainer, lossless):
@@ -92,9 +68,9 @@ def test_a_tighter_budget_holds_for_other_sizes_too(make_trainer, lossless):
 
     run_lengths(make_trainer, [16] * 5 + [32] * 5 + [16, 16, 32, 32], [callback], trainer_class=Failing)
     (event,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
-    (later,) = [event for event in events(callback, "policy") if event["step"] > 10]
+    (later,) = [event for event in events(callback, "change") if event["step"] > 10]
     assert (event["step"], later["step"]) == (10, 11)
-    assert later["reason"].endswith("because memory ran out at another size")
+    assert later["reason"].startswith("memory ran out: over budget")
     earlier = [event for event in callback.history if event["event"] in ("policy", "change") and event["step"] < 6]
     assert later["stored_bytes"] < earlier[-1]["stored_bytes"]
 
@@ -109,10 +85,12 @@ def test_sizes_that_no_policy_fits_after_memory_ran_out_take_the_least_memory(ma
     class Tighten(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 6:
-                callback.session.phase.context.tightened = least // 2
+                corrections = callback.session.phase.context.corrections
+                corrections.tightened = least // 2
+                corrections.changed("memory ran out")
 
     run_lengths(make_trainer, [32] * 5 + [16, 32, 32], [callback, Tighten()])
-    (later,) = [event for event in events(callback, "policy") if event["step"] > 6]
+    (later,) = [event for event in events(callback, "change") if event["step"] > 6]
     assert later["step"] == 7
     assert least // 2 < later["peak_bytes"] < int(1.1 * least)
 
@@ -170,17 +148,17 @@ def test_the_optimizers_state_is_planned_from_its_first_step_on(make_trainer, lo
 
     class AddState(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            replanner = callback.session.phase.choice.shown.replanner
-            static_bytes.append(replanner.profile.static_bytes)
-            if state.global_step == 3:  # the policy for the measured memory is set
-                replanning, step = callback.session.phase.replanning, state.global_step
-                for extra in (callback.config.memory_budget - replanner.predicted_peak_bytes(), 1 << 20):
-                    policy = replanner.policy.plans
-                    replanning.add_static(step, extra, "")
-                    outcomes.append(replanner.policy.plans != policy)
-                assert replanner.predicted_peak_bytes() <= callback.config.memory_budget
+            phase = callback.session.phase
+            record = phase.choice.shown
+            static_bytes.append(record.profile.static_bytes)
+            if state.global_step == 3:
+                for extra in (callback.config.memory_budget - record.policy.predicted_peak_bytes, 1 << 20):
+                    plans = record.policy.plans
+                    phase.add_static(extra, "a test")
+                    outcomes.append(record.policy.plans != plans)
+                assert record.policy.predicted_peak_bytes <= callback.config.memory_budget
                 with pytest.raises(InfeasibleBudgetError):
-                    replanning.add_static(step, callback.config.memory_budget, "", must_fit=True)
+                    phase.add_static(callback.config.memory_budget, "a test", must_fit=True)
 
     settings = {"max_steps": 3, "per_device_train_batch_size": 32}
     callback = AdaccCallback(**lossless | {"memory_budget": 16 << 20})
@@ -204,9 +182,9 @@ def test_a_larger_accumulation_counts_from_its_first_step_on(make_trainer, lossl
 
         def on_step_end(self, args, state, control, **kwargs):
             if own:
-                replanner = own[0].session.phase.choice.shown.replanner
-                static_bytes.append(replanner.profile.static_bytes)
-                assert replanner.predicted_peak_bytes() <= own[0].config.memory_budget
+                record = own[0].session.phase.choice.shown
+                static_bytes.append(record.profile.static_bytes)
+                assert record.policy.predicted_peak_bytes <= own[0].config.memory_budget
 
     runs, settings = [], {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8, "optim": "sgd"}
     for own in ([], [AdaccCallback(**lossless | {"memory_budget": 6 << 20})]):

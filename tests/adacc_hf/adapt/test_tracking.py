@@ -1,9 +1,10 @@
-"""The replanner: when a tracking step is due, its measurements, and when the policy changes."""
+"""Tracking: the measurements of a tracking step, and the policies that follow from them."""
 
 from __future__ import annotations
 
 import math
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -13,14 +14,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import adacc_hf.adapt.gradient_check as gradient_module
 import adacc_hf.adapt.policy_selection as selection_module
-import adacc_hf.adapt.replanner as rectifier_module
-from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
+import adacc_hf.adapt.tracking as tracking_module
+from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, profile_model, solve_policy
+from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.corrections import Corrections
+from adacc_hf.adapt.events import PolicyChanged
 from adacc_hf.adapt.gradient_check import BlockSample, GradientError
-from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, NOTHING_FITS, ReplanResult, gradient_bound
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, NOTHING_FITS, gradient_bound
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
-from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.tracking import Tracking, lossy_blocks
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
@@ -50,15 +57,22 @@ def batch():
 
 
 class Session:
-    """A model under a policy with its replanner, run step by step."""
+    """A model under a policy with its tracking, run step by step."""
 
     def __init__(self, model, batch, config, policy=None):
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.config = model, batch, config
         self.profile = profile_model(model, batch, config)
-        self.policy = policy(self.profile) if policy else solve_policy(self.profile, config=config)
-        self.handle = apply_policy(model, self.policy)
-        self.replanner = Replanner(self.profile, self.policy, config)
+        first = policy(self.profile) if policy else solve_policy(self.profile, config=config)
+        self.handle, self.events = PolicyHandle(model, first), []
+        self.context = RunContext(config, 0, self.events.append, LossGuard(config), Corrections(config))
+        self.choice = PolicyChoice(self.handle, self.context)
+        self.record = self.choice.add(self.profile, first)
+        self.tracking = Tracking(self.choice, self.context)
         self.step()  # record the tapes: codecs do not encode a block's first call
+
+    @property
+    def policy(self):
+        return self.record.policy
 
     def step(self):
         self.model(**self.batch).loss.backward()
@@ -66,10 +80,31 @@ class Session:
         self.model.zero_grad()
         return gradient
 
-    def observe(self):
-        self.replanner.start_tracking(self.handle.plans)
+    def finish(self, budget=None, stays=False):
+        """End a tracking step, after which the policy `stays`, or the budget is `budget`. Return the step's results,
+        and the event of the policy that followed, or None."""
+        corrections = self.context.corrections
+        corrections.tightened = budget or corrections.tightened
+        with mock.patch.object(self.choice, "refresh") if stays else nullcontext():
+            (tracked,) = self.tracking.finish(1)
+        self.record.version, self.context.guard.suspicion = corrections.version, None
+        (change, *_) = [*(event for event in self.events if isinstance(event, PolicyChanged)), None]
+        self.events.clear()
+        return tracked, change
+
+    def track(self, budget=None, stays=False):
+        """Run a tracking step."""
+        self.tracking.start()
         self.step()
-        return self.replanner.reprice(self.replanner.observed())
+        return self.finish(budget, stays)
+
+    def observe(self):
+        """Run a tracking step after which the policy stays."""
+        return self.track(stays=True)[0]
+
+    def follow(self, policy):
+        self.record.policy, self.record.plans = policy, self.handle.prepare(policy, self.record.plans)
+        self.handle.follow(self.record.plans)
 
     @property
     def sampled(self):
@@ -78,23 +113,9 @@ class Session:
 
     @property
     def allowed_profile(self):
-        """Profile that the solver is given. The policy stays."""
-        given = []
-        policy, budget = self.replanner.policy, self.replanner.memory_budget
-        with mock.patch.object(rectifier_module, "solve_policy", lambda profile, *_: given.append(profile) or policy):
-            self.replanner.solve_within(budget)
-        return given[0]
-
-    def track(self):
-        """Return the result of a tracking step, and the ReplanResult that followed."""
-        tracking = self.observe()
-        if not tracking.needs_solving:
-            return tracking, ReplanResult(policy=None, reason=tracking.reason, has_solved=False)
-        self.replanner.start_solving()
-        result = self.replanner.take_over()
-        if result.policy is not None:
-            self.handle.replace(result.policy)
-        return tracking, result
+        """Profile that the solver is given now."""
+        corrections = self.context.corrections
+        return corrections.allowed(corrections.applied(self.profile, None))
 
 
 def compress_all(profile):
@@ -121,9 +142,9 @@ def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, 
     assert before["num_outliers"] == 0
     for channels in ([5, 40], [5], []):
         plant(model, channels)
-        tracking, result = session.track()
+        tracking, _ = session.track()
         assert tracking.num_outliers[NORM] == len(channels)
-        repriced_option, policy_options = norm_options(session.replanner.profile, result.policy)
+        repriced_option, policy_options = norm_options(session.record.profile, session.policy)
         assert policy_options["num_outliers"] == len(channels)
         # A raw channel takes 4 bytes for each of 4 x 32 tokens, and 4 for its index.
         assert repriced_option.nbytes == option.nbytes + len(channels) * (4 * 32 * 4 + 4)
@@ -133,16 +154,18 @@ def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, 
 def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, monkeypatch):
     config = replace(COMPRESS, memory_budget=0.9)
     session = Session(model, batch, config, policy=compress_all)
+    actions = session.policy.action_counts()
     # The solver's answer is not faster: actions stay, outlier channels are updated.
     monkeypatch.setattr(selection_module, "solve_policy", lambda *_: slower(session.policy))
     for channels in ([5, 40], []):
         plant(model, channels)
-        _, result = session.track()
-        assert result.reason == "the same actions, with the current outlier channels"
-        assert norm_options(session.profile, result.policy)[1]["num_outliers"] == len(channels)
-        assert result.policy.action_counts() == session.policy.action_counts()
-        assert result.policy is session.replanner.policy
-    assert session.track()[1].reason == "outlier channels unchanged, errors within the bound"
+        _, change = session.track()
+        assert change.reason.endswith("the same actions, with the current outlier channels")
+        assert norm_options(session.profile, session.policy)[1]["num_outliers"] == len(channels)
+        assert session.policy.action_counts() == actions
+        assert session.choice.current.plans.policy is session.policy
+    tracking, change = session.track()
+    assert (tracking.reason, change) == ("outlier channels unchanged, errors within the bound", None)
 
 
 def slower(policy):
@@ -163,11 +186,10 @@ def test_channels_kept_raw_make_the_gradient_more_exact(model, batch):
 def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
     session = Session(model, batch, COMPRESS, policy=compress_all_but_the_wide)
     stored_bytes = session.policy.predicted_stored_bytes
-    session.replanner.memory_budget = stored_bytes / session.profile.plain_stored_bytes
     plant(model, range(4))
-    _, result = session.track()
-    assert result.reason.startswith("over budget: the old actions need ")
-    assert result.policy.predicted_stored_bytes <= stored_bytes
+    _, change = session.track(stored_bytes / session.profile.plain_stored_bytes)
+    assert "over budget: the old actions need " in change.reason
+    assert session.policy.predicted_stored_bytes <= stored_bytes
 
 
 def compress_all_but_the_wide(profile):
@@ -192,11 +214,9 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
     monkeypatch.setattr(
         selection_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
     )
-    if over:
-        session.replanner.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5] if over else [])
-    _, result = session.track()
-    assert (result.policy.plans == other.plans) == (over or gain > MIN_GAIN)
+    session.track(session.policy.predicted_stored_bytes / session.profile.plain_stored_bytes if over else None)
+    assert (session.policy.plans == other.plans) == (over or gain > MIN_GAIN)
 
 
 def changed_in_one(plans):
@@ -207,63 +227,44 @@ def changed_in_one(plans):
     )
 
 
-def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monkeypatch):
+def test_a_fraction_that_nothing_fits_any_more_keeps_the_policy(model, batch, monkeypatch, caplog):
     def infeasible(*_):
         raise InfeasibleBudgetError("too small", 7)
 
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     monkeypatch.setattr(selection_module, "solve_policy", infeasible)
-    session.replanner.memory_budget = session.policy.predicted_stored_bytes
+    before = session.policy
     plant(model, [5])
-    _, result = session.track()
-    assert result.policy is None
-    assert result.reason == "no policy fits the budget any more, the policy is unchanged: too small"
-    assert session.replanner.policy is session.policy
+    _, change = session.track(session.policy.predicted_stored_bytes / session.profile.plain_stored_bytes)
+    assert change is None
+    assert session.policy is before
+    assert "no policy fits the budget any more, the policy is unchanged: too small" in caplog.text
 
 
 @pytest.mark.parametrize("is_fraction", [True, False], ids=["fraction", "bytes"])
 def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, batch, is_fraction):
-    """If codecs with degraded gradients alone keep within a fraction, the fraction gives way. A limit in bytes does
-    not."""
+    """If codecs with degraded gradients alone keep within the budget, the policy that needs the least memory without
+    them follows."""
     config = replace(COMPRESS, codecs=("channel_int4",))
     session = Session(model, batch, replace(config, memory_budget=1.0), policy=compress_all)
     least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
     sharpen(model)
-    assert session.observe().degrading_codecs
-    session.replanner.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
-    session.replanner.start_solving()
-    result = session.replanner.take_over()
-    if is_fraction:
-        assert result.policy.predicted_stored_bytes > least
-        assert f"; {NOTHING_FITS}, the policy that stores least is used: memory_budget={least / plain}" in result.reason
-        session.handle.replace(result.policy)
-        again, then = session.track()
-        assert again.gradients[0].error < DEGRADED_ERROR
-        assert then.policy is None
-    else:
-        assert result.policy is None
-        assert result.reason.startswith(f"{NOTHING_FITS}, the policy is unchanged: memory_budget=")
+    _, change = session.track(least / plain if is_fraction else session.policy.predicted_peak_bytes)
+    assert session.policy.predicted_stored_bytes > least
+    assert f"; {NOTHING_FITS}, training continues with the least memory: memory_budget=" in change.reason
+    assert all(gradient.error < DEGRADED_ERROR for gradient in session.observe().gradients.values())
 
 
 def test_the_most_of_all_blocks_and_calls_counts(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    session.replanner.start_tracking(session.handle.plans)
+    session.tracking.start()
     plant(model, [3])
     session.step()
     model.transformer.h[1].ln_2.bias.data[[9, 10]] = 30.0
     session.step()
     plant(model, [])
     session.step()
-    assert session.replanner.reprice(session.replanner.observed()).num_outliers[NORM] == 3
-
-
-def test_there_is_work_only_where_outliers_are_kept(model, batch):
-    config = replace(COMPRESS, memory_budget=1.0)
-    profile = profile_model(model, batch, config)
-    compressed, retained = uniform_policy(profile, "compress"), uniform_policy(profile, "retain")
-    assert Replanner(profile, compressed, config).has_work()
-    assert not Replanner(profile, retained, config).has_work()
-    assert Replanner(profile, compressed, replace(config, outliers=False)).has_work()  # errors are measured
+    assert session.finish()[0].num_outliers[NORM] == 3
 
 
 def chosen_errors(profile, policy):
@@ -291,10 +292,10 @@ def test_sampled_blocks_take_turns_and_tracking_leaves_no_trace(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sample_names = []
     for _ in range(3):
-        session.replanner.start_tracking(session.handle.plans)
+        session.tracking.start()
         sample_names += session.sampled
         session.step()
-        session.replanner.reprice(session.replanner.observed())
+        session.finish()[0]
         strategies = session.handle.plans.strategies.values()
         assert all(strategy.wrap_codec is None and strategy.observer is None for strategy in strategies)
     assert sample_names == ["transformer.h.0", "transformer.h.1", "transformer.h.0"]
@@ -305,10 +306,10 @@ def test_measuring_changes_no_gradient(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, outliers=False), policy=compress_all)
     session.step()
     before = session.step()
-    session.replanner.start_tracking(session.handle.plans)
+    session.tracking.start()
     state = torch.get_rng_state()
     during = session.step()
-    session.replanner.reprice(session.replanner.observed())
+    session.finish()[0]
     assert torch.equal(before, during)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -335,14 +336,14 @@ def test_comparing_a_gradient_is_no_call_of_the_block(model, batch, num_steps):
 def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog, error):
     """A comparison that runs out of memory is left out with a warning, and training continues."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    session.replanner.start_tracking(session.handle.plans)
+    session.tracking.start()
     session.step()
 
     def full(*_):
         raise error
 
     monkeypatch.setattr(gradient_module, "NoTrace", full)  # around each run of the block
-    tracking = session.replanner.reprice(session.replanner.observed())
+    tracking = session.finish()[0]
     assert (tracking.gradients, bool(tracking.errors)) == ({}, True)
     assert "not enough memory to compare the gradient of transformer.h.0" in caplog.text
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
@@ -352,13 +353,13 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypa
 def test_a_comparison_records_a_block_only_if_the_budget_has_room(model, batch, monkeypatch, caplog, may_record):
     """A comparison may take a traced path without a tape, and recording a tape keeps all intermediates alive."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    session.replanner.start_tracking(session.handle.plans)
+    session.tracking.start()
     session.step()
     session.handle.tape_cache.may_record = lambda: may_record
     for strategy in session.handle.plans.strategies.values():
         monkeypatch.setattr(strategy.entries, "latest", lambda key: None)
         monkeypatch.setattr(strategy.entries, "find", lambda _: None)
-    tracking = session.replanner.reprice(session.replanner.observed())
+    tracking = session.finish()[0]
     assert bool(tracking.gradients) == may_record
     assert ("the budget has no room to record another traced path" in caplog.text) == (not may_record)
 
@@ -371,13 +372,13 @@ def test_an_activation_above_its_bound_is_promoted(model, batch, share):
     bound = share * max(tracking.errors.values())
     config = replace(free, max_error=bound)
     session = Session(model, batch, config, policy=compress_all)
-    tracking, result = session.track()
+    tracking, change = session.track()
     assert "above the bound" in tracking.reason
-    assert result.reason.startswith("the codec is no longer allowed for ")
+    assert "the codec is no longer allowed for " in change.reason
     later = session.observe()
     assert max(later.errors.values(), default=0.0) <= bound
     assert all(error.error <= bound for error in later.gradients.values())
-    errors = chosen_errors(session.replanner.profile, session.replanner.policy)
+    errors = chosen_errors(session.record.profile, session.policy)
     assert max(errors, default=0.0) <= bound * (1 - ERROR_MARGIN)
 
 
@@ -388,11 +389,11 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     assert gradient < largest, "pick another bound: it must lie above each round trip and below the gradient's error"
     assert not tracking.degrading_codecs, "0.5 is the bound where none is given"
     session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
-    bound = gradient_bound(session.replanner.config)
-    session.replanner.start_tracking(session.handle.plans)
+    bound = gradient_bound(session.config)
+    session.tracking.start()
     (name,) = session.sampled
     session.step()
-    bypassed = {value for _, value, _ in session.replanner.reprice(session.replanner.observed()).degrading_codecs}
+    bypassed = {value for _, value, _ in session.finish(stays=True)[0].degrading_codecs}
     sample = BlockSample(session.handle.plans.strategies[name])
     session.step()
     assert 0 < len(bypassed) < len(tracking.errors) / 2
@@ -414,17 +415,16 @@ def sharpen(model, factor=20.0):
 def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
-    tracking, result = session.track()
+    tracking, change = session.track()
     ((_, value, codec),) = tracking.degrading_codecs
     assert session.profile.kinds[0].values[value].name == QKV
     assert codec == "channel_int4"
     assert tracking.gradients[0].error > DEGRADED_ERROR
-    assert result.reason.startswith(f"the codec is no longer allowed for GPT2Block.{QKV}")
+    assert f"the codec is no longer allowed for GPT2Block.{QKV}" in change.reason
     # The solver can meet this budget without compression, so forbidden codecs do not matter.
     everything = compress_all(session.allowed_profile)
     assert [plan.choice(value).codec for plan in everything.plans] == ["int8"]
-    session.handle.replace(everything)
-    session.replanner.policy = everything
+    session.follow(everything)
     later = session.observe()
     assert later.gradients[0].error < DEGRADED_ERROR
     assert later.errors.keys() == tracking.errors.keys()
@@ -445,7 +445,7 @@ def test_a_finer_codec_that_degrades_a_gradient_too_ends_as_well(model, batch):
         offered = session.allowed_profile.kinds[0]
         (value,) = (value.index for value in offered.activations if value.name == QKV)
         assert [option.codec for option in offered.values[value].codecs] == [codec]
-        session.replanner.switch_off(in_all_blocks(session.replanner.profile, [(0, value, codec)]))
+        session.context.corrections.switch_off(in_all_blocks(session.profile, [(0, value, codec)]))
     assert not session.allowed_profile.kinds[0].values[value].codecs
 
 
@@ -469,7 +469,7 @@ def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batc
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
     lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
     errors = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    monkeypatch.setattr(rectifier_module, "BlockSample", lambda plan: ErrorSample(errors))
+    monkeypatch.setattr(tracking_module, "BlockSample", lambda plan: ErrorSample(errors))
     tracking = session.observe()
     assert {value for _, value, _ in tracking.degrading_codecs} == set(lossy[:expected])
 
@@ -485,11 +485,12 @@ def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
 
 def sampled_of_every_kind(session):
     """Return the blocks that a check of all kinds compares, and leave the turns of the others as they are."""
-    num_tracked = session.replanner.num_tracked
-    session.replanner.start_tracking(session.handle.plans, every_kind=True)
+    session.context.guard.suspicion = "a check"
+    session.tracking.start()
     names = session.sampled
-    session.replanner.cancel_tracking()
-    session.replanner.num_tracked = num_tracked
+    session.tracking.cancel()
+    session.tracking.num_tracked -= 1
+    session.context.guard.suspicion = None
     return names
 
 
@@ -511,7 +512,7 @@ def count_runs(monkeypatch, most=None):
 def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model, batch, monkeypatch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
-    session.replanner.start_tracking(session.handle.plans)
+    session.tracking.start()
     session.step()
     calls, exact_gradients, num_held = count_runs(monkeypatch), [], []
     compare = gradient_module.GradientError.between
@@ -524,7 +525,7 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
         return compare(exact, other)
 
     monkeypatch.setattr(gradient_module.GradientError, "between", note_exact)
-    tracking = session.replanner.reprice(session.replanner.observed())
+    tracking = session.finish()[0]
     assert tracking.degrading_codecs
     assert len(exact_gradients) == max(num_held) == 1
     assert exact_gradients[0]() is None
@@ -542,21 +543,18 @@ def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypat
     second = session.observe()
     assert second.degrading_codecs == first.degrading_codecs != frozenset()
     assert len(calls) == 3, "exact, under the plan, and without what is known to degrade it"
-    assert second.needs_solving
 
 
 def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(model, batch, monkeypatch, caplog):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
-    session.replanner.start_tracking(session.handle.plans)
+    session.tracking.start()
     session.step()
     count_runs(monkeypatch, most=4)
-    tracking = session.replanner.reprice(session.replanner.observed())
+    tracking = session.finish()[0]
     assert tracking.degrading_codecs == lossy_options(session.profile, ["transformer.h.0"])
     assert "the codecs that degrade the gradient of transformer.h.0 cannot be determined" in caplog.text
-    session.replanner.start_solving()
-    assert session.replanner.take_over().policy is not None
-    assert not session.replanner.has_work()
+    assert not lossy_blocks(session.policy)
 
 
 def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips(model, batch):
@@ -568,35 +566,9 @@ def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips
     ((_, value, codec),) = tracking.degrading_codecs
     assert codec == "channel_int4"
     for channels in ([5], [5, 40], []):
-        assert {plan.choice(value).codec for plan in session.replanner.policy.plans} == {"int8"}
+        assert {plan.choice(value).codec for plan in session.policy.plans} == {"int8"}
         plant(model, channels)  # otherwise the solver would not run again
         session.track()
-    (option, *_) = session.replanner.profile.kinds[0].values[value].codecs
+    (option, *_) = session.record.profile.kinds[0].values[value].codecs
     assert option.codec == "channel_int4"
-    assert option.error < gradient_bound(session.replanner.config)
-
-
-def test_an_error_of_the_solver_is_raised_where_its_result_is_asked_for(model, batch, monkeypatch):
-    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-
-    def broken(*_):
-        raise OSError("cbc is gone")
-
-    monkeypatch.setattr(selection_module, "solve_policy", broken)
-    session.replanner.memory_budget = 1  # the policy in force does not fit
-    session.replanner.start_solving()
-    session.step()
-    with pytest.raises(OSError, match="cbc is gone"):
-        session.replanner.take_over()
-
-
-def test_a_kind_that_may_not_be_compressed_is_not(model, batch):
-    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    assert session.replanner.lossy_blocks()
-    blocks = ["transformer.h.0"]
-    session.replanner.switch_off(in_all_blocks(session.profile, lossy_options(session.profile, blocks)))
-    session.replanner.start_solving()
-    result = session.replanner.take_over()
-    assert result.policy is not None
-    assert not session.replanner.lossy_blocks()
-    assert not session.replanner.has_work()
+    assert option.error < gradient_bound(session.config)

@@ -1,0 +1,238 @@
+"""PolicyFit: finds a policy of the run that fits the budget at a batch size, or runs the solver, at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+from adacc_hf.adapt.policy_selection import current_policy, over_bound, with_margin
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.files import put_latest
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO, SizeModel, joined
+from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.solve.solver import recomputing_policies, solve_policy
+from adacc_hf.torch_glue.batch_shapes import (
+    BatchShapes,
+    describe,
+    fits_in,
+    from_profile_shapes,
+    num_elements,
+    to_profile_shapes,
+)
+
+log = logging.getLogger(__name__)
+
+USED_UP = 0.9
+"""Fraction of the budget. A policy that fits and needs at least this fraction stays. One that needs less stays until a
+solver run is worth its time."""
+FAR_ABOVE = 0.05
+"""Fraction of the budget. The solver does not run if the policy that needed the least memory at another size exceeds
+the budget by more: it would take seconds to find one that needs hardly less."""
+MAX_PROFILES = 12
+"""Number of recorded profiles of different sizes that are kept to predict further sizes."""
+MAX_ABOVE = 64
+"""Number of size classes that are remembered because no policy fits them."""
+
+
+class PolicyFit:
+    """Policies for batch sizes that were not recorded, from profiles that the recorded sizes predict.
+
+    `policies` returns the policies that the run has now.
+    """
+
+    def __init__(self, context: RunContext, policies: Callable[[], list[Policy]]) -> None:
+        self._context, self._config, self._policies = context, context.config, policies
+        self._profiles: list[Profile] = []
+        """Recorded profiles of different sizes, the latest last."""
+        self._predictor: Profile | None = None
+        """Latest recorded profile that predicts other sizes."""
+        self._above_budget: OrderedDict[BatchShapes, int] = OrderedDict()
+        """Bounds of classes that no policy fits, with the version of the corrections."""
+        self._least: Policy | None = None
+        """Policy that needs the least memory, of the latest solver run at a size that no policy fits."""
+        self.solver_ms: float | None = None
+        """Time in ms of the latest solver run, or None before."""
+
+    def add(self, profile: Profile) -> Profile:
+        """Add a recorded profile. Return it with the measurements of earlier ones, so that it predicts further sizes,
+        as soon as there are enough of them."""
+        own = profile.measured[0][0]
+        self._profiles = [other for other in self._profiles if other.measured[0][0] != own][1 - MAX_PROFILES :]
+        self._profiles.append(profile)
+        merged = joined(self._profiles[::-1])
+        if merged.sizes is not None:
+            self._predictor = merged
+        return merged
+
+    def clear(self) -> None:
+        """Forget all profiles, because the model now trains other blocks, or its blocks run other operators."""
+        self._profiles, self._predictor, self._least = [], None, None
+        self._above_budget.clear()
+
+    # Sizes.
+
+    def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
+        """Return the size class of a batch of `shapes`, or None if no profile predicts batches of this size."""
+        size_class = None if self._predictor is None else self._sizes.size_class(to_profile_shapes(shapes))
+        return None if size_class is None else from_profile_shapes(size_class)
+
+    @property
+    def _sizes(self) -> SizeModel:
+        """Size model of the predicting profile. Call this only if there is one."""
+        assert self._predictor is not None
+        sizes = self._predictor.sizes
+        assert sizes is not None
+        return sizes
+
+    def predicted(self, sizes: BatchShapes) -> Profile:
+        """Return the predicted profile of batches of `sizes`, which must belong to a size class."""
+        assert self._predictor is not None
+        return resize_profile(self._predictor, to_profile_shapes(sizes))
+
+    def is_larger(self, sizes: BatchShapes | None) -> bool:
+        """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
+        return self._predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
+
+    def is_above_budget(self, sizes: BatchShapes) -> bool:
+        """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches."""
+        version = self._context.corrections.version
+        return any(made == version and fits_in(smaller, sizes) for smaller, made in self._above_budget.items())
+
+    # Policies.
+
+    def for_class(self, sizes: BatchShapes) -> tuple[Policy, bool] | None:
+        """Return (policy, may be improved) for batches of the class `sizes`, or None if no policy fits its bounds."""
+        try:
+            return None if self.is_above_budget(sizes) else self._fitting(self._corrected(sizes), far=0.0)
+        except InfeasibleBudgetError:
+            put_latest(self._above_budget, sizes, self._context.corrections.version, MAX_ABOVE)
+            return None
+
+    def for_sizes(self, sizes: BatchShapes) -> tuple[Policy, bool]:
+        """Return (policy, may be improved) for batches of exactly `sizes`.
+
+        If a policy fits only without room for the uncertainty of predicted peaks, or none fits, warn. Raise
+        InfeasibleBudgetError if none fits and `on_over_budget` is "error".
+        """
+        profile = self._corrected(sizes)
+        try:
+            return self._fitting(profile, FAR_ABOVE)
+        except InfeasibleBudgetError:
+            return self._without_room(sizes, profile), False
+
+    def _corrected(self, sizes: BatchShapes) -> Profile:
+        return self._context.corrections.applied(self.predicted(sizes), sizes)
+
+    def _fitting(self, profile: Profile, far: float) -> tuple[Policy, bool]:
+        allowed, roomy = self._context.corrections.allowed(profile), self.with_room(profile)
+        budget = Budget.resolve(roomy, profile, self._config)
+        candidates = [current_policy(allowed, policy) for policy in self._policies() if self._suits(policy, allowed)]
+        if budget.limits_peak:  # a budget of stored bytes is solved quickly
+            candidates += recomputing_policies(allowed, self._config)
+        fitting = [policy for policy in candidates if budget.needed_bytes(policy) <= budget.nbytes]
+        if fitting:
+            fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms)
+            is_final = fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes
+            if is_final or budget.limits_peak:
+                return fastest, not is_final
+        return self.solved(profile, roomy, far), False
+
+    def _without_room(self, sizes: BatchShapes, profile: Profile) -> Policy:
+        """Return a policy within the whole budget, or the one that needs the least memory, with a warning."""
+        memory_budget = self._context.corrections.memory_budget
+        try:
+            policy = self.solved(profile, memory_budget, FAR_ABOVE)
+        except InfeasibleBudgetError as error:
+            return self.least_of(sizes, error)
+        text = (
+            f"batches of {describe(sizes)} may take more than memory_budget={memory_budget!r}: the predicted peak of "
+            f"{policy.predicted_peak_bytes} bytes is exact to {self._sizes.uncertainty:.0%} only"
+        )
+        log.warning("Adacc: %s", text)
+        self._context.note_memory(text)
+        return policy
+
+    def least_of(self, sizes: BatchShapes, error: InfeasibleBudgetError) -> Policy:
+        """Return the policy that needs the least memory for `sizes`, because of `error`, with a warning. Raise
+        InfeasibleBudgetError if `on_over_budget` is "error"."""
+        least, floor = error.least, error.smallest_budget_bytes
+        assert least is not None  # the solver's errors contain this policy
+        fitting = self._largest_fitting(sizes, least)
+        text = f"batches of {describe(sizes)} need {floor} bytes at least"
+        text += f", batches of {describe(fitting)} would fit the budget" if fitting else ""
+        if self._config.on_over_budget == "error":
+            raise InfeasibleBudgetError(f"{text}: {error}", floor, error.bound_bytes)
+        log.warning("Adacc: %s. Training continues with the least memory: %s", text, error)
+        self._context.warnings.add(sizes)
+        self._context.note_memory(f"{text}: {error}")
+        return least
+
+    def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
+        """Return the largest size class with shorter sequences than `sizes` for which the policy `least` fits the
+        budget, or None."""
+        length = max((shape.size[1] for shape in sizes if len(shape.size) > 1), default=0)
+        for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
+            cut = tuple(
+                replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
+                for s in sizes
+            )
+            size_class = self.class_of(cut)
+            if size_class is None:
+                return None
+            profile = self._corrected(size_class)
+            if self._suits(least, profile):
+                budget = self._context.budget(profile)
+                if budget.needed_bytes(current_policy(profile, least)) <= budget.nbytes:
+                    return size_class
+        return None
+
+    def solved(self, profile: Profile, memory_budget: str | float | int, far: float = FAR_ABOVE) -> Policy:
+        """Run the solver, and return its policy.
+
+        Raise InfeasibleBudgetError if no policy fits. Raise it without a solver run if the policy that needed the least
+        memory at another size exceeds the budget by more than the fraction `far`.
+        """
+        allowed, least = self._context.corrections.allowed(profile), self._least
+        if least is not None and self._suits(least, allowed) and self._config.on_over_budget != "error":
+            budget, least = Budget.resolve(memory_budget, allowed, self._config), current_policy(allowed, least)
+            needed = budget.needed_bytes(least)
+            if needed > (1 + far) * budget.nbytes:
+                what = "peak" if budget.limits_peak else "stored bytes"
+                text = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
+                raise InfeasibleBudgetError(text, needed, bound_bytes=0, least=least)
+        start = time.perf_counter()
+        try:
+            return solve_policy(allowed, memory_budget, with_margin(self._config))
+        except InfeasibleBudgetError as error:
+            self._least = error.least
+            raise
+        finally:
+            self.solver_ms = 1e3 * (time.perf_counter() - start)
+
+    def _suits(self, policy: Policy, profile: Profile) -> bool:
+        """Return True if `policy` was made for blocks with the operators of `profile`, and uses only allowed codecs. On
+        a batch of one sample, blocks may run other operators."""
+        return is_for(policy, profile) and not over_bound(profile, policy, self._config)
+
+    def with_room(self, profile: Profile) -> str | float | int:
+        """Return the run's budget for a predicted `profile`, reduced by the uncertainty of predicted peaks."""
+        budget, uncertainty = self._context.budget(profile), self._sizes.uncertainty
+        if budget.limits_peak and uncertainty:
+            return int(budget.nbytes / (1 + uncertainty))
+        return self._context.corrections.memory_budget
+
+
+def is_for(policy: Policy, profile: Profile) -> bool:
+    """Return True if `policy` was made for the blocks of `profile`, and these have the same operators."""
+    plans = dict(policy.blocks)
+    if plans.keys() != {block.name for block in profile.blocks}:
+        return False
+    pairs = [(block, policy.plans[plans[block.name]]) for block in profile.blocks]
+    return all(plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs)
