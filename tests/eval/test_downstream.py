@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Trainer, TrainingArguments
 
-from adacc_hf import AdaccCallback
 from adacc_hf.cli import main
 from adacc_hf.eval import downstream
-from adacc_hf.eval.downstream import percent, weights_digest
+from adacc_hf.eval.downstream import weights_digest
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.zero_shot import load_model, score
 
@@ -95,13 +92,6 @@ def test_other_rows_are_scored_anew(command: list[str], data_dir: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("share", "stderr", "text"), [(0.3956, 0.01, "39.56 ± 1.00"), (1.0, None, "100.00"), (None, None, "")]
-)
-def test_shares_are_in_percent(share: float | None, stderr: float | None, text: str) -> None:
-    assert percent(share, stderr) == text
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tasks", "mmlu"], "--tasks=mmlu is unknown"),
@@ -115,29 +105,6 @@ def test_a_wrong_setting_is_one_line(options, message, command, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("adacc eval: error: ")
     assert message in error
-
-
-def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(tiny_gpt2, text_tokenizer, data_dir, tmp_path):
-    from lm_eval.models.huggingface import HFLM
-
-    ids = torch.randint(0, 256, (16, 64))
-    arguments = TrainingArguments(
-        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to="none"
-    )
-    callback = AdaccCallback(memory_budget=0.5)
-    trainer = Trainer(
-        model=tiny_gpt2,
-        args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        callbacks=[callback],
-    )
-    trainer.train()
-    trainer.save_model()
-    text_tokenizer.save_pretrained(tmp_path / "run")
-    assert callback.policy is not None
-    in_memory = HFLM(pretrained=trainer.model, tokenizer=text_tokenizer, batch_size=4)
-    from_folder = load_model(str(tmp_path / "run"), "cpu", 4)
-    assert scores(in_memory, data_dir) == scores(from_folder, data_dir)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,11 +55,6 @@ def test_a_tiny_model_from_end_to_end(tmp_path: Path) -> None:
     assert peaks[0] < peaks[1] < 2**30
 
 
-def test_a_limit_that_is_no_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--limit='much' is not a size"):
-        max_batch.main(["--limit", "much", "--output", str(tmp_path / "x.json")], paper_point)
-
-
 LIMIT, STATIC = 1000, 200
 
 Peaks = Callable[[int], int | None]
@@ -96,15 +90,3 @@ def test_bytes_in_proportion_take_three_trials(per_sequence: int, first: int) ->
     largest_batch, tried_batches = search(fitting, 4096, first, lambda batch: STATIC + per_sequence * batch)
     assert largest_batch == fitting
     assert len(tried_batches) <= 3
-
-
-def test_a_policy_that_uses_up_its_budget_is_searched_by_longer_steps() -> None:
-    largest_batch, tried_batches = search(20, 4096, 10, lambda batch: LIMIT)
-    assert largest_batch == 20
-    assert tried_batches == [10, 11, 13, 17, 25, 21, 19, 20]
-
-
-def test_refusals_without_bytes_are_bisected() -> None:
-    largest_batch, tried_batches = search(5, 100, 1, lambda batch: None)
-    assert largest_batch == 5
-    assert tried_batches == [1, 2, 4, 8, 6, 5]

@@ -34,36 +34,12 @@ def test_a_plot_names_its_series_and_repeats_itself(tmp_path: Path) -> None:
         assert f">{label}<" in texts[0]
 
 
-def test_nothing_measured_is_an_empty_plot(tmp_path: Path) -> None:
-    plots.curves(tmp_path / "empty.svg", {}, "x", "y")
-    assert "<svg" in (tmp_path / "empty.svg").read_text()
-
-
-def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    plots.curves(tmp_path / "none.svg", {"fast": [(1, 2)]}, "x", "y")
-    assert "pip install 'adacc-hf[plot]'" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("page", ["#ffffff", DARK_PAGE])
 def test_colours_are_readable_on_light_and_dark_pages(page: str) -> None:
     """WCAG asks for a contrast of 3 for graphics."""
     colors = {color for color, _ in (*plots.STYLES.values(), *plots.SPARE_STYLES)}
     assert {color: contrast(color, page) for color in colors if contrast(color, page) < 3} == {}
     assert contrast(plots.INK, page) > 3.9
-
-
-def test_a_method_has_one_style_whatever_else_is_drawn() -> None:
-    for others in ([], ["plain", "gpt2"], ["Adacc in torch.compile"]):
-        styles = plots.styles_of([*others, "Adacc", "Adacc, exact", "Adacc exact, 50% of plain"])
-        assert styles["Adacc"] == plots.STYLES["Adacc"]
-        assert styles["Adacc, exact"] == styles["Adacc exact, 50% of plain"] != styles["Adacc"]
-
-
-def test_series_of_one_plot_differ() -> None:
-    styles = plots.styles_of(["gpt2", "plain", "llama", "t5", "Adacc"])
-    assert len(set(styles.values())) == 5
 
 
 def test_points_with_a_spread_and_a_label(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adacc_hf.eval import loss, max_batch
+from adacc_hf.eval import loss
 from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.eval.records.schemas import check_record
 
@@ -37,15 +37,6 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_fresh_record_is_valid(record: dict[str, Any]) -> None:
     check_record(record)
-
-
-def test_a_record_without_a_table_of_its_own_is_valid(tmp_path: Path) -> None:
-    def invented_point(function, order: dict, timeout_s: float) -> dict:
-        return {"status": "out_of_memory", "reason": "too large", "static_bytes": 1, "peak_bytes": 2}
-
-    output = tmp_path / "max_batch.json"
-    max_batch.main(["--methods", "none", "--output", str(output)], invented_point)
-    check_record(json.loads(output.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -54,35 +53,6 @@ def test_a_slice_is_a_part_of_eval_all(tmp_path: Path, monkeypatch: pytest.Monke
     (full_run,) = commands
     assert full_run[:4] == ["eval", "all", "--device=cuda", "--resume"]
     assert (tmp_path / "work/records/loss/loss.json").read_text() == "{}"
-
-
-def test_records_tell_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The commit comes from git, or in a copy without git from the bundle that was copied as well."""
-    commit = "0123456789" * 4
-    checkout, bundle = tmp_path / "checkout", tmp_path / "bundle"
-    checkout.mkdir(), bundle.mkdir()
-    assert first_gpu.commit_note(checkout, bundle) == ""
-    assert "pass the commit with --notes" in capsys.readouterr().err
-    (bundle / "COMMIT").write_text(f"{commit}\n")
-    assert first_gpu.commit_note(checkout, bundle) == f"commit {commit} when the bundle was made"
-    (checkout / ".git").mkdir()
-    monkeypatch.setattr(first_gpu.subprocess, "run", lambda *_, **options: SimpleNamespace(stdout=f"{commit[::-1]}\n"))
-    assert first_gpu.commit_note(checkout, bundle) == f"commit {commit[::-1]}"
-    commands = []
-    monkeypatch.setattr(cli, "main", lambda command: commands.append(command) or 3)
-    monkeypatch.setattr(first_gpu, "ROOT", checkout)
-    argv = ["--out", str(tmp_path), "--wheels", str(bundle), "--work", str(tmp_path / "work")]
-    first_gpu.main(argv)
-    first_gpu.main([*argv, "--notes", "busy day"])
-    assert [command[-1] for command in commands] == [f"--notes=commit {commit[::-1]}", "--notes=busy day"]
-
-
-def test_what_was_spent_before_is_part_of_the_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
-    monkeypatch.setattr(cli, "main", lambda command: commands.append(command) or 3)
-    monkeypatch.setattr(first_gpu.time, "monotonic", lambda: first_gpu.START_TIME + 120)
-    first_gpu.main(["--out", str(tmp_path), "--wheels", str(tmp_path), "--work", str(tmp_path)])
-    assert commands[0][4] == "--minutes=7.000"
 
 
 def test_an_archive_is_one_of_records(tmp_path: Path) -> None:

@@ -67,41 +67,6 @@ def test_no_runner_is_left_out() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    runners = Runners()
-    assert run(tmp_path, runners, "--device", "cuda") == 0
-    names = list(runners.commands)
-    assert names[:3] == ["peers", "throughput", "max-batch"]
-    for name in ("throughput", "max-batch"):
-        assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
-    assert "--preset=gpt2-345m" not in runners.commands["published"]
-
-
-def test_the_first_slice_shows_the_most_important_figures() -> None:
-    """The first slice measures Adacc between plain training and checkpointing, then sizes that only Adacc can train,
-    then a larger model. Each has a limit that it can keep to."""
-    stages = stages_of("cuda")[:4]
-    assert [stage.key for stage in stages] == ["peers-half", "throughput-24GiB", "throughput-32GiB", "throughput-llama"]
-    half, small, large, llama = (stage.options for stage in stages)
-    assert "--batch=16 --peers plain checkpointing adacc" in half
-    assert "--limit=24GiB --batches 32 --methods adacc full" in small
-    assert "--limit=32GiB --batches 64 --methods adacc full" in large
-    assert "--preset=llama-1b" in llama
-    assert "--limit=30GiB" in llama
-
-
-def test_a_point_of_a_compiled_peer_has_time_to_compile() -> None:
-    """Adacc's point has a fixed share and is compiled once. Its timeout comes before the runner counts as hanging."""
-    for stage in (stage for stage in ON_GPU if stage.part.startswith("compiled")):
-        options = stage.options.split()
-        (timeout,) = (option for option in options if option.startswith("--timeout="))
-        assert 240 < int(timeout.removeprefix("--timeout=")) < run_all.MOST_SECONDS_WITHOUT_A_POINT
-        peers = set(options) & {"compile_1", "compile_0.5", "adacc_compiled"}
-        assert "adacc_compiled" not in peers or peers == {"adacc_compiled"}
-
-
 @pytest.mark.parametrize("stage", ON_GPU, ids=lambda stage: stage.key)
 def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the runner parses its options and then raises for the missing device."""
@@ -127,12 +92,6 @@ def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: P
     third = Runners()
     assert run(tmp_path, third, *argv) == 1
     assert third.commands == {}
-
-
-def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    runners = Runners()
-    assert run(tmp_path, runners, "--runners", "loss", "--minutes", "0") == OUT_OF_TIME
-    assert runners.commands == {}
 
 
 def run_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, minutes: str) -> tuple[int, dict]:

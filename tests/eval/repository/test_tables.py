@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.cli import RUNNERS
-from adacc_hf.eval.repository import tables
-from adacc_hf.eval.repository.tables import REGION, TableError, main, reporter, with_tables
+from adacc_hf.eval.repository.tables import REGION, TableError, main, with_tables
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "eval" / "results"
@@ -25,20 +23,6 @@ def test_readme_has_no_typed_figures() -> None:
     other_text = REGION.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert REGION.search((ROOT / "README.md").read_text(encoding="utf-8"))
     assert re.findall(r"^\|.*\d\.\d.*$", other_text, re.MULTILINE) == []
-
-
-@pytest.mark.parametrize("runner", [*RUNNERS, "demo_comparison", "verify_methods"])
-def test_every_record_of_a_runner_has_a_report(runner: str) -> None:
-    assert callable(reporter(runner))
-
-
-def test_a_region_is_filled_from_its_record_and_the_rest_kept() -> None:
-    text = "before\n<!-- table: cpu/demo_comparison -->\n| typed | 1.0 |\n<!-- end of table -->\nafter\n"
-    filled = with_tables(text, RESULTS)
-    assert filled.startswith("before\n<!-- table: cpu/demo_comparison -->\n\n| method ")
-    assert filled.endswith("|\n\n<!-- end of table -->\nafter\n")
-    assert "typed" not in filled
-    assert with_tables(filled, RESULTS) == filled
 
 
 def test_a_region_may_have_one_table_of_a_report() -> None:
@@ -86,9 +70,3 @@ def test_plots_are_drawn_from_their_records(tmp_path: Path) -> None:
     (folder / "loss.svg").write_text("old")
     assert main([], tmp_path) == 0
     assert ">Adacc w/o outlier<" in (folder / "loss.svg").read_text()
-
-
-def test_there_is_nothing_to_write_outside_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables.adacc_hf, "__file__", str(tmp_path / "adacc_hf" / "__init__.py"))
-    with pytest.raises(TableError, match="run from a source checkout"):
-        main([])

@@ -75,45 +75,6 @@ def test_accuracy_is_the_one_worked_out_by_hand(name, alphabet_model, byte_token
         assert result["perplexity"] is None
 
 
-@torch.no_grad()
-def test_a_gpt2_scores_what_its_loglikelihoods_say(tiny_gpt2, text_tokenizer, data_dir, rows):
-    result = scores(tiny_gpt2, text_tokenizer, data_dir)
-    tiny_gpt2.eval()
-
-    def token_logprobs(context: str, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probability [T] of the text's tokens, and a mask [T] of the tokens that are likeliest. Texts
-        run one at a time, without padding."""
-        num_context = len(text_tokenizer.encode(context))
-        ids = torch.tensor(text_tokenizer.encode(context + text))
-        logprobs = tiny_gpt2(ids[None]).logits[0, num_context - 1 : -1].log_softmax(-1)
-        targets = ids[num_context:]
-        return logprobs.gather(1, targets[:, None])[:, 0], logprobs.argmax(-1) == targets
-
-    def loglikelihood(context: str, text: str) -> float:
-        return token_logprobs(context, text)[0].sum().item()
-
-    for name in PAPER_TASKS[1:]:
-        (own_rows,) = (lines for key, lines in rows.items() if key.startswith(name))
-        question_list = questions(name, own_rows)
-        assert result[name]["acc"] == best_choices(loglikelihood, question_list, per_character=False)
-        assert result[name]["acc_norm"] == best_choices(loglikelihood, question_list, per_character=True)
-
-    words = [row["text"].rpartition(" ") for row in rows["lambada_openai/test"]]
-    answers = [token_logprobs(context, f" {word}") for context, _, word in words]
-    assert result["lambada_openai"]["acc"] == sum(greedy.all().item() for _, greedy in answers) / len(answers)
-    mean = sum(logprobs.sum().item() for logprobs, _ in answers) / len(answers)
-    # Padding and batching change the order of float32 sums.
-    assert result["lambada_openai"]["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-4)
-
-
-def test_a_limit_shows_in_the_counts(alphabet_model, byte_tokenizer, data_dir):
-    result = scores(alphabet_model, byte_tokenizer, data_dir, limit=1)
-    assert {name: task_score["num_samples"] for name, task_score in result.items()} == dict.fromkeys(PAPER_TASKS, 1)
-    assert [result[name]["num_samples_original"] for name in PAPER_TASKS] == [4, 3, 2, 4]
-    assert [task_score["acc"] for task_score in result.values()] == [1.0] * 4  # each first row's answer is correct
-    assert all(task_score["acc_stderr"] is None for task_score in result.values())
-
-
 def test_a_model_that_diverged_has_no_perplexity(alphabet_model, byte_tokenizer, data_dir):
     with torch.no_grad():
         alphabet_model.logits.fill_(math.nan)

@@ -10,7 +10,6 @@ import torch
 
 from adacc_hf import InfeasibleBudgetError
 from adacc_hf.eval.records.records import WrongResultError
-from adacc_hf.eval.trials import isolation
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here, run_isolated
 
 
@@ -95,9 +94,3 @@ def test_a_process_that_dies_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, 
 def test_it_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     act = worker(monkeypatch, tmp_path, "time.sleep(3600)")  # longer than the deadline of a test
     assert run_isolated(act, {}, 0.5) == {"status": "timeout", "reason": "no result after 0.5 s: raise --timeout"}
-
-
-def test_a_failed_start_gives_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.sys, "executable", "/bin/false")
-    figures = run_isolated(raise_error, {}, 60)
-    assert figures == {"status": "error", "reason": "exit status 1: no message"}

@@ -1,6 +1,6 @@
 """Published measurements as data: complete, of known models, split into halves once."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -9,14 +9,11 @@ from adacc_hf.estimate.fake_model import PRECISIONS
 from adacc_hf.estimate.static_memory import OPTIMIZERS
 from adacc_hf.eval.repository.published.measurements import (
     UNITS,
-    apply_second_looks,
     held_out,
     held_out_pairs,
-    model_config,
     pairs,
     remains,
     rows,
-    second_looks,
     sources,
     undecidable,
 )
@@ -52,19 +49,6 @@ def test_the_halves_do_not_depend_on_the_order_of_rows():
     held_out_names = held_out(rows())
     assert len(held_out_names) == len(rows()) // 2
     assert held_out_names == held_out(list(reversed(list(rows()))))
-
-
-def test_a_second_look_changes_what_it_says_and_no_figure():
-    for look in second_looks():
-        assert set(look.sources) <= sources().keys()
-        matching_rows = [row for row in rows().values() if look.is_for(row)]
-        assert matching_rows, look.reason
-    row = rows()["litgpt phi-1.5 batch 1"]
-    again, of_model = apply_second_looks(row)
-    assert again.lora == {**row.lora, "dropout": 0.05}
-    assert of_model == {"hidden_act": "gelu_pytorch_tanh"}
-    assert model_config(row.model, of_model).hidden_act == "gelu_pytorch_tanh"
-    assert {name for name, value in asdict(again).items() if value != asdict(row)[name]} == {"lora"}
 
 
 def test_there_are_enough_pairs_of_speeds_of_enough_sources():
