@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import TrainerCallback
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from adacc_hf import AdaccCallback, AdaccConfig, NestedHooksError, PolicyMismatchError
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.torch_glue.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
+from adacc_hf.torch_glue.compat import CHECKPOINTING, switch_checkpointing
 
 
 @pytest.fixture
@@ -64,32 +61,6 @@ def test_a_policy_for_another_model_is_refused(train, make_model, profile):
         train([callback], model=make_model(attn_pdrop=0.0, resid_pdrop=0.0))
 
 
-def plain_forward(self, hidden_states, *args, **kwargs):
-    """Run a block as a fast-kernel patch of the class would, which drops Transformers' checkpointing silently."""
-    return hidden_states + self.mlp(self.ln_2(hidden_states))
-
-
-class PatchClass(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        GPT2Block.forward = plain_forward
-
-
-@pytest.mark.skipif(
-    "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
-)
-@pytest.mark.parametrize("patch_time", ["before", "after"])
-def test_a_patched_class_is_noticed_after_the_first_step(make_trainer, lossless, monkeypatch, patch_time):
-    monkeypatch.setattr(GPT2Block, "forward", GPT2Block.forward)
-    if patch_time == "before":
-        GPT2Block.forward = plain_forward
-    trainer = make_trainer([AdaccCallback(**lossless), *([PatchClass()] if patch_time == "after" else [])])
-    with pytest.raises(
-        RuntimeError, match=r"2 of 2 blocks, transformer\.h\.0 first, never reached Adacc .*block_classes"
-    ):
-        trainer.train()
-    assert trainer.state.global_step == 1
-
-
 class ReferencePass(TrainerCallback):
     """Callback that acts as TRL's pass of a reference model: checkpointing off, a forward, checkpointing on again."""
 
@@ -130,22 +101,3 @@ def offloading_trainer():
                 return super().compute_loss(*args, **kwargs)
 
     return OffloadingTrainer
-
-
-def test_without_a_trainer_around_it_the_events_alone_do(make_model, lossless):
-    """The callback works in any loop that calls its events."""
-    model, callback = make_model().train(), AdaccCallback(**lossless)
-    args = SimpleNamespace(
-        n_gpu=0, torch_compile=False, resume_from_checkpoint=None, output_dir="/nowhere", gradient_accumulation_steps=1
-    )
-    state = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=False, log_history=[])
-    callback.on_train_begin(args, state, None, model=model)
-    ids = torch.arange(32)[None].repeat(4, 1)
-    for _ in range(3):
-        callback.on_step_begin(args, state, None)
-        model(input_ids=ids, labels=ids).loss.backward()
-        state.global_step += 1
-        callback.on_step_end(args, state, None, model=model)
-    callback.on_train_end(args, state, None)
-    assert callback.policy.action_counts()["recompute"] > 0
-    assert not model._forward_pre_hooks

@@ -5,8 +5,6 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.artifacts.policy import Action
-from adacc_hf.solve.simple_policies import random_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 SETTINGS = {
@@ -28,18 +26,6 @@ def test_training_is_bit_equal_to_plain(train, lossless, name):
     run = train([callback], **SETTINGS[name])
     assert callback.policy.action_counts()["recompute"] > 0
     run.assert_equals(train(**SETTINGS[name]))
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("seed", range(2))
-def test_random_lossless_policies_are_bit_equal_to_plain(train, make_model, attention, seed):
-    def source(profile):
-        return random_policy(profile, seed, actions=tuple(Action), lossless=True)
-
-    callback = AdaccCallback(policy=source, min_compress_bytes=0, tracking="off")
-    run = train([callback], model=make_model(attn_implementation=attention))
-    assert len(callback.policy.action_counts()) > 1
-    run.assert_equals(train(model=make_model(attn_implementation=attention)))
 
 
 def test_user_checkpointing_is_set_again_afterwards(train, lossless):

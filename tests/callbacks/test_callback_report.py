@@ -6,7 +6,6 @@ import pytest
 
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt.first_steps import COMPILED, COMPILING
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
 
@@ -61,12 +60,6 @@ def test_a_policy_without_a_profile_has_no_report(train, run_callback):
         callback.report()
     assert callback.policy.summary() in repr(callback)
     assert "<table" in callback._repr_html_()
-
-
-def test_a_policy_made_from_a_profile_has_a_report(train):
-    callback = AdaccCallback(policy=lambda profile: uniform_policy(profile, "recompute"))
-    train([callback])
-    assert [figure.file_name for figure in callback.report().figures][:2] == ["memory_bars.png", "policy_map.png"]
 
 
 # Importing Inductor raises torch's own deprecation warnings. Tracing a loss after another graph does so, too.

@@ -141,27 +141,6 @@ def test_blocks_that_are_never_called_are_left_out(
         assert "not called" not in caplog.text
 
 
-class Reversed(torch.autograd.Function):
-    """Blocks that run without gradients in forward, and again in backward."""
-
-    @staticmethod
-    def forward(ctx, hidden, blocks):
-        ctx.blocks, ctx.inputs = blocks, []
-        for block in blocks:
-            ctx.inputs.append(hidden)
-            hidden = block(hidden)
-        return hidden
-
-    @staticmethod
-    def backward(ctx, gradient):
-        for block, hidden in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
-            hidden = hidden.detach().requires_grad_()
-            with torch.enable_grad():
-                block(hidden).backward(gradient)
-            gradient = hidden.grad
-        return gradient, None
-
-
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
@@ -206,13 +185,12 @@ class Caller(nn.Module):
 @pytest.mark.parametrize(
     ("call", "cause", "cure"),
     [
-        (Reversed.apply, "ran without gradients .*: a reversible network", "train without Adacc"),
         (without_gradients, "ran without gradients .*no_grad", "train without Adacc, or name the classes of other"),
         (by_method, "were not called .*another method of them", r"let the model call block\(\.\.\.\)"),
         (by_parts, "were not called .*or only their parts", "or name the classes of modules that the model does call"),
         (lambda hidden, blocks: hidden, "were not called", "name the classes of modules that the model does call"),
     ],
-    ids=["reversible", "no_grad", "by method", "by parts", "never"],
+    ids=["no_grad", "by method", "by parts", "never"],
 )
 def test_the_error_has_the_cause_if_no_block_trains(train, lossless, call, cause, cure):
     with pytest.raises((UncalledBlocksError, RuntimeError), match=f"3 of 3 blocks, layers.0 first, {cause}.*{cure}"):

@@ -121,11 +121,6 @@ def test_torchrun_trains_as_by_hand(script: Path) -> None:
     assert_equal_to_by_hand(script, launcher, num_ranks=2)
 
 
-def test_accelerate_launch_trains_as_by_hand(script: Path) -> None:
-    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1")
-    assert_equal_to_by_hand(script, (*launcher, "--mixed_precision=no", "--dynamo_backend=no"), num_ranks=1)
-
-
 def test_trl_sft_trains_as_plain(tmp_path: Path) -> None:
     """TRL's command takes no callbacks, and trains in a process that `accelerate launch` starts."""
     pytest.importorskip("trl", reason="the peers' extra installs trl")
@@ -178,20 +173,6 @@ def save_model_and_texts(folder: Path) -> None:
     (folder / "data").mkdir()
     texts = [{"text": " ".join(words[2 + row : 34 + row])} for row in range(16)]
     (folder / "data" / "train.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-
-
-def test_evaluation_alone_is_no_training(tmp_path: Path) -> None:
-    code = (
-        "from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments\n"
-        "config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, bos_token_id=0, eos_token_id=0)\n"
-        "model = GPT2LMHeadModel(config)\n"
-        "args = TrainingArguments('out', report_to='none', use_cpu=True, disable_tqdm=True)\n"
-        "Trainer(model=model, args=args).evaluate([{'input_ids': [1, 2], 'labels': [1, 2]}])"
-    )
-    process = run(tmp_path, *ADACC, "--", sys.executable, "-c", code)
-    assert process.returncode == 2, process.stderr
-    assert "eval_loss" in process.stdout
-    assert "imported Transformers' Trainer, but did not begin to train" in process.stderr
 
 
 def test_a_refused_training_ends_with_its_own_error(tmp_path: Path) -> None:
@@ -258,20 +239,6 @@ def test_a_trainer_with_the_mixin_is_kept(launched, make_trainer, capsys) -> Non
     trainer.train()
     assert adacc_callbacks(trainer) == [trainer.adacc_callback]
     assert "MixedTrainer trains with AdaccCallback(memory_budget=0.6) in process" in capsys.readouterr().err
-
-
-def test_only_the_main_process_prints(launched, make_trainer, monkeypatch, capsys) -> None:
-    on_main_process = CallbackHandler.on_train_begin
-
-    def on_other_process(handler, args, state, control, **kwargs):
-        state.is_world_process_zero = False
-        return on_main_process(handler, args, state, control, **kwargs)
-
-    monkeypatch.setattr(CallbackHandler, "on_train_begin", on_other_process)
-    trainer = make_trainer([])
-    trainer.train()
-    assert len(adacc_callbacks(trainer)) == 1
-    assert "adacc run" not in capsys.readouterr().err
 
 
 def test_a_loop_without_a_trainer_is_refused(launched, make_trainer) -> None:

@@ -127,9 +127,3 @@ def test_a_device_that_cannot_be_measured_is_refused_before_the_first_step(make_
         trainer.train()
     assert trainer.state.global_step == 0
     assert not {"training_step", "compute_loss"} & vars(trainer).keys(), "the Trainer's methods are not wrapped"
-
-
-def test_the_warning_about_checkpointing_names_trl_only_for_its_arguments(train, lossless, caplog):
-    train([AdaccCallback(**lossless)], **{CHECKPOINTING: True})
-    (text,) = [message for message in caplog.messages if f"{CHECKPOINTING}=True" in message]
-    assert f"{CHECKPOINTING}=True: a policy replaces checkpointing" in text

@@ -113,15 +113,6 @@ def test_a_finished_run_leaves_no_trace(make_trainer, traces, callbacks):
     assert_same_traces(traces(trainer), traces(plain))
 
 
-def test_the_order_of_callbacks_is_as_before(make_trainer, callbacks):
-    trainer = make_trainer(callbacks)
-    handler_callbacks = trainer.callback_handler.callbacks
-    order = list(handler_callbacks)
-    trainer.train()
-    assert trainer.callback_handler.callbacks is handler_callbacks
-    assert handler_callbacks == order
-
-
 @pytest.mark.parametrize("step", [1, 2, 4], ids=["first-step", "before-policy", "under-policy"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_run_leaves_no_trace(make_trainer, traces, callbacks, failure, step):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from adacc_hf.callbacks import ThroughputCallback, throughput
 
@@ -61,21 +58,3 @@ def test_a_log_covers_the_steps_since_the_last(train, clock):
     clock.num_slow = 2
     run = train([ThroughputCallback(warmup_steps=0), clock], logging_steps=2, max_steps=4)
     assert logged(run, "throughput/step_ms") == pytest.approx([500.0, 100.0])
-
-
-def test_the_last_step_of_the_warm_up_is_waited_for(monkeypatch):
-    """The first counted step would otherwise include the GPU's unfinished work of the warm-up."""
-    num_steps_at_sync, num_steps, seconds = [], 0, itertools.count()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: num_steps_at_sync.append(num_steps))
-    callback = ThroughputCallback(warmup_steps=2)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))  # a step takes one second
-    for num_steps in range(1, 5):  # noqa: B007
-        callback.on_step_begin(None, None, None)
-        callback.on_step_end(None, None, None)
-    assert num_steps_at_sync == [2, 3, 4]
-    logs, state = {"loss": 1.0}, TrainerState()
-    monkeypatch.setattr(throughput, "take_peak", lambda: 0)
-    callback.on_log(None, state, None, logs)
-    assert logs["throughput/step_ms"] == 1e3
-    assert next(seconds) == 4 + 2, "the beginnings of four steps and the ends of two"

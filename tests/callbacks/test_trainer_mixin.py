@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccTrainerMixin
-from adacc_hf.callbacks import ThroughputCallback, preconditions, trainer_guard
+from adacc_hf.callbacks import preconditions, trainer_guard
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
 
@@ -151,36 +151,6 @@ def test_a_failed_run_leaves_no_trace(make_mixed, make_trainer, traces, event, s
         assert remaining["modules"][name].keys() == attributes.keys(), name
         hooks = [key for key in attributes if key.endswith("_hooks")]
         assert [len(remaining["modules"][name][key]) for key in hooks] == [len(attributes[key]) for key in hooks], name
-
-
-def test_throughput_is_logged_besides(make_mixed):
-    throughput = ThroughputCallback(warmup_steps=1)
-    trainer = make_mixed([throughput])
-    order = list(trainer.callback_handler.callbacks)
-    assert order[0] is trainer.adacc_callback, "reporters come later"
-    trainer.train()
-    assert trainer.callback_handler.callbacks == order
-    last = [log for log in trainer.state.log_history if "loss" in log][-1]
-    assert {"adacc/stored_gib", "throughput/step_ms"} <= last.keys()
-    assert "training_step" not in vars(trainer)
-
-
-def test_auto_find_batch_size_begins_again(make_mixed):
-    class OutOfMemoryOnce(MixedTrainer):
-        num_calls = 0
-
-        def training_step(self, *args, **kwargs):
-            self.num_calls += 1
-            if self.num_calls == 3:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    trainer = make_mixed(trainer_class=OutOfMemoryOnce, auto_find_batch_size=True)
-    trainer.train()
-    assert trainer.state.global_step == 5
-    assert [event["step"] for event in trainer.adacc_callback.history if event["event"] == "policy"] == [1]
-    assert not {"training_step", "compute_loss"} & vars(trainer).keys()
-    assert not trainer.model._forward_pre_hooks
 
 
 def test_a_second_callback_is_refused(make_mixed, lossless):

@@ -20,12 +20,6 @@ def test_metrics_go_into_the_log_and_into_the_last_entry_of_the_history():
     assert state.log_history == [{"loss": 2.0}, {"loss": 1.0, "step": 3, "a/b": 5.0}]
 
 
-def test_an_empty_history_is_no_error():
-    logs = {"loss": 1.0}
-    add_to_log(logs, SimpleNamespace(log_history=[]), {"a/b": 5.0})
-    assert logs["a/b"] == 5.0
-
-
 def test_the_trainers_own_logs_are_those_before_which_it_notes_the_step():
     trainer = SimpleNamespace(_globalstep_last_logged=0)
     own = OwnLogs(trainer)

@@ -126,12 +126,6 @@ def adapters():
     return pytest.importorskip("peft").LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
 
 
-def test_preference_training(assert_run_unchanged, sentence, make_model):
-    """The reference model's forward precedes each forward of the trained model."""
-    more = {"ref_model": make_model}
-    assert_run_unchanged(trl.DPOTrainer, trl.DPOConfig, preferences(sentence), more, max_length=32)
-
-
 def test_preference_training_of_adapters(assert_run_unchanged, sentence):
     """The reference is the same model with its adapters off, called in the middle of the step."""
     more = {"peft_config": adapters}

@@ -17,12 +17,6 @@ SHAPES = ((1,), (37, 70), (128, 256), (3, 5, 7), (300, 3), (5, 3000), (0, 4))
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a machine without a C++ compiler."""
-    monkeypatch.setattr(_cpu, "library", lambda: None)
-
-
-@pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Use an empty cache folder, with no library loaded before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -86,14 +80,6 @@ def test_any_number_of_threads_gives_the_same_bits(lossy: Codec) -> None:
         assert all(torch.equal(first, second) for first, second in zip(results[0], tensors, strict=True))
 
 
-@pytest.mark.usefixtures("no_library")
-def test_references_serve_without_a_compiler(lossy: Codec) -> None:
-    x = _tensor((64, 48), torch.float32)
-    payload = lossy.encode(x)
-    assert payload.nbytes == lossy.predicted_bytes((64, 48), torch.float32)
-    assert lossy.decode(payload).shape == x.shape
-
-
 def test_a_missing_compiler_is_logged_once(
     unbuilt: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,13 +103,3 @@ def test_a_failing_compiler_is_logged_with_what_it_said(
         assert _cpu.library() is None
     assert "out of order" in caplog.text
     assert not list(unbuilt.rglob("*.so"))
-
-
-def test_the_library_is_compiled_once_and_found_again(unbuilt: Path) -> None:
-    assert _cpu.library() is not None
-    (built,) = unbuilt.rglob("*.so")
-    stamp = built.stat().st_mtime_ns
-    _cpu.library.cache_clear()
-    assert _cpu.library() is not None
-    assert built.stat().st_mtime_ns == stamp
-    assert list(built.parent.iterdir()) == [built]

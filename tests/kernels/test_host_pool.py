@@ -106,17 +106,6 @@ def run_in_thread(action: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_the_reservation_of_a_deleted_user_ends(pool: HostPool) -> None:
-    first, second = User(), User()
-    pool.release(pool)
-    pool.reserve(first, ALIGNMENT)
-    pool.reserve(second, ALIGNMENT)
-    second.cycle = second  # type: ignore[attr-defined]
-    del first, second
-    gc.collect()
-    assert pool.nbytes == 0
-
-
 def test_the_reservation_of_a_user_that_is_deleted_within_the_pool_ends_afterwards(pool: HostPool) -> None:
     """The garbage collector may run within any call of the pool, and on a thread that does not hold the lock."""
 

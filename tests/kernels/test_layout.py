@@ -8,8 +8,6 @@ from torch import Tensor
 
 from adacc_hf.kernels._layout import (
     as_flat,
-    has_dense_rows,
-    is_dense,
     is_overlapping,
     memory_positions,
     restore,
@@ -64,22 +62,3 @@ def test_rows_stay_whole_where_they_must() -> None:
     x = _numbered().transpose(2, 3)
     rows = as_flat(x, keep_rows=True).view(rows_and_columns(tuple(x.shape)))
     assert torch.equal(rows[0], x[0, 0, 0])
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "dense", "rows"),
-    [
-        ((), (), True, True),
-        ((4, 3), (3, 1), True, True),
-        ((3, 4), (1, 3), True, False),
-        ((4, 1, 3), (3, 77, 1), True, True),
-        ((4, 3), (4, 1), False, False),
-        ((4, 3), (0, 1), False, False),
-        ((5, 1), (1, 1), True, True),
-    ],
-)
-def test_density_is_told_from_size_and_stride(
-    size: tuple[int, ...], stride: tuple[int, ...], dense: bool, rows: bool
-) -> None:
-    assert is_dense(size, stride) is dense
-    assert has_dense_rows(size, stride) is rows

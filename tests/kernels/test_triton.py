@@ -11,17 +11,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from adacc_hf.kernels import _symmetric, asymmetric_int4, bitmask, channel_int4, fp8, int8, outlier_int4, token_int4
-from adacc_hf.kernels._layout import as_matrix
-from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.kernels import asymmetric_int4, bitmask, channel_int4, fp8, int8, outlier_int4, token_int4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -209,55 +204,6 @@ def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device:
     assert not out.isfinite()[[2, 70, 129], [3, 9, 63]].any()
     finite = expected.isfinite()
     torch.testing.assert_close(out[finite], expected[finite], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=24, deadline=None)
-@given(
-    shape=st.lists(st.integers(1, 4), max_size=2).map(tuple),
-    columns=st.integers(1, 300),
-    step=st.integers(1, 2),
-    offset=st.integers(0, 5),
-    is_transposed=st.booleans(),
-    dtype=st.sampled_from(FLOATS),
-    extremes=st.sampled_from([(), (0.0, -0.0), (3.3e38, -3.4e38), (1e-45, -1e-40), (65504.0, 6e-8), (2.0**-100,)]),
-    rounding=st.sampled_from(["nearest", "stochastic"]),
-    seed=st.integers(0, 2**31),
-)
-def test_fp8_of_any_view_is_bit_equal(
-    device: str, shape: tuple[int, ...], columns: int, step: int, offset: int, is_transposed: bool, dtype: torch.dtype,
-    extremes: tuple[float, ...], rounding: str, seed: int,
-) -> None:  # fmt: skip
-    """The test calls the codec, so that strides and offsets are undone as in training."""
-    from adacc_hf.kernels import fp8_triton
-
-    codec = get_codec("fp8", rounding=rounding, seed=seed)
-    numel = math.prod(shape) * columns
-    generator = torch.Generator().manual_seed(seed)
-    spread = torch.exp2(torch.randint(-20, 10, (offset + step * numel,), generator=generator).float())
-    memory = torch.randn(spread.shape, generator=generator) * spread
-    for place, value in enumerate(extremes):
-        memory[offset + step * (place * 37 % numel)] = value
-    most = torch.finfo(dtype).max
-    memory = memory.clamp(-most, most).to(dtype).to(device)
-    x = memory[offset::step].view(*shape, columns)
-    x = x.transpose(0, -1) if is_transposed else x
-    with patch.object(codec, "_kernels_for", lambda _: fp8_triton):
-        payload = codec.encode(x)
-        restored = codec.decode(payload)
-    with patch.object(codec, "_kernels_for", lambda _: None):
-        expected = codec.encode(x)
-        expected_restored = codec.decode(expected)
-    for tensor, expected_tensor in zip(
-        (*payload.tensors, restored), (*expected.tensors, expected_restored), strict=True
-    ):
-        assert torch.equal(tensor, expected_tensor)
-    if rounding == "nearest":  # then the codes are those of torch's own cast
-        rows = as_matrix(x).float()
-        codes, peaks = (tensor.cpu() for tensor in payload.tensors)
-        inverses = _symmetric.inverse_ref(peaks, fp8.FACTOR).view(rows.shape[0], -1).repeat_interleave(128, 1)
-        scaled = rows.cpu() * inverses[:, : rows.shape[1]]
-        assert torch.equal(codes, scaled.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -211,17 +211,6 @@ def test_an_output_may_be_changed_in_place():
     assert layer.core.grad is not None
 
 
-# Dynamo instantiates the stand-in for a function's context.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_layer_has_the_same_gradients():
-    layer = compact(linear(nn.Linear))
-    x = torch.randn(5, INPUTS)
-    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
-    for one in (layer, compiled):
-        one(x).square().sum().backward()
-    assert torch.equal(compiled.core.grad, layer.core.grad)
-
-
 # Dynamo instantiates the stand-in for a function's context, and Inductor scripts helpers of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with a C++ compiler")

@@ -14,7 +14,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -169,23 +168,6 @@ def test_under_a_checkpoint_or_a_policy_of_adacc_training_is_the_same_bit_for_bi
     assert_equal(weights(ours), weights(plain))
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_across_a_new_subspace(tmp_path):
-    uninterrupted = llama()
-    train(uninterrupted, optimizer_of(uninterrupted), range(8))
-    interrupted = llama()
-    optimizer = optimizer_of(interrupted)
-    train(interrupted, optimizer, range(5))
-    torch.save({"model": interrupted.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    resumed = llama(seed=9)
-    resumed.load_state_dict(saved["model"])
-    optimizer = optimizer_of(resumed)
-    optimizer.load_state_dict(saved["optimizer"])
-    assert {layer.group.period for layer in optimizer.layers} == {5 // 3}
-    train(resumed, optimizer, range(5, 8))
-    assert_equal(weights(resumed), weights(uninterrupted))
-
-
 def test_another_subspace_is_drawn_every_so_many_steps():
     model = llama()
     optimizer = optimizer_of(model, update_proj_gap=2)
@@ -242,11 +224,6 @@ def trainer(model, tmp_path, callbacks=(), **settings):
         callbacks=list(callbacks),
         optimizer_cls_and_kwargs=(CompactFactory, {"rank": 0.25, "lr": 1e-2, "update_proj_gap": 3}),
     )
-
-
-class KeepOptimizer(TrainerCallback):
-    def on_train_end(self, args, state, control, optimizer=None, **kwargs):
-        self.optimizer = optimizer
 
 
 def test_the_trainer_takes_it_alone_and_with_adacc(tmp_path):
@@ -395,13 +372,6 @@ def test_layers_that_read_one_input_take_one_product():
         loss.backward()
     assert products.drawn == 0
     assert {layer.core.grad.shape for layer in optimizer.layers} == {(32, 6), (64, 6)}
-
-
-def test_targets_can_be_named():
-    model = llama()
-    optimizer = optimizer_of(model, target_modules=["o_proj"])
-    assert len(optimizer.layers) == 2
-    assert optimizer.layers[0] is model.model.layers[0].self_attn.o_proj
 
 
 def test_weights_move_in_their_subspaces_by_scaled_steps_of_adamw_whose_moments_last():

@@ -94,19 +94,6 @@ def test_a_model_that_computes_with_its_logits_is_trained_plainly(name, batch, r
     assert (head.num_losses, head.num_full_logits) == (0, 1)
 
 
-def test_no_trace_is_left(batch, run_steps, assert_same_steps, tiny_gpt2):
-    model = tiny_gpt2()
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    plain = run_steps(model, batch)
-    head = ChunkedHead(model)
-    run_steps(model, batch)
-    assert list(model.state_dict()) == list(tiny_gpt2().state_dict())
-    head.remove()
-    head.remove()
-    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
-    assert_same_steps(run_steps(model, batch), plain)
-
-
 @pytest.mark.parametrize("case", ["eval", "no_grad", "off"])
 def test_what_is_no_training_step_is_plain(case, batch, tiny_gpt2):
     model = tiny_gpt2()

@@ -90,37 +90,6 @@ def test_a_budget_that_only_the_chunked_head_meets_is_met(wide, profile, autocas
     assert measure_policy(wide, policy, autocast).peak_bytes <= budget
 
 
-def test_the_faster_head_is_chosen(gpt2_like_profile, add_chunked_head):
-    """The chunked head is chosen if it costs less than the recomputation that the plain head needs in the budget."""
-    profile = gpt2_like_profile(num_blocks=4)
-    plain = uniform_policy(profile, "retain")
-    budget = plain.predicted_peak_bytes * 97 // 100
-    alone = solve_policy(profile, budget)
-    assert alone.head == "plain"
-    for ms, expected in ((0.0, "chunked"), (2 * alone.predicted_overhead_ms, "plain")):
-        policy = solve_policy(add_chunked_head(profile, profile.outside_peak_bytes // 4, ms), budget)
-        assert policy.head == expected
-        assert policy.predicted_overhead_ms <= alone.predicted_overhead_ms
-        assert policy.predicted_peak_bytes <= budget
-
-
-def test_more_memory_never_costs_time_whatever_the_head(gpt2_like_profile, add_chunked_head):
-    profile = gpt2_like_profile(num_blocks=4)
-    both = add_chunked_head(profile, profile.outside_peak_bytes // 4, ms=8.0)
-    with pytest.raises(InfeasibleBudgetError) as error:
-        solve_policy(both, 1)
-    floor, plain_bytes = error.value.smallest_budget_bytes, uniform_policy(profile, "retain").predicted_peak_bytes
-    previous_ms, heads = float("inf"), []
-    for i in range(9):
-        policy = solve_policy(both, floor + (plain_bytes - floor) * i // 8)
-        assert policy.predicted_overhead_ms <= previous_ms + 1e-9  # sums of floats
-        previous_ms = policy.predicted_overhead_ms
-        heads.append(policy.head)
-    assert heads[0] == "chunked"
-    assert heads[-1] == "plain"
-    assert policy.is_plain
-
-
 FRACTIONS = (1.0, 0.9, 0.6, 0.3)
 
 
@@ -269,17 +238,6 @@ def test_files_keep_the_head(gpt2_like_profile, add_chunked_head, tmp_path):
     assert (
         policy.predicted_overhead_ms == simulate(profile, [policy.plan_of(b.name) for b in profile.blocks]).overhead_ms
     )
-
-
-def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
-    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 3 << 30)
-    policy = uniform_policy(profile.with_head("chunked"), "recompute")
-    assert ", chunked head; stored" in policy.summary()
-    text = explain_policy(policy, profile)
-    assert "chunked head (25.00 ms, " in text
-    assert "; the plain head would take 20.00 ms, " in text
-    report = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
-    assert "chunked head (25.00 ms, " in report
 
 
 def test_more_memory_is_added_to_both_heads(gpt2_like_profile, add_chunked_head):

@@ -123,14 +123,6 @@ def test_errors_come_before_a_model_is_loaded(settings: dict[str, Any], message:
         load(**settings)
 
 
-@pytest.mark.usefixtures("axolotl")
-def test_other_settings_of_axolotl_are_kept() -> None:
-    _, cfg = load(gradient_checkpointing=True, adacc_tracking=8)
-    assert cfg["gradient_checkpointing"] is True
-    assert cfg["adacc_tracking"] == 8
-    assert cfg["adacc_codecs"] is None
-
-
 @pytest.mark.usefixtures("axolotl", "one_thread")
 def test_a_run_keeps_to_the_budget_bit_for_bit(tmp_path) -> None:
     def train(own_callbacks: list[Any]) -> list[float]:
