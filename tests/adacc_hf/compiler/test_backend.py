@@ -74,15 +74,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_cache_does_not_bring_back_a_cut_for_other_sizes(settings: list[dict[str, Any]]) -> None:
-    for batch in (8, 32, 8):
-        torch._dynamo.reset()
-        torch.compile(nn.Linear(4, 4), backend=adacc, dynamic=True)(torch.randn(batch, 4))
-    small, large, again = (one["custom_partitioner_fn"].uuid() for one in settings)
-    assert small == again != large
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     "compile_options",
     [{"mode": "max-autotune-no-cudagraphs"}, {"options": {"memory_budget": 0.5, "max_autotune": True}}],

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from adacc_hf.compiler import AdaccPartitioner
 from adacc_hf.compiler import graph_memory as dry_run
 from adacc_hf.compiler.backend import InstalledPartitioner
-from adacc_hf.compiler.graph_memory import CUDA_BLOCK, GraphInput, graph_inputs, most_live_bytes_of_code
+from adacc_hf.compiler.graph_memory import GraphInput, most_live_bytes_of_code
 from adacc_hf.torch_glue.memory import MemoryMeter
 
 SQUARE = 4 * 8 * 8
@@ -61,12 +59,6 @@ def test_inputs_die_with_their_last_reader_and_results_live_on() -> None:
     assert most_live_bytes_of_code(code, _inputs(True, True)) == 4 * SQUARE
 
 
-def test_a_gpu_counts_in_blocks() -> None:
-    on_gpu = tuple(replace(one, on_gpu=True) for one in _inputs(False, False))
-    # `third` takes an allocator block for half of one, and the combined tensor fills one.
-    assert most_live_bytes_of_code(_code(in_a_row), on_gpu) == 2 * CUDA_BLOCK
-
-
 def needs_data(args: list[Any]) -> Any:
     (x,) = args
     return x.sum().item()
@@ -91,14 +83,6 @@ def test_what_needs_data_is_not_known(
 def test_other_code_than_inductors_is_not_run() -> None:
     assert most_live_bytes_of_code(in_a_row, _inputs(True, True)) is None
     assert most_live_bytes_of_code(None, ()) is None
-
-
-def test_inputs_are_as_the_graph_was_traced() -> None:
-    graph = make_fx(lambda x, n: x * n)(torch.zeros(8, 8).t(), 3).graph
-    tensor, number = graph_inputs(graph, {"x_1"})
-    assert tensor == GraphInput(((8, 8), (1, 8), torch.float32), None, True, False)
-    assert number.layout is None
-    assert not number.owned
 
 
 @pytest.fixture

@@ -71,11 +71,6 @@ def test_what_is_named_as_the_least_is_enough(sizes_and_reads: list[tuple[int, b
         )
 
 
-def test_the_least_bytes_are_those_of_boundaries() -> None:
-    graph = _chain([*BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
-    assert least_bytes(graph, SolverLog(), limits_peak=False).nbytes == 8 + 2
-
-
 def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
     graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
     least = least_bytes(graph, SolverLog(), limits_peak=True)
@@ -192,19 +187,6 @@ def test_no_choice_that_is_precise_where_it_must_be_takes_less(graph: GraphModel
     assert choice.ms == pytest.approx(min(within))
     stored_options = {v: next(s for s in graph.model.menus[v] if s.choice == how) for v, how in choice.stored.items()}
     assert _Replayed(graph, stored_options).is_allowed
-
-
-@pytest.mark.parametrize(("precise", "codec"), [(set(), "outlier_int4"), ({1}, "int8")])
-def test_a_finer_codec_is_taken_where_a_replay_has_to_be_precise(precise: set[int], codec: str) -> None:
-    options = {
-        0: tuple(
-            CodecOption(codec=name, options=(), nbytes=nbytes, encode_ms=0.0, decode_ms=0.0, error=0.1, lossless=False)
-            for name, nbytes in (("outlier_int4", 1), ("int8", 2))
-        )
-    }
-    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
-    graph = graph_model(chain, {0: 1.0, 1: 1.0}, options, [8, 4], precise)
-    assert least_bytes(graph, SolverLog(), limits_peak=False).stored[0].codec == codec
 
 
 # Boundaries of segments.

@@ -59,13 +59,6 @@ def test_explanation_has_totals_over_calls_and_a_line_per_tensor(policy: Compile
     assert "region 2: partitioned by torch.compile: everything fits" in lines
 
 
-def test_explanation_fits_a_width_and_leaves_nothing_out(policy: CompiledPolicy) -> None:
-    narrow, wide = explain_compiled(policy, columns=60), explain_compiled(policy)
-    tables = [line for line in narrow.splitlines() if line.startswith("  ")]
-    assert max(map(len, tables)) <= 60 < max(len(line) for line in wide.splitlines() if line.startswith("  "))
-    assert sorted(narrow.split()) == sorted(wide.split())
-
-
 @pytest.mark.parametrize(
     ("allowed", "words"),
     [({"share": None}, "the least possible"), ({"share": None, "budget_bytes": 2048}, "each allowed 2.00 KiB")],
@@ -84,12 +77,6 @@ def test_report_has_map_run_and_events(policy: CompiledPolicy, tmp_path: Path) -
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
         assert picture in text
     assert (tmp_path / "out" / "report.html").is_file()
-
-
-def test_report_of_nothing_compiled_says_so(tmp_path: Path) -> None:
-    text = compiled_report(policy=CompiledPolicy(share=0.5)).save(tmp_path).read_text()
-    assert "0 compiled regions" in text
-    assert list(tmp_path.glob("*.png")) == []
 
 
 def test_command_tells_the_file_by_what_it_says_it_is(

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adacc_hf.compiler.graph_cost import OperatorTimes, device_speed, function_ms, keep_ms
+from adacc_hf.compiler.graph_cost import OperatorTimes, device_speed, keep_ms
 
 CPU = torch.device("cpu")
 
@@ -45,18 +45,9 @@ def test_an_operator_that_a_product_reads_is_written_for_it(nodes: dict[Any, fx.
     assert neg_ms == add_ms
 
 
-def test_a_sum_reads_all_of_its_input(nodes: dict[Any, fx.Node]) -> None:
-    assert OperatorTimes().replay_ms(nodes[torch.ops.aten.sum]) > device_speed(CPU).moving_ms(4 * 512 * 512)
-
-
 def test_what_a_product_makes_is_written_anyway(nodes: dict[Any, fx.Node]) -> None:
     assert keep_ms(nodes[torch.ops.aten.add]) == pytest.approx(2 * keep_ms(nodes[torch.ops.aten.mm]))
 
 
 def test_masks_are_slow_to_write_on_a_cpu(nodes: dict[Any, fx.Node]) -> None:
     assert keep_ms(nodes[torch.ops.aten.gt]) > keep_ms(nodes[torch.ops.aten.add])
-
-
-def test_functions_are_measured() -> None:
-    # Per element; an ordinary operator takes about 1e-7 ms, and none takes a microsecond.
-    assert 0 < function_ms(torch.ops.aten.tanh, CPU) < 1e-3

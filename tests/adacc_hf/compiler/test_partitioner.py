@@ -1,6 +1,5 @@
 """Partitioned graphs: exact without a lossy codec, within the budget, and with the predicted stored bytes."""
 
-import logging
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.compiled_policy import PlanStore, RegionPlan
 from adacc_hf.compiler.functorch import is_random
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
-from adacc_hf.kernels.codecs import list_codecs
 
 LOSSLESS = ("retain", "recompute")
 
@@ -106,15 +104,6 @@ def test_codecs_keep_to_the_largest_error(train_step: Any, max_error: float | No
     assert bool(codec_names) == bool(codecs)
 
 
-@pytest.mark.parametrize("codec", sorted(set(list_codecs()) - {"bitmask"}))
-def test_every_codec_can_be_asked_for(train_step: Any, codec: str) -> None:
-    partitioner = _partitioner(0.5, actions=("retain", "compress"), codecs=(codec,))
-    step = train_step(partitioner, dropout=0.0)
-    (region,) = partitioner.policy.regions
-    assert codec in {choice.codec for _, choice in region.stored}
-    assert _bytes(step.saved()) == region.stored_bytes
-
-
 def test_random_operators_stay_in_forward(train_step: Any) -> None:
     step = train_step(_partitioner(0.2, actions=LOSSLESS), dropout=0.5)
     assert not any(is_random(node) for node in step.backward.graph.nodes)
@@ -148,39 +137,12 @@ def test_masks_are_handed_over_as_bits(train_step: Any) -> None:
     assert not any(tensor.dtype is torch.bool for tensor in step.saved())
 
 
-def test_what_is_quickly_recomputed_is_not_worth_the_kernels_of_a_codec(train_step: Any) -> None:
-    partitioner = _partitioner(0.8)
-    train_step(partitioner)
-    (region,) = partitioner.policy.regions
-    assert region.stored
-    assert {choice.codec for _, choice in region.stored} <= {None, "bitmask"}
-
-
 def test_a_region_that_fits_is_cut_as_ever(train_step: Any) -> None:
     plain = train_step(min_cut_rematerialization_partition)
     partitioner = _partitioner(1.0)
     step = train_step(partitioner)
     assert partitioner.policy.regions[0].reason == "everything fits"
     assert [str(n.target) for n in step.backward.graph.nodes] == [str(n.target) for n in plain.backward.graph.nodes]
-
-
-def test_a_smaller_budget_never_costs_less(train_step: Any) -> None:
-    partitioner = _partitioner(0.9, actions=LOSSLESS)
-    for budget in (0.7, 0.5, 0.3):
-        train_step(partitioner)
-        partitioner.start_over(budget)
-    costs = [region.overhead_ms for region in partitioner.policy.regions]
-    assert costs == sorted(costs)
-
-
-def test_a_region_that_cannot_keep_to_its_share_gets_the_least(
-    train_step: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    partitioner = _partitioner(0.001, actions=LOSSLESS)
-    with caplog.at_level(logging.WARNING):
-        step = train_step(partitioner)
-    assert "share 0.001 of the memory allows" in caplog.text
-    assert _bytes(step.saved()) == partitioner.policy.regions[0].stored_bytes
 
 
 def test_a_budget_that_needs_steps_measured_is_refused() -> None:
@@ -410,15 +372,6 @@ def test_regions_that_are_given_a_plan_follow_it(train_step: Any, tmp_path: Path
     again = train_step(AdaccPartitioner(AdaccConfig(memory_budget=0.9), loaded_policy))
     assert [node.name for node in again.backward.graph.nodes] == [node.name for node in step.backward.graph.nodes]
     assert all(torch.equal(a, b) for a, b in zip(again.gradients, step.gradients, strict=True))
-
-
-def test_a_new_start_forgets_what_was_given(train_step: Any) -> None:
-    first = _partitioner(0.3, actions=LOSSLESS)
-    train_step(first)
-    second = AdaccPartitioner(first.config, first.policy)
-    second.start_over(None)
-    train_step(second)
-    assert second.policy.stored_bytes < first.policy.stored_bytes
 
 
 def test_a_region_of_another_graph_is_refused(train_step: Any) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -66,9 +65,3 @@ def test_what_backward_compares_with_zero_is_stored_finely(joint_graph_of: Any) 
     sensitive = precision_needs(joint)
     assert _names(joint, sensitive.fine) == {"addmm", "relu"}
     assert not sensitive.precise
-
-
-@pytest.mark.parametrize("values", ["fine", "precise"])
-def test_nothing_is_where_all_is_ordinary(joint_graph_of: Any, values: str) -> None:
-    joint = joint_graph_of(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(8, 16, requires_grad=True))
-    assert not getattr(precision_needs(joint), values)
