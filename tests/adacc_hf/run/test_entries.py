@@ -1,19 +1,14 @@
 """Entries of a block's calls: the sizes that they keep, and forget."""
 
-import gc
-
 import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.run import entries as entries_module
-from adacc_hf.solve.simple_policies import random_policy, uniform_policy
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import symbolic_tape
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
-
-
-ACTIONS = ("retain", "recompute", "compress")
 
 
 def rounds_up(block, hidden):
@@ -34,27 +29,6 @@ def remember_few(monkeypatch, most):
     monkeypatch.setattr(symbolic_tape, "MOST_RECORDS", 3)
 
 
-def held_by(strategies):
-    """Return (digests of recorded tapes, ids of plans) that the blocks keep for shapes and symbolic tapes."""
-    tapes, plans = set(), set()
-    for strategy in strategies:
-        entries = [
-            *strategy.entries.recorded.values(),
-            *strategy.entries.sized.values(),
-            *strategy.entries.bases.values(),
-        ]
-        plans |= {id(entry.execution_plan) for entry in entries}
-        tapes |= {tape.digest for tape in strategy.tapes.values()}
-    outlines = [
-        size_class_records
-        for strategy in strategies
-        for size_class_records in strategy.tape_cache.records[strategy.name].values()
-    ]
-    return tapes | {
-        record.tape.digest for size_class_records in outlines for record in size_class_records.records
-    }, plans
-
-
 def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps, monkeypatch):
     """Blocks without a symbolic tape keep tapes and plans of the most recent shapes only."""
     remember_few(monkeypatch, most=3)
@@ -70,47 +44,6 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
             assert not function.strategy.entries.sized
         assert len(handle.tape_cache.execution_plans) == 3
         assert len(handle.tape_cache.tapes) == 3 + len(handle.tape_cache.profiled)
-
-
-def test_forgotten_sizes_of_a_family_leave_nothing(
-    gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch
-):
-    remember_few(monkeypatch, most=3)
-    batches = [token_batch(2, tokens) for tokens in range(5, 15)]
-    plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
-    with apply_policy(gpt2, recomputing) as handle:
-        for each, expected in [*zip(batches, plain, strict=True)] * 2:
-            assert_same_steps(run_steps(gpt2, each, num_steps=1), expected)
-        strategies = [function.strategy for function in handle.installation.functions.values()]
-        for strategy in strategies:
-            assert len(strategy.entries.sized) == 3
-            assert len(strategy.entries.recorded) <= 3
-            assert len(strategy.entries.bases) == len(strategy.known_shapes.symbolic_shapes) == 1
-        gc.collect()
-        tapes, plans = held_by(strategies)
-        assert len(tapes) <= 3 + 3
-        assert len(plans) <= 2 * (3 + 3 + 1)
-        assert len(handle.tape_cache.tapes) <= len(tapes | set(handle.tape_cache.profiled))
-        assert len(handle.tape_cache.execution_plans) == len(plans)
-
-
-def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
-    remember_few(monkeypatch, most=3)
-    with apply_policy(gpt2, recomputing) as handle:
-        others = handle.prepare(random_policy(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
-        both = (handle.plans, others)
-        for tokens in range(5, 13):
-            for plans in both:
-                handle.follow(plans)
-                run_steps(gpt2, token_batch(2, tokens), num_steps=1)
-        strategies = [plans.strategies[name] for plans in both for name in handle.installation.functions]
-        assert {len(strategy.entries.sized) for strategy in strategies} == {3}
-        assert all(strategy.entries.recorded.keys() <= strategy.known_shapes.keys() for strategy in strategies)
-        gc.collect()
-        tapes, plans = held_by(strategies)
-        assert len(tapes) <= 3 + 3
-        assert len(handle.tape_cache.tapes) <= len(tapes | set(handle.tape_cache.profiled))
-        assert len(handle.tape_cache.execution_plans) == len(plans) <= 4 * (3 + 3 + 1)
 
 
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
