@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import TapeMismatchError
@@ -195,20 +194,3 @@ def test_quantized_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, a
 
     profile = assert_exact(toy_model(forward), toy_batch(), num_policies=1)
     assert all("quantized" in kind.untrusted for kind in profile.kinds)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
-def test_sparse_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, run_steps, assert_same_steps):
-    def forward(block, hidden):
-        weight = torch.sparse_coo_tensor(torch.tensor([[0, 3], [1, 2]]), block.few, (8, 8), check_invariants=False)
-        return hidden + block.down(torch.sparse.mm(weight, hidden.reshape(-1, 8).T).T.reshape(hidden.shape).tanh())
-
-    def setup(block):
-        block.few = nn.Parameter(torch.ones(2))
-
-    model, batch = toy_model(forward, setup=setup), toy_batch()
-    plain = run_steps(model, batch)
-    profile = profile_model(model, batch, CONFIG)
-    assert all("sparse" in kind.untrusted for kind in profile.kinds)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
-        assert_same_steps(run_steps(model, batch), plain)

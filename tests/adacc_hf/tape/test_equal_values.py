@@ -7,7 +7,7 @@ from torch import nn
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN
 from adacc_hf.tape.execution_plan import ExecutionPlan
-from adacc_hf.tape.replay_check import equal_values, merge_equal_values, verify
+from adacc_hf.tape.replay_check import equal_values, verify
 from adacc_hf.torch_glue.memory import measure_step
 
 
@@ -84,15 +84,6 @@ def test_a_kernel_that_counts_its_calls_repeats_nothing(record, x):
     first, second = tape.saved_values()
     assert {tape.values[value].name for value in (first, second)} == {"block:count_calls"}
     assert tape.equal == {}
-
-
-def test_merging_reads_and_saves_the_first_only(record, x):
-    tape = record(squares(2), x)
-    first, second = tape.saved_values()
-    one = merge_equal_values(tape, tape.equal)
-    assert one.saved_values() == [first]
-    assert one.consumers(second) == []
-    assert tape.saved_values() == [first, second]
 
 
 def test_slots_of_equal_values_share_a_cell(record, x):

@@ -29,39 +29,12 @@ def values_of(tape):
     return [indices[name] for name in ("argument 0", "block:tanh", "block:exp")]
 
 
-def test_all_retained_is_plain(tape):
-    plan = ExecutionPlan(tape, dict.fromkeys(values_of(tape), RETAIN))
-    assert plan.is_plain
-    assert all(slot.needs is None for slot in plan.slots)
-    assert plan.roots == ()
-    assert plan.externals == []
-
-
-def test_a_recomputed_slot_needs_what_its_replay_reads(tape):
-    hidden, tanh, exp = values_of(tape)
-    plan = ExecutionPlan(tape, {hidden: RETAIN, tanh: RECOMPUTE, exp: RECOMPUTE})
-    assert plan.roots == (hidden,)
-    needs = {slot.value: slot.needs for slot in plan.slots}
-    assert needs[tanh] == needs[exp] == (hidden,)
-    assert needs[hidden] is None
-    parameters = {value.index for value in tape.values if tape.is_module_state(value.index)}
-    assert {value for value, _ in plan.externals} == parameters
-    assert not plan.is_plain
-
-
 def test_replay_starts_at_the_nearest_stored_value(tape):
     hidden, tanh, exp = values_of(tape)
     plan = ExecutionPlan(tape, {hidden: RETAIN, tanh: INT8, exp: RECOMPUTE})
     needs = {slot.value: slot.needs for slot in plan.slots}
     assert needs[exp] == needs[tanh] == (tanh,)
     assert plan.externals == []  # no replay reads parameters
-
-
-def test_an_input_that_others_hold_takes_no_cell(tape):
-    hidden, tanh, exp = values_of(tape)
-    plan = ExecutionPlan(tape, {tanh: RECOMPUTE, exp: RETAIN}, shared=[hidden])
-    assert plan.roots == ()
-    assert hidden in [value for value, _ in plan.externals]
 
 
 def test_codecs_see_dimensions_in_the_order_of_memory(record_call):

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adacc_hf.tape import guards
 from adacc_hf.tape.guards import MOST_SHORT_LIVES, SHORT_LIFE, BlockPaths, Untraceable
-from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS
 
 
 @pytest.fixture
@@ -85,12 +84,6 @@ def test_blocks_of_a_class_share_their_paths(block_class, traces):
     assert len(traces) == 2
 
 
-def test_blocks_of_another_class_have_paths_of_their_own(block_class):
-    """Blocks of another class have other paths, and no path number is used twice."""
-    one, other = (Calls(block_class(scaled)(scale=1.0)).key() for _ in range(2))
-    assert one != other
-
-
 def test_a_partial_is_looked_into(block_class):
     """Guards look inside a partial, by which Transformers passes keyword arguments to a block."""
     calls = Calls(block_class(lambda block, hidden, by, more: block.layer(hidden) * by * more)())
@@ -103,22 +96,6 @@ def test_a_partial_is_looked_into(block_class):
     assert keys[0] == keys[1]
     assert calls.paths.key(partial(calls.block, by=1.5, more=2.0), (text(),)) != keys[0]
     assert keys[2] == keys[0]
-
-
-def test_modes_are_other_paths(block_class):
-    calls = Calls(block_class(lambda block, hidden: block.dropout(block.layer(hidden)))())
-    keys = [calls.key()]
-    with torch.no_grad():
-        keys.append(calls.key())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        keys.append(calls.key())
-    with torch.autocast("cpu", dtype=torch.float16):
-        keys.append(calls.key())
-    calls.block.eval()
-    keys.append(calls.key())
-    calls.block.layer.bias.requires_grad_(False)
-    keys += [calls.key()] if GUARDS_PARAMETERS else []  # else it is in the key's layout
-    assert len(set(keys)) == len(keys)
 
 
 def test_the_least_recently_used_path_goes(block_class, traces, monkeypatch):

@@ -114,22 +114,6 @@ def test_one_storage_given_twice_is_one_value(record, x):
     assert left.value == right.value
 
 
-@pytest.mark.parametrize("p", [0.1, 1.0])
-def test_dropout_is_a_draw_and_a_product(record, x, p):
-    """Dropout is a random draw and a product (rule R5). A CUDA device runs native_dropout."""
-    tape, recorder = record(lambda block, x: torch.native_dropout(x, p, True)[0] * 2, x)
-    assert names(tape) == ["native_dropout", "native_dropout_backward", "mul"]
-    bernoulli, product, _ = tape.operators
-    assert bernoulli.random
-    assert not product.random
-    ((_, mask),) = bernoulli.outputs
-    ((_, result),) = product.outputs
-    assert tape.values[mask].producer == 0
-    assert tape.values[result].producer == 1
-    replayed = product.target(x, recorder.bases[mask], product.args[2])
-    assert torch.equal(replayed, recorder.bases[result])
-
-
 def test_random_operators_are_told_by_the_generator(record, x):
     def forward(block, x):
         y = nn.functional.dropout(x, 0.5)
@@ -142,13 +126,6 @@ def test_random_operators_are_told_by_the_generator(record, x):
         "rand",
         "rand",
     ]
-
-
-def test_fused_attention_without_dropout_is_not_random(record):
-    q = torch.randn(1, 2, 8, 4, requires_grad=True)
-    tape, _ = record(lambda block, q: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), q)
-    assert any("attention" in name for name in names(tape))
-    assert not any(operator.random for operator in tape.operators)
 
 
 @pytest.mark.parametrize(

@@ -50,21 +50,6 @@ thin_out.register_autograd(lambda ctx, gradient: gradient)
 never_twice_alike.register_autograd(lambda ctx, gradient: gradient)
 
 
-class FillsEmpty(torch.autograd.Function):
-    """A Function that writes three times its input into an empty tensor, unseen by the dispatcher, as raw kernels
-    do."""
-
-    @staticmethod
-    def forward(ctx, x):
-        result = torch.empty_like(x)
-        result.numpy()[:] = x.numpy() * 3
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
-
-
 def add_buffer(block):
     block.register_buffer("count", torch.zeros(8))
 
@@ -82,10 +67,6 @@ def thins_out(block, hidden):
     return hidden + block.down(thin_out(block.up(hidden)).tanh())
 
 
-def fills_empty(block, hidden):
-    return hidden + block.down(FillsEmpty.apply(block.up(hidden)).tanh())
-
-
 @pytest.mark.parametrize("forward", [counts_in_hiding, degrades_its_input, thins_out])
 def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
     """Training with misdeclared operators equals plain training, generators and buffers included (rule R7)."""
@@ -93,13 +74,6 @@ def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, 
     kind = profile.kinds[0]
     tanh = next(value for value in kind.activations if value.name.endswith("tanh"))
     assert not tanh.recomputable
-
-
-def test_an_autograd_function_that_fills_memory_unseen_is_one_operator(toy_model, toy_batch, assert_exact):
-    profile = assert_exact(toy_model(fills_empty), toy_batch())
-    assert profile.kinds[0].untrusted is None
-    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
-    assert tanh.recomputable
 
 
 def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):

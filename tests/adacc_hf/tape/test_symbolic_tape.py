@@ -11,7 +11,6 @@ from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
-from adacc_hf.tape import symbolic_tape as families
 from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.symbolic_tape import (
     AGREED,
@@ -19,7 +18,6 @@ from adacc_hf.tape.symbolic_tape import (
     MOST_RECORDS,
     CallSizes,
     RecordedCall,
-    SizeClassRecords,
     SymbolicTape,
 )
 from adacc_hf.tape.tape_cache import TapeCache
@@ -140,30 +138,6 @@ def test_a_tape_is_what_a_record_would_be(model, samples, tokens, targets):
         assert family.agrees(record.tape, record.sizes)
 
 
-def test_all_blocks_of_a_kind_have_one_family(model):
-    """Blocks with equal records share a symbolic tape."""
-    cache = TapeCache(verify=lambda *_: frozenset())
-    for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14)):
-        for name, record in model.at(*sizes).items():
-            tape = cache.tapes.setdefault(record.tape.digest, record.tape)
-            cache._records_of(name, record.sizes).add(RecordedCall(record.sizes, tape), cache._symbolic_tape_of)
-    symbolic_tapes = [s.symbolic_tape for each in cache.records.values() for s in each.values()]
-    assert None not in symbolic_tapes
-    kinds = {family.base.structure for family in symbolic_tapes}
-    assert len({id(family) for family in symbolic_tapes}) == len(kinds)
-    assert (
-        len(kinds) < len(symbolic_tapes) or model.is_pair
-    )  # the first blocks of T5 compute tensors that the others are given
-
-
-def test_few_tapes_are_kept(monkeypatch):
-    monkeypatch.setattr(families, "MOST_SIZES", 3)
-    family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 40))])
-    for tokens in range(9, 30):
-        family.tape_at(sizes_of(text(3, tokens)), None)
-        assert len(family.tapes_by_size) <= 3
-
-
 # Sizes that a symbolic tape serves
 
 
@@ -193,14 +167,6 @@ def test_all_sizes_of_a_program_are_served(library):
     assert {family_of(library, *size) for size in sizes} == {family_of(library, 8, 2)} != {None}
     assert not served(library, 10, samples=1)
     assert not served(library, 1)
-
-
-def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
-    block = Block()
-    for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
-        record_block(block, text(samples, tokens), library=library)
-    (class_records,) = library.records["block"].values()
-    assert len(class_records.records) == ENOUGH_RECORDS  # the last record added no information
 
 
 def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
@@ -240,21 +206,6 @@ def test_sizes_with_other_operators_are_another_family(library):
     assert None is not below is not above is not None
     assert {family_of(library, tokens, block=block) for tokens in (3, 5, 15)} == {below}
     assert {family_of(library, tokens, block=block) for tokens in (16, 17, 100)} == {above}
-
-
-def test_families_may_lie_within_each_other(library):
-    """Size ranges may be nested, for example if a block's operators depend on the parity of a length."""
-
-    def forward(layer, hidden):
-        return layer(hidden).tanh() if hidden.shape[1] % 2 else layer(hidden).exp()
-
-    block = Block(forward)
-    for tokens in (4, 5, 10, 11, 20, 21):
-        record_block(block, text(3, tokens), library=library)
-    odd, even = ({family_of(library, n, block=block) for n in numbers} for numbers in ((3, 7, 99), (2, 8, 100)))
-    assert len(odd) == len(even) == 1
-    assert odd.isdisjoint(even)
-    assert None not in odd | even
 
 
 class Untraced(Block):
@@ -405,11 +356,6 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     assert not served(library, 10)
 
 
-def test_new_sizes_beyond_the_range_are_checked(family):
-    tapes = [family.tape_at(sizes_of(text(3, tokens)), None) for tokens in range(30, 130)]
-    assert all(tape.is_unchecked for tape in tapes)
-
-
 def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
     """Values that are equal at some sizes only are not merged. Example: two lengths that happen to be one give equal
     ramps."""
@@ -430,16 +376,3 @@ def test_a_replay_that_failed_at_one_recorded_size_is_done_at_none():
     exp = next(value.index for value in records[0].tape.values if value.name == "block:exp")
     records[1].tape.recomputable -= {exp}
     assert exp not in SymbolicTape.of(records).base.recomputable
-
-
-def test_tapes_of_calls_with_gaps_are_of_no_family():
-    """Calls with gaps, whose record has numbers that are no polynomials, have no symbolic tape."""
-    assert SymbolicTape.of([record_of(Untraced(rounding), text(3, tokens)) for tokens in (3, 18, 30, 35, 49)]) is None
-
-
-def test_what_was_seen_holds_no_family_of_too_few():
-    class_records = SizeClassRecords()
-    records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (3, 8), (4, 13))]
-    for record, is_there in zip(records, (False, False, False, True), strict=True):
-        class_records.add(record, SymbolicTape.of)  # the same size twice adds no information
-        assert (class_records.active_symbolic_tape() is not None) == is_there

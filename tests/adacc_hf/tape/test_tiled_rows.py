@@ -8,7 +8,7 @@ from torch import nn
 
 from adacc_hf.artifacts.errors import TilesError
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.tape.tiled_rows import GradientSums, TiledModule, refusal_of, run_in_tiles, watching_tiles
+from adacc_hf.tape.tiled_rows import GradientSums, run_in_tiles, watching_tiles
 
 
 class Block(nn.Module):
@@ -43,37 +43,6 @@ def test_results_and_gradients_are_those_of_the_whole_module(number, shape, need
     assert all(map(torch.allclose, expected, gradients))
 
 
-def test_a_frozen_parameter_gets_no_gradient():
-    block, rows = Block(), torch.randn(3, 6, requires_grad=True)
-    block.part[0].weight.requires_grad_(False)
-    tiled(block, 2, rows).sum().backward()
-    assert block.part[0].weight.grad is None
-    assert block.part[2].weight.grad is not None
-
-
-class Scale(nn.Module):
-    def forward(self, rows, scale=1):
-        return rows * scale
-
-
-class ScaleBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = Scale()
-
-    def forward(self, rows, scale):
-        return self.part(rows, scale=scale)
-
-
-def test_calls_without_gradients_or_with_other_arguments_run_whole(monkeypatch):
-    monkeypatch.setattr(TiledModule, "forward", None)
-    rows = torch.randn(4, 6, requires_grad=True)
-    assert torch.equal(tiled(ScaleBlock(), 2, rows, 3), rows * 3)
-    block = Block()
-    with torch.no_grad():
-        assert torch.equal(tiled(block, 2, rows), block(rows))
-
-
 @pytest.mark.parametrize("backward_only", [False, True])
 @pytest.mark.parametrize("wrong", [lambda rows: (rows,), lambda rows: rows.sum(), lambda rows: rows[:, :1]])
 def test_a_module_without_a_result_for_each_row_is_refused(wrong, backward_only):
@@ -98,16 +67,6 @@ def test_only_the_backward_of_a_forward_on_all_rows_is_watched():
     assert not moments
     result.sum().backward()
     assert moments == [("begin", 0), ("end", 0)]
-
-
-def test_hooks_inside_are_refused():
-    part = Block().part
-    assert refusal_of(part) is None
-    handle = part[1].register_forward_hook(lambda *call: None)
-    assert "forward hooks" in refusal_of(part)
-    handle.remove()
-    part.register_forward_hook(lambda *call: None)
-    assert refusal_of(part) is None, "a hook of the module itself runs once"
 
 
 def test_runs_over_tiles_are_watched_in_forward_and_backward():
