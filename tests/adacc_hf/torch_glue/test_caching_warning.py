@@ -69,11 +69,3 @@ def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_st
         checkpoint_layers(model)
         run_steps(model, caching(token_batch), num_steps=1)
     assert any(text.startswith("Caching is incompatible") for text in new_messages())
-
-
-def test_who_has_checkpointing_on_is_told_all_the_same(tiny_gpt2, token_batch, run_steps, new_messages):
-    model = tiny_gpt2(use_cache=True)
-    checkpoint_layers(model)
-    with recomputing(model, token_batch()):
-        run_steps(model, caching(token_batch), num_steps=1)
-    assert any(text.startswith("Caching is incompatible") for text in new_messages())

@@ -7,12 +7,9 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from transformers import DynamicCache, StaticCache, TrainingArguments
 
 from adacc_hf.torch_glue import compat
-from adacc_hf.torch_glue.private import outer_hooks
 from adacc_hf.torch_glue.rng_state import PythonStates
 
 
@@ -40,43 +37,11 @@ def test_the_block_of_a_call_is_found_as_every_release_hands_it_over():
     assert [compat.block_of(fn) for fn in (torch.sin, partial(torch.sin, out=None), [].append)] == [None] * 3
 
 
-def test_caches_of_all_kinds_go_and_all_else_stays(tiny_gpt2):
-    static = StaticCache(config=tiny_gpt2().config, max_cache_len=4)
-    fn = partial(max, past=DynamicCache(), key="kept")
-    new, args = compat.without_caches(fn, (1, static, "kept"))
-    assert args == (1, None, "kept")
-    assert new.keywords == {"past": None, "key": "kept"}
-    assert new.func is max
-    assert fn.keywords["past"] is not None
-    assert compat.without_caches(max, (1,)) == (max, (1,))
-
-
-def test_checkpoint_wrappers_are_known():
-    assert compat.is_checkpoint_wrapper(checkpoint_wrapper(nn.Linear(1, 1)))
-    assert not compat.is_checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1))))
-
-
-def test_attention_implementations_are_found(tiny_gpt2):
-    assert compat.attention_of(tiny_gpt2("eager").transformer.h[0]) == ["eager"]
-    assert compat.attention_of(tiny_gpt2("sdpa").transformer.h[0]) == ["sdpa"]
-    assert compat.attention_of(nn.Linear(1, 1)) == []
-
-
 def test_class_names_are_those_before_fsdp2(tiny_gpt2):
     block = tiny_gpt2().transformer.h[0]
     assert compat.class_name(block) == "GPT2Block"
     block.__class__ = type("FSDPGPT2Block", (FSDPModule, type(block)), {})
     assert compat.class_name(block) == "GPT2Block"
-
-
-def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
-    def fail(x):
-        raise KeyError("planned")
-
-    with pytest.raises(KeyError, match="planned") as error_info:
-        compat.checkpoint_call(fail, torch.ones(1, requires_grad=True))
-    assert error_info.value is not None
-    assert outer_hooks() is None
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
@@ -92,20 +57,6 @@ def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
     state = PythonStates()
     assert torch.equal(*torch.autograd.grad(sum(outputs), x), *plain)
     assert not state.have_advanced()
-
-
-def test_a_checkpointed_function_may_fail_in_backward():
-    failures = []
-
-    def fail_later(x):
-        if failures:
-            raise KeyError("planned")
-        return x.exp()
-
-    y = compat.checkpoint_call(fail_later, torch.ones(1, requires_grad=True))
-    failures.append("now")
-    with pytest.raises(KeyError, match="planned"):
-        y.backward()
 
 
 class Twice(torch.autograd.Function):
@@ -125,15 +76,6 @@ def test_an_owner_keeps_the_graph_of_a_tensor_that_is_gone():
     assert node.name() == "TwiceBackward"
     assert node.next_functions[0][0].name() == "MulBackward0"
     assert compat.owns_graph_node(owner)
-
-
-def test_checkpointing_is_switched_by_its_name_in_every_release(tiny_gpt2):
-    model = tiny_gpt2()
-    compat.switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
-    assert model.transformer.h[0].gradient_checkpointing
-    compat.switch_checkpointing(model, on=False)
-    assert not model.transformer.h[0].gradient_checkpointing
-    assert hasattr(TrainingArguments, compat.CHECKPOINTING)
 
 
 def test_a_cast_tells_what_it_is_a_copy_of():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from adacc_hf.torch_glue import cpu_allocations as cpu_account
-from adacc_hf.torch_glue.cpu_allocations import count_all_threads
 from adacc_hf.torch_glue.memory import CpuMemoryMeter
 
 
@@ -50,11 +49,6 @@ def test_what_another_thread_takes_is_live():
     del own
 
 
-def test_without_the_switch_a_meter_counts_its_own_thread(monkeypatch):
-    monkeypatch.setattr(cpu_account, "all_threads_flag", None)
-    assert live_after_another_thread_frees() == [4000, 4040]
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_the_switch_is_left_as_it_was(before):
     flag = cpu_account.all_threads_flag
@@ -66,12 +60,6 @@ def test_the_switch_is_left_as_it_was(before):
         assert flag.value is before
     finally:
         flag.value = own_value
-
-
-def test_the_switch_is_left_as_it_was_after_an_error():
-    with pytest.raises(KeyError), count_all_threads():
-        raise KeyError
-    assert not cpu_account.all_threads_flag.value
 
 
 FREE_WHAT_WAS_THERE = """
@@ -92,11 +80,3 @@ def test_blocks_that_were_there_before_are_freed_without_a_word():
     run = subprocess.run([sys.executable, "-c", FREE_WHAT_WAS_THERE], capture_output=True, text=True, check=True)
     assert "of unknown size" not in run.stderr
     assert "the user's line\na library's line\n" in run.stderr
-
-
-@pytest.mark.skipif(cpu_account.log_level is None, reason="a build without the variable")
-def test_the_log_level_is_as_it_was_afterwards():
-    before = cpu_account.log_level.value
-    with count_all_threads():
-        assert cpu_account.log_level.value == max(2, before)
-    assert cpu_account.log_level.value == before

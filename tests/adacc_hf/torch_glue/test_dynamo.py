@@ -254,37 +254,7 @@ def test_a_view_and_a_copy_with_its_strides_take_one_path():
     assert not guards.hold(scope_of(block, text(2, 3), (bias.detach(), bias)))
 
 
-def test_a_block_that_is_called_by_another_name_is_guarded():
-    """Guards are those of the traced callable, whether a block is called by `__call__` or by a partial."""
-    block, other = Block(lambda block, hidden: block.layer(hidden)), Block(lambda block, hidden: block.layer(-hidden))
-    guards = trace_block(block.forward)
-    assert guards.hold(scope_of(block.forward))
-    assert not guards.hold(scope_of(other.forward))  # different code
-    assert not guards.hold(scope_of(block))
-
-
 # Gaps of guards, and their treatment
-
-
-NUMBERS = {
-    "float64": (np.float64(2.0), np.float64(3.0)),
-    "float32": (np.float32(2.0), np.float32(3.0)),
-    "int64": (np.int64(2), np.int64(3)),
-    "array": (np.array([2.0]), np.array([3.0])),
-}
-
-
-@pytest.mark.parametrize("kind", NUMBERS)
-def test_numbers_of_numpy_are_inputs(kind):
-    """NumPy numbers are inputs, because no guard covers their values."""
-    before, after = NUMBERS[kind]
-    block = Block(lambda block, hidden: block.layer(hidden) * block.value)
-    block.value = before
-    guards = trace_block(block)
-    assert guards.numbers(scope_of(block)) == (before,)
-    block.value = after
-    assert guards.hold(scope_of(block))
-    assert guards.numbers(scope_of(block)) == (after,)
 
 
 def test_whole_numbers_among_the_arguments_are_inputs():
@@ -435,15 +405,6 @@ def test_a_stance_that_forbids_compiling_runs_nothing(stance):
     assert runs == []
 
 
-def test_dynamo_that_is_switched_off_runs_nothing():
-    from torch._dynamo import config
-
-    runs = []
-    with config.patch(disable=True), pytest.raises(NotTraceableError, match="switched off"):
-        trace_block(Block(lambda block, hidden: runs.append(1) or block.layer(hidden)))
-    assert runs == []
-
-
 # State left behind by a trace
 
 
@@ -490,19 +451,6 @@ def test_a_traced_model_is_collected(can_be_traced):
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
     assert (trace is not None) == can_be_traced
-
-
-def test_guards_die_with_an_object_that_they_compare_by_address():
-    """Guards that compare an object by address die with it, because another object may get the same address."""
-    block = Block(lambda block, hidden: block.layer(hidden) * (2.0 if isinstance(block.value, block.kind) else 3.0))
-    block.kind = type("Kind", (), {})
-    block.value = 1.0
-    guards = trace_block(block)
-    assert guards.is_alive
-    assert guards.hold(scope_of(block))
-    del block.kind
-    gc.collect()
-    assert not guards.is_alive
 
 
 def test_guards_outlive_a_reset_of_dynamo():

@@ -118,11 +118,5 @@ def test_ranks_of_one_host_share_its_memory(machine, monkeypatch):
     assert free_host_bytes() == 625
 
 
-def test_without_a_launcher_all_ranks_are_on_this_host(machine, monkeypatch):
-    machine(5000, {})
-    monkeypatch.setattr(host_memory, "num_ranks", lambda: 4)
-    assert free_host_bytes() == 1250
-
-
 def test_this_machine_has_free_memory():
     assert free_host_bytes() > 0

@@ -121,15 +121,6 @@ def test_only_a_parametrization_that_changes_a_parameter_writes_to_the_parameter
     assert torch.equal(original, before - int(is_inverse))
 
 
-def test_parametrizations_outside_the_context_write_again():
-    layer = nn.Linear(2, 2)
-    version = private.version_of(layer.weight)
-    with private.unwritten_originals:
-        pass
-    parametrize.register_parametrization(layer, "weight", Shifted(False))
-    assert private.version_of(layer.parametrizations.weight.original) > version
-
-
 def test_two_contexts_may_overlap():
     """Threads enter and leave the context in any order."""
     original = parametrize._maybe_set

@@ -132,14 +132,6 @@ def test_an_error_in_a_phase_ends_its_report(clock, caplog) -> None:
     assert caplog.messages[-1] == "Adacc: solving: failed after 90 s"
 
 
-def test_a_report_ends_once(clock, caplog) -> None:
-    report = SlowReport("a step")
-    clock.wait_for_report()
-    report.end()
-    report.end(has_failed=True)
-    assert [message for message in caplog.messages if " after " in message] == ["Adacc: a step: done after 90 s"]
-
-
 def test_an_interruption_is_timed_and_reported(clock, caplog) -> None:
     with interruption(SOLVING, "solving for another size"):
         pass

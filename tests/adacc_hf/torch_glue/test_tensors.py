@@ -41,16 +41,6 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("make", [torch.Tensor.clone, nn.Parameter], ids=["tensor", "parameter"])
-def test_a_plain_tensor_is_its_own_part(make) -> None:
-    tensor = make(torch.arange(6.0))
-    assert local_of(tensor) is tensor
-    assert wait_if_async(tensor) is tensor
-    assert spec_of(tensor) is None
-    assert to_dtensor(tensor, None) is tensor
-    assert not runs_on_parts(type(tensor))
-
-
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 def test_a_part_becomes_the_whole_again(mesh: DeviceMesh, placement) -> None:
     tensor = distribute_tensor(torch.randn(4, 6), mesh, [placement])
@@ -161,10 +151,6 @@ def test_the_error_is_of_all_tensors_as_one_vector_in_double_precision(dtype: to
 )
 def test_only_what_was_finite_can_be_off(exact: list[Any], other: list[Any], error: float) -> None:
     assert float(relative_error([torch.tensor(exact)], [torch.tensor(other)])) == error
-
-
-def test_no_tensors_are_not_off() -> None:
-    assert float(relative_error([], [])) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
