@@ -22,7 +22,6 @@ from adacc_hf.artifacts.files import (
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.cli import main
 from adacc_hf.kernels.codecs import list_codecs
-from adacc_hf.reports import plots
 from adacc_hf.solve.simple_policies import uniform_policy
 
 FIRST_STEP = {"step": 1, "activity": "policy", "seconds": 2.5, "profiling_s": 2.0, "solving_s": 0.0, "events": []}
@@ -75,12 +74,6 @@ def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(
     assert "--html needs the profile" in refusal_of(["explain", files[0], "--html", str(tmp_path / "out")], capsys)
 
 
-def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
-    assert main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.html'} and report.md\n"
-    assert (tmp_path / "out" / "report.html").is_file()
-
-
 def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys) -> None:
     Path(files[1]).unlink()
     assert "pass it with --profile" in refusal_of(["report", files[0], "--output", str(tmp_path / "out")], capsys)
@@ -103,13 +96,6 @@ def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, c
     assert "The first step took 2.50 s: 2.00 s of profiling" in (run / "report.md").read_text()
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == (run / "report.md").read_text()
-
-
-def test_a_file_of_first_steps_that_is_none_is_refused(files, tmp_path: Path, capsys) -> None:
-    policy, profile = files
-    Path(policy).with_name(FIRST_STEPS_FILE).write_text('[{"step": 1}]')
-    message = refusal_of(["report", policy, "--profile", profile, "--output", str(tmp_path / "out")], capsys)
-    assert "has no times of first steps: delete the file" in message
 
 
 def test_a_folder_without_a_policy_is_one_line(tmp_path: Path, capsys) -> None:
@@ -171,15 +157,6 @@ def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refusal_of(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")], capsys)
     assert "pip install 'adacc-hf[plot]'" in message
-
-
-def test_fault_of_our_own_keeps_its_traceback(files, tmp_path: Path, monkeypatch) -> None:
-    def broken():
-        raise ImportError("cannot import name 'x'", name="adacc_hf.reports.plots")
-
-    monkeypatch.setattr(plots, "matplotlib_module", broken)
-    with pytest.raises(ImportError, match="cannot import name 'x'"):
-        main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")])
 
 
 def test_reader_that_stops_early_is_no_error(files) -> None:

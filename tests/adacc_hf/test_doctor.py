@@ -46,21 +46,6 @@ main([{command!r}])
     assert run.stdout.startswith(f"False {first}"), run.stdout + run.stderr
 
 
-def test_no_subject_is_wider_than_its_column():
-    assert max(len(finding.subject) for finding in doctor.examine()) <= doctor.SUBJECT_WIDTH
-
-
-def test_advice_stands_below_what_it_is_about(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("a", "well"), doctor.Finding("bc", "slow", "do it")])
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "ok  a             well",
-        "!!  bc            slow",
-        "                  do it",
-        "1 of 2 checks have advice",
-    ]
-
-
 def test_without_a_compiler_codecs_are_slow(monkeypatch):
     assert examine("codecs").advice is None
     monkeypatch.setattr("adacc_hf.kernels._cpu.library", lambda: None)

@@ -121,17 +121,6 @@ def test_the_device_stores_what_is_predicted(setting, run_steps, seed):
             assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
 
 
-def test_a_policy_that_moves_everything_stores_little_on_the_device(setting, run_steps, assert_same_steps):
-    model, batch, autocast, profile = setting
-    plain = run_steps(model, batch, autocast=autocast)
-    policy = uniform_policy(profile, "compress", HOST)
-    assert codecs_of(policy) == {HOST}
-    assert policy.predicted_host_bytes > 0.5 * profile.plain_stored_bytes
-    assert policy.predicted_stored_bytes + policy.predicted_host_bytes >= profile.plain_stored_bytes
-    with apply_policy(model, policy):
-        assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
-
-
 @pytest.fixture
 def gpt2(tiny_gpt2, token_batch):
     """(model, batch, profile with a link to the host, policy that moves everything)."""
@@ -254,21 +243,6 @@ def test_a_backward_after_the_policy_was_removed_is_exact(gpt2):
     model.zero_grad(set_to_none=True)
 
 
-def test_noncontiguous_and_shared_storages_are_exact(toy_model, toy_batch):
-    def forward(block, hidden):
-        left, right = block.up(hidden).transpose(1, 2).chunk(2, 1)
-        joined = torch.cat([left.tanh() * right, left * right.sigmoid()], 1).transpose(1, 2)
-        return block.down(joined) + hidden
-
-    model, batch = toy_model(forward), toy_batch()
-    profile = with_link(profile_model(model, batch, CONFIG))
-    plain = gradients(model, [batch])
-    for seed in range(5):
-        with apply_policy(model, random_policy(profile, seed, EVERY, lossless=True)):
-            for _ in range(3):
-                assert all(map(torch.equal, gradients(model, [batch]), plain))
-
-
 # The whole path: offered, priced, solved and run, on a CPU that passes for a device with memory of its own.
 
 
@@ -379,10 +353,3 @@ def test_a_users_policy_keeps_to_host_memory(gpt2, setting, is_function):
         model(**batch).loss.backward()
     session.detach()
     assert host_pool.nbytes == 0
-
-
-def test_the_least_limit_of_all_ranks_counts(gpt2, monkeypatch):
-    monkeypatch.setattr(host_copies, "gather_from_all_ranks", lambda own: [own, 3 << 20])
-    assert host_copies.common_host_limit(AdaccConfig(host_memory="2MiB"), gpt2[0]) == 2 << 20
-    assert host_copies.common_host_limit(AdaccConfig(host_memory="4MiB"), gpt2[0]) == 3 << 20
-    assert host_copies.common_host_limit(AdaccConfig(), gpt2[0]) == 0

@@ -204,29 +204,11 @@ def test_the_users_sitecustomize_runs_too(fake_transformers: Path, capfd) -> Non
     assert capfd.readouterr().out == "runs\n7\nTrue\n"
 
 
-def test_an_error_in_the_users_sitecustomize_is_reported_by_python(fake_transformers: Path, capfd) -> None:
-    (fake_transformers / "sitecustomize.py").write_text("1 / 0")
-    run_code(IS_WRAPPED)
-    captured = capfd.readouterr()
-    assert captured.out == "True\n"
-    assert "Error in sitecustomize" in captured.err
-    assert "ZeroDivisionError" in captured.err
-
-
 def test_processes_see_the_search_path_of_the_user(fake_transformers: Path, capfd) -> None:
     """Only the environment variable has the startup folder, for further processes."""
     code = "import sys; print([p for p in sys.path if 'startup' in p], sys.path.count(sys.argv[1]))"
     main(["run", sys.executable, "-c", code, str(fake_transformers)])
     assert capfd.readouterr().out == "[] 1\n"
-
-
-@pytest.mark.parametrize("earlier", [None, "", "/some/folder"])
-def test_pythonpath_is_extended(earlier: str | None) -> None:
-    """An empty entry would be the working directory."""
-    before = {} if earlier is None else {"PYTHONPATH": earlier}
-    search_path = launch.child_environment(before, "{}", "/records")["PYTHONPATH"].split(os.pathsep)
-    assert search_path == [launch.startup_folder(), *([earlier] if earlier else [])]
-    assert (Path(search_path[0]) / "sitecustomize.py").is_file()
 
 
 def test_the_module_of_the_trainer_keeps_its_loader(fake_transformers: Path, capfd) -> None:
@@ -299,12 +281,6 @@ def start(parent: str, child: str, **options) -> subprocess.Popen:
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("exit(7)", 7), ("import os; os.abort()", 128 + 6)])
 def test_the_status_is_that_of_the_child(code: str, status: int) -> None:
     assert run_child([sys.executable, "-c", code], os.environ) == status
-
-
-def test_the_child_gets_the_environment(capfd) -> None:
-    code = "import os; print(os.environ['ADACC_TEST'])"
-    assert run_child([sys.executable, "-c", code], {**os.environ, "ADACC_TEST": "value"}) == 0
-    assert capfd.readouterr().out == "value\n"
 
 
 def test_handlers_are_restored() -> None:

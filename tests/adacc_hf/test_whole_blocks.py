@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import IDLE_KIND, BlockAction, Choice
 from adacc_hf.reports.explain import explain_policy
@@ -96,20 +96,6 @@ def test_the_place_of_an_input_that_is_given_by_name_is_known(toy_model, toy_bat
     assert step_memory.stored_bytes == policy.predicted_stored_bytes
 
 
-def test_a_policy_with_them_survives_the_disk(tiny_gpt2, token_batch, tmp_path):
-    profile = profile_model(tiny_gpt2(), token_batch(4, 32), CONFIG)
-    (kind,) = profile.kinds
-    ((value, option), *_) = input_options(kind)
-    policy = policy_of_plans(profile, [checkpoint_plan(kind), checkpoint_plan(kind, {value: Choice.compress(option)})])
-    policy.save(tmp_path / "policy.json")
-    loaded_policy = Policy.load(tmp_path / "policy.json")
-    assert loaded_policy == policy
-    assert loaded_policy.plans[1].places == ((value, (0,)),)
-    assert policy.digest != policy_of_plans(profile, [checkpoint_plan(kind)] * 2).digest
-    assert policy.block_counts() == {"checkpoint": 2}
-    assert "2 blocks (2 under torch's checkpoint)" in policy.summary()
-
-
 def test_the_explanation_has_the_price_of_each(tiny_gpt2, token_batch):
     profile = profile_model(tiny_gpt2(), token_batch(4, 32), LOSSLESS)
     price = r"\d+\.\d\d ms, stores [\d.]+ \w+"
@@ -145,12 +131,6 @@ def test_a_block_that_no_replay_serves_is_checkpointed_where_the_room_ends(gpt2_
     assert least_policy(profile, LOSSLESS).predicted_peak_bytes <= all_under_checkpoint.predicted_peak_bytes
 
 
-def test_without_recompute_no_block_is_checkpointed(gpt2_like_profile):
-    (kind,) = gpt2_like_profile().kinds
-    assert build_block_model(kind, AdaccConfig(actions=("retain", "compress"))).checkpoints == ()
-    assert build_block_model(kind, LOSSLESS).checkpoints != ()
-
-
 def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budget(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=3)
     kinds = tuple(replace(kind, block_actions=(BlockAction.CHECKPOINT,), untrusted="why") for kind in profile.kinds)
@@ -162,25 +142,6 @@ def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budg
     for action in ("retain", "compress", "recompute"):
         assert uniform_policy(profile, action).block_counts() == {"checkpoint": 3}
         assert random_policy(profile, 0, (action,)).block_counts() == {"checkpoint": 3}
-
-
-def test_beside_such_a_block_others_keep_to_a_small_budget(gpt2_like_profile):
-    """Next to a checkpointed block, the other blocks keep to every budget down to the least one, in each way of
-    search."""
-    profile = gpt2_like_profile(num_blocks=6)
-    (kind,) = profile.kinds
-    must_run_again = replace(kind, digest="other", block_actions=(BlockAction.CHECKPOINT,), untrusted="why")
-    blocks = tuple(replace(block, kind=number % 2) for number, block in enumerate(profile.blocks))
-    profile = replace(profile, kinds=(kind, must_run_again), blocks=blocks)
-    plain, least = (
-        policy.predicted_peak_bytes for policy in (uniform_policy(profile, "retain"), least_policy(profile, LOSSLESS))
-    )
-    for part in range(6):
-        budget = least + (plain - least) * part // 5
-        policy = solve_policy(profile, budget, LOSSLESS)
-        assert policy.predicted_peak_bytes <= budget
-        assert policy.block_counts()["checkpoint"] >= 3
-    assert least < plain
 
 
 def test_a_block_that_overwrites_its_input_is_never_checkpointed(toy_model, toy_batch):
