@@ -38,16 +38,3 @@ def test_the_matrix_distinguishes_all_breaks() -> None:
 
 def test_the_front_doors_exist() -> None:
     assert [path for path in breakages.FRONT_DOORS if not (ROOT / path).exists()] == []
-
-
-def test_rows_of_other_breaks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breakages, "MATRIX", tmp_path / "matrix.md")
-    breakages.write_row(24, "1", ["tests/kernels/test_cpu.py::test_old"])
-    breakages.write_row(2, "NONE", [])
-    breakages.write_row(24, "6", [f"tests/kernels/test_cpu.py::test_new{number}" for number in range(6)])
-    breakages.write_row(1, "1 or more", ["tests/test_imports.py::test_all"])
-    text = breakages.MATRIX.read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in text.removeprefix(breakages.HEADING).splitlines()]
-    assert [(row[0], row[-2]) for row in rows] == [("| 1", "1 or more"), ("| 2", "NONE"), ("| 24", "6")]
-    assert "`test_cpu.py::test_new0`" in text
-    assert "test_old" not in text

@@ -38,10 +38,6 @@ def test_ranks_have_numbers_and_their_output_is_in_order(script: Path) -> None:
     assert [line.split()[:2] for line in process.stdout.splitlines()] == [["0", "2"], ["1", "2"]]
 
 
-def test_an_exit_status_is_returned(script: Path) -> None:
-    assert run_forked(script, "exit").returncode == 3
-
-
 def test_a_rank_that_fails_ends_the_others(script: Path) -> None:
     process = run_forked(script, "fail", num_ranks=2)
     assert process.returncode == 1

@@ -121,13 +121,3 @@ def test_docstrings_use_the_words_of_the_glossary():
     texts = [text for path in python_files(*PRODUCT) for text in docstrings(path)]
     bad = [text for text in texts if OLD_WORDS.search(text.text)]
     assert not bad, listed(bad)
-
-
-@pytest.mark.parametrize("opening", ["What a block stores.", "Whether it fits.", "Those of the step.", "It runs."])
-def test_an_opening_without_a_verb_or_a_noun_is_found(opening):
-    assert OPENING.match(opening)
-
-
-@pytest.mark.parametrize("opening", ["Return it.", "Whatever.", "Item.", "None-valued keys.", "Ofsted."])
-def test_other_openings_are_left_alone(opening):
-    assert not OPENING.match(opening)

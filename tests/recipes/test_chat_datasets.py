@@ -32,19 +32,6 @@ def settings(evaluates: bool = False) -> SFTConfig:
     return SFTConfig("run", bf16=False, use_cpu=True, report_to="none", eval_strategy=evaluation, **checkpointing)
 
 
-def test_without_a_name_the_recipes_chats_are_loaded():
-    train, test = load_splits(None, ScriptArguments(), DatasetMixtureConfig(), settings())
-    assert len(train) > 10
-    assert "messages" in train[0]
-    assert test is None
-
-
-def test_a_dataset_name_is_loaded_as_trl_does(folder: str):
-    train, test = load_splits(None, ScriptArguments(dataset_name=folder), DatasetMixtureConfig(), settings(True))
-    assert list(train) == [ONE] * 3
-    assert list(test) == [TWO]
-
-
 def test_a_streamed_data_set_has_no_length(folder: str):
     script = ScriptArguments(dataset_name=folder, dataset_streaming=True, dataset_train_split="test")
     train, _ = load_splits(None, script, DatasetMixtureConfig(), settings())
@@ -56,11 +43,6 @@ def test_a_mixture_comes_before_the_dataset_name(folder: str):
     mixture = DatasetMixtureConfig(datasets=[{"path": folder}, {"path": folder, "split": "test"}])
     train, _ = load_splits(None, ScriptArguments(dataset_name="ignored"), mixture, settings())
     assert list(train) == [ONE] * 3 + [TWO]
-
-
-def test_two_sources_are_refused(folder: str):
-    with pytest.raises(ValueError, match=r"--chats=my.jsonl cannot be combined with --dataset_name or datasets"):
-        load_splits("my.jsonl", ScriptArguments(dataset_name=folder), DatasetMixtureConfig(), settings())
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -33,26 +33,6 @@ def test_rows_of_every_kind_are_loaded(kind: str, tmp_path: Path):
     assert strings_in(rows[0]) == strings_in(ROWS[kind])
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "is not a jsonl file .it is empty."),
-        (["no row"], "is not a jsonl file"),
-        ([{"question": "One?"}], r"has rows with the keys \['question'\]; write rows"),
-        ([{"messages": "One?"}], r"has rows with the keys \['messages'\]; write rows"),
-        ([{"body": 3}], r"has rows with the keys \['body'\]; write rows"),
-        ([{"body": "One."}, {"other": "Two."}], "has rows without body, which the first row has; remove these rows"),
-    ],
-)
-def test_rows_that_cannot_be_trained_on_are_refused(rows: list[object], message: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=message):
-        load_chats(jsonl(rows, tmp_path / "chats.jsonl"), "body")
-
-
-def test_strings_are_found_at_any_depth():
-    assert strings_in({"a": ["one", {"b": "two", "n": 3}], "c": None, "d": "three"}) == ["one", "two", "three"]
-
-
 def test_the_tokenizer_marks_what_the_assistant_says(tmp_path: Path):
     chats = Dataset.from_list([{"messages": MESSAGES}] * 4)
     tokenizer = demo_tokenizer(chats, tmp_path)

@@ -37,14 +37,6 @@ def test_the_table_is_aligned_and_complete():
     ]
 
 
-def test_a_report_has_one_definition_of_the_peak():
-    """The report's table of predictions has the peak of the whole step."""
-    cells = ROWS[0].report_cells()
-    assert [name for name in cells if "peak of" in name] == ["peak of the step"]
-    assert cells["peak of the step"] == "5.00 MiB"
-    assert cells.keys() == ROWS[0].cells().keys() - {"peak of forward and backward"}
-
-
 def test_the_record_holds_figures_settings_and_versions(tmp_path: Path):
     save_comparison(ROWS, tmp_path / "run", parse_arguments(["--seed", "5", "--use_cpu"]))
     record = json.loads((tmp_path / "run" / "comparison.json").read_text())

@@ -8,8 +8,6 @@ from planned_run import find_device
 from recipe_runs import assert_one_error, command_line, with_setting
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adacc_hf import AdaccCallback
-
 STORED_BY_PLAIN = "that plain training stores"
 
 
@@ -60,13 +58,6 @@ def tiny_run(tiny_llama: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
     return with_setting([], **settings)
 
 
-def losses(argv: list[str], callback: AdaccCallback | None) -> list[float]:
-    recipe, training = long_context.parse_settings(argv)
-    trainer = long_context.make_trainer(recipe, training, long_context.long_config(recipe), callback)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def test_a_run_prints_its_plan_and_keeps_to_it(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -82,15 +73,6 @@ def test_a_run_prints_its_plan_and_keeps_to_it(
     assert STORED_BY_PLAIN in line
     model = LlamaForCausalLM.from_pretrained(tmp_path / "run")
     assert model.config.max_position_embeddings == 128
-
-
-def test_without_compression_losses_are_those_of_plain_training(tiny_run: list[str], one_thread: None):
-    plain = losses(tiny_run, None)
-    callback = AdaccCallback(memory_budget=0.3, exact=True)
-    assert losses(tiny_run, callback) == plain
-    assert len(plain) == 4
-    assert callback.policy.action_counts()["recompute"] > 0
-    assert callback.policy.predicted_stored_bytes <= 0.3 * callback.profile.plain_stored_bytes
 
 
 def test_a_folder_of_text_is_taken_and_documents_fill_each_sequence(tiny_run: list[str], tmp_path: Path):

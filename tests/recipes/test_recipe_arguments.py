@@ -1,6 +1,5 @@
 import pytest
 from recipe_arguments import DataArguments, parse_arguments
-from transformers import TrainingArguments
 
 
 def test_no_arguments_mean_the_demo():
@@ -33,20 +32,6 @@ def test_run_folder_is_named_after_model_and_method(argv: list[str], output_dir:
 def test_a_setting_beats_the_default_of_the_model():
     assert parse_arguments(["--max_steps", "7"]).training.max_steps == 7
     assert parse_arguments(["--model", "gpt2-117m"]).training.max_steps == 10_000
-
-
-def test_training_arguments_are_all_there():
-    training = parse_arguments(["--bf16", "--weight_decay", "0.3", "--use_cpu"]).training
-    assert type(training) is TrainingArguments
-    assert (training.bf16, training.weight_decay, training.use_cpu) == (True, 0.3, True)
-
-
-def test_an_unknown_method_lists_the_choices(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as exit_info:
-        parse_arguments(["--method", "magic"])
-    assert exit_info.value.code == 2
-    assert "none" in (message := capsys.readouterr().err)
-    assert "adacc_no_outlier" in message
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """`--help` of each recipe: a short usage line, the docstring as written, then the recipe's own settings."""
 
-import argparse
 import importlib
 
 import pytest
-from recipe_help import parser_settings
 
 FIRST_SETTING = {"gpt2_pile": "--model MODEL", "long_context": "--model MODEL", "sft_lora": "--chats CHATS"}
 
@@ -24,10 +22,3 @@ def test_help_has_a_short_usage_the_docstring_and_the_settings(name: str, capsys
     assert rest.startswith(recipe.__doc__.strip())
     own_settings = rest[len(recipe.__doc__) :]
     assert 0 < own_settings.find(FIRST_SETTING[name]) < own_settings.find("--output_dir")
-
-
-def test_defaults_are_added_to_the_texts_of_the_settings():
-    parser = argparse.ArgumentParser(**parser_settings("A recipe.\n\n    an example\n"))
-    parser.add_argument("--budget", default="auto", help="Memory.")
-    assert "A recipe.\n\n    an example\n" in parser.format_help()
-    assert "Memory. (default: auto)" in parser.format_help()

@@ -14,8 +14,6 @@ import chats as chat_files
 import sft_lora
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-RECIPE = Path(sft_lora.__file__)
-
 # peft 0.21 reads the older attribute of a model of Transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -171,11 +169,3 @@ def test_a_bad_setting_ends_with_one_message_and_status_2(setting, message, tiny
     assert "sft_lora.py: error: " in error
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
-
-
-def test_a_budget_below_the_least_ends_with_status_2(
-    tiny_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(sys, "argv", ["sft_lora.py", *with_setting(tiny_run, memory_budget="0.001")])
-    assert sft_lora.command_line() == 2
-    assert "memory_budget=0.001" in capsys.readouterr().err.splitlines()[-1]

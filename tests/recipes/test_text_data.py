@@ -32,25 +32,10 @@ def test_documents_are_trained_on_or_held_out(arguments: DataArguments, texts: l
     assert len(data.tokenizer) == 290
 
 
-def test_as_many_validation_sequences_as_asked_for(arguments: DataArguments):
-    assert len(load(replace(arguments, max_eval_sequences=2)).validation) == 2
-
-
 def test_a_tokenizer_of_the_users_is_taken(arguments: DataArguments, tokenizer, tmp_path: Path):
     tokenizer.save_pretrained(tmp_path / "saved")
     data = load(replace(arguments, tokenizer=str(tmp_path / "saved"), vocab_size=100))
     assert data.tokenizer.get_vocab() == tokenizer.get_vocab()
-
-
-def test_the_first_process_fills_the_caches(arguments: DataArguments):
-    asked = []
-
-    def first(desc: str):
-        asked.append(desc)
-        return nullcontext()
-
-    load_text_data(arguments, 16, first)
-    assert asked == ["preparing the data"]
 
 
 def test_a_stream_is_held_out_from_its_beginning(

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,6 @@ def test_stdlib_is_sorted_source_without_tests():
     assert len(files) > 300  # CPython 3.10 to 3.14 have 600 to 900
     assert any(path.name == "argparse.py" for path in files)
     assert not any({"site-packages", "test", "tests"} & set(path.parts[-3:-1]) for path in files)
-
-
-def test_stdlib_documents_are_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("text_documents.stdlib_files", lambda: [Path(json.__file__), Path(json.decoder.__file__)])
-    documents, _ = load_documents("stdlib", tmp_path / "cache")
-    assert documents["text"][0] == Path(json.__file__).read_text()
-    assert len(documents) == 2
 
 
 def test_a_failed_read_leaves_no_cache(tmp_path: Path):

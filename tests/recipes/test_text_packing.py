@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from text_packing import encode_documents, pack_documents, pack_tokens, split_by_document, split_stream, stack_sequences
+from text_packing import encode_documents, pack_documents, pack_tokens, split_by_document, stack_sequences
 from transformers import PreTrainedTokenizerBase
 
 
@@ -32,13 +32,6 @@ def test_packed_rows_hold_the_encoded_text(
     assert isinstance(packed, IterableDataset if streamed else Dataset)
     tokens = torch.cat([row["input_ids"] for row in packed])
     assert tokens.tolist() == expected[: len(expected) // 64 * 64]
-
-
-def test_a_stream_can_be_read_twice(tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path):
-    stream = Dataset.from_dict({"text": texts}).to_iterable_dataset()
-    packed = pack_documents(encode_documents(stream, tokenizer), 16, str(tmp_path), "training")
-    first, second = (torch.stack([row["input_ids"] for row in packed]) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 def test_a_document_that_mentions_the_end_marker_does_not_end_there(tokenizer: PreTrainedTokenizerBase):
@@ -76,23 +69,6 @@ def test_split_is_by_document_and_ignores_order(texts: list[str], fraction: floa
     assert len(validation) == num_validation
     again = split_by_document(Dataset.from_dict({"text": shuffled}), fraction)
     assert set(again[1]["text"]) == set(validation["text"])
-
-
-def test_copies_of_a_document_stay_on_one_side(texts: list[str]):
-    train, validation = split_by_document(Dataset.from_dict({"text": texts * 3}), 0.3)
-    assert len(train) + len(validation) == 3 * len(texts)
-    assert set(train["text"]).isdisjoint(validation["text"])
-
-
-def test_one_document_cannot_be_split():
-    with pytest.raises(ValueError, match=r"--validation_fraction=0\.1 holds out all 1 documents.*at least 2"):
-        split_by_document(Dataset.from_dict({"text": ["alone"]}), 0.1)
-
-
-def test_stream_split_holds_out_its_first_documents(texts: list[str]):
-    train, validation = split_stream(Dataset.from_dict({"text": texts}).to_iterable_dataset(), 3)
-    assert [row["text"] for row in validation] == texts[:3]
-    assert [row["text"] for row in train] == texts[3:]
 
 
 def test_labels_are_the_inputs_in_their_own_storage():

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_tokenizer import load_tokenizer, trained_tokenizer
+from text_tokenizer import trained_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 
@@ -48,14 +48,3 @@ def test_a_failed_save_leaves_nothing(texts: list[str], tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="disk full"):
         trained_tokenizer(Dataset.from_dict({"text": texts}), "key", 290, 100, tmp_path)
     assert os.listdir(tmp_path / "tokenizers") == []
-
-
-def test_a_vocabulary_below_the_bytes_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"--vocab_size=256 is below 257.*raise --vocab_size"):
-        trained_tokenizer(Dataset.from_dict({"text": ["x"]}), "key", 256, 100, tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_unknown_tokenizer_names_the_choices():
-    with pytest.raises(ValueError, match=r"--tokenizer=no-such/tokenizer could not be loaded.*--tokenizer train"):
-        load_tokenizer("no-such/tokenizer")

@@ -1,13 +1,11 @@
 """One training run: settings that are refused before data is read, the model, and what is written."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import training_run
 from recipe_arguments import RecipeArguments, parse_arguments
-from training_run import FinishedRun, compact_optimizer, final_train_loss, prepare_run, save_report, train_once
+from training_run import compact_optimizer, prepare_run, train_once
 
 from adacc_hf import Policy
 from adacc_hf.artifacts.files import POLICY_FILE
@@ -30,33 +28,6 @@ def test_compact_has_an_optimizer_of_its_own(method: str):
 @pytest.mark.parametrize("method", ["none", "full", "quantization", "adacc"])
 def test_other_methods_have_the_trainers_optimizer(method: str):
     assert compact_optimizer(method, "no rank") is None
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"seq_len": 65}, "--seq_len=65 is outside its range"),
-        (
-            {"method": "compact", "compact_rank": "half"},
-            "--compact_rank=half must be a fraction of a layer's inputs, such as 0.25",
-        ),
-        ({"method": "adacc", "memory_budget": "much"}, "memory_budget='much'"),
-        ({"method": "compare", "max_steps": 2}, "--max_steps=2 leaves --method=compare no steps to measure"),
-    ],
-)
-def test_settings_are_refused_before_data_is_read(
-    setting: dict[str, object], message: str, tiny_run: list[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(training_run, "load_text_data", None)
-    with pytest.raises(ValueError, match=message):
-        prepare_run(arguments(tiny_run, **setting))
-
-
-def test_a_report_needs_matplotlib(tiny_run: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(training_run.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(training_run, "load_text_data", None)
-    with pytest.raises(ValueError, match="--report needs matplotlib"):
-        prepare_run(arguments(tiny_run, method="adacc", memory_budget="0.5"))
 
 
 def test_all_models_of_a_run_have_equal_weights(tiny_run: list[str]):
@@ -86,21 +57,3 @@ def test_a_run_leaves_its_policy_and_metrics(tiny_run: list[str], tmp_path: Path
     assert finished.metrics.keys() >= {"final_train_loss", "eval_loss", "train_samples_per_second"}
     assert (tmp_path / "elsewhere" / "all_results.json").is_file()
     assert run.args.training.output_dir == str(tmp_path / "run"), "the settings of the run stay"
-
-
-@pytest.mark.parametrize(
-    ("history", "loss"),
-    [
-        ([{"loss": 5.0}, {"eval_loss": 9.0}, {"loss": 4.0}, {"train_loss": 4.5}], 4.0),
-        ([{"eval_loss": 9.0}, {"train_loss": 4.5}], 4.5),
-    ],
-)
-def test_the_last_loss_is_the_last_one_that_was_logged(history: list[dict[str, float]], loss: float):
-    assert final_train_loss(SimpleNamespace(state=SimpleNamespace(log_history=history))) == loss
-
-
-def test_a_policy_without_a_profile_has_no_report(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    finished = FinishedRun(model=None, metrics={}, callback=SimpleNamespace(profile=None), checkpointed=False)
-    save_report(finished, str(tmp_path / "run"))
-    assert "has a policy but no profile" in caplog.text
-    assert not (tmp_path / "run").exists()
