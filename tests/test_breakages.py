@@ -1,7 +1,5 @@
 """Breaks of `tests/breakages`: each applies to the code as it is. No break is tried."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

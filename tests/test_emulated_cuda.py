@@ -1,7 +1,5 @@
 """Tests of the CUDA code on an emulated device, see `emulated_cuda/emulated_cuda.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -42,8 +40,7 @@ def test_the_tests_for_gpus_pass_on_an_emulated_device() -> None:
 
 @pytest.mark.timeout(600)
 def test_auto_leaves_room_for_the_fragments_of_the_allocator() -> None:
-    """Without `FRAGMENTATION_SHARE`, policies that fill the device up to `memory_margin` run out of memory. With it,
-    one in twelve may, because fragmentation depends on torch's allocator."""
+    """Without `FRAGMENTATION_SHARE`, policies that fill the device up to `memory_margin` run out of memory."""
     command = [sys.executable, ROOT / "tests/emulated_cuda", ROOT / "tests/emulated_cuda/fragments.py"]
     # The allocator has the default settings: `eval` sets others for all.
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/builders"), "PYTORCH_CUDA_ALLOC_CONF": ""}

@@ -1,7 +1,5 @@
 """Runs of scripts in forks: output, exit statuses, and the end of all ranks after one failed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Collection of the tests marked gpu on a machine that has few packages."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

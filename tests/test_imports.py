@@ -1,7 +1,5 @@
 """Imports of the package: loaded modules, shadowed packages, and the order of the folders."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -1,8 +1,4 @@
-"""Wording of docstrings, comments and names: plain technical English, counted.
-
-The counts cannot judge a text. They keep out the habits that made readers stop: openings without a verb or a noun,
-phrases that stand for a noun, and variables named by a bare participle.
-"""
+"""Wording of docstrings, comments and names: plain technical English, counted."""
 
 import ast
 import io

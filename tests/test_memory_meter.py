@@ -1,7 +1,5 @@
 """Memory meter between torch's allocator and the C library, see `memory_meter/memory_meter.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

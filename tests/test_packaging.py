@@ -1,7 +1,5 @@
 """Wheel, editable install and source checkout have the same import names. The wheel's metadata is complete."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -113,8 +111,7 @@ def find_modules(cwd: Path, install: Path | None) -> dict[str, Path]:
 
 
 def test_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
-    """Data files included: a file that package_data omits would be missing only in an installed package. Results of
-    measurements, and what only this repository measures, are not in the wheel."""
+    """Data files included: a file that package_data omits would be missing only in an installed package."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
         "/".join((*FOLDERS[folder].split("."), *path.relative_to(ROOT / folder).parts))
@@ -223,9 +220,7 @@ def test_plain_install_resolves_every_module(plain_install: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("from_root", [False, True], ids=["elsewhere", "from-root"])
-def test_editable_install_resolves_every_module(
-    editable_install: Path, source: Path, tmp_path: Path, from_root: bool
-) -> None:
+def test_editable_install_resolves_every_module(editable_install, source, tmp_path, from_root):
     origins = find_modules(source if from_root else tmp_path, editable_install)
     assert {name: source / path for name, path in module_files().items()} == origins
 

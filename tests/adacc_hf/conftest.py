@@ -1,7 +1,5 @@
 """Fixtures of the product's tests: those of tests/builders, runs of a few steps, and counts of recorded calls."""
 
-from __future__ import annotations
-
 import pytest
 from counted_times import *  # noqa: F403
 from gpt2_profiles import *  # noqa: F403

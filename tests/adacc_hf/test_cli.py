@@ -1,7 +1,5 @@
 """The `adacc` command: its output, and one line with exit status 2 for errors that the user can fix."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -63,9 +61,7 @@ def test_explain_fits_the_terminal_and_leaves_nothing_out(files, capsys, monkeyp
     assert words[80] == words[110] == words[500]
 
 
-def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(
-    files, tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["explain", files[0], "--html", str(tmp_path / "out")]) == 0
     assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out

@@ -50,16 +50,14 @@ def with_compiled_mlp(toy_model, backend, wrapped=True):
 
 
 def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
-    """A compiled module inside a block is exact. Its one autograd Function saves the tensors that the compiler chose,
-    and runs kernels without operators."""
+    """A compiled module inside a block is exact."""
     profile = assert_exact(with_compiled_mlp(toy_model, "aot_eager"), toy_batch())
     assert all(kind.untrusted == COMPILED for kind in profile.kinds)
     assert all(kind.forward_ms > 0 for kind in profile.kinds)
 
 
 def test_a_module_inside_a_block_that_compiles_itself(toy_model, toy_batch, assert_exact):
-    """A module inside a block that compiles itself is exact. Under hooks older releases run it operator by operator,
-    newer ones run the compiled code."""
+    """A module inside a block that compiles itself is exact."""
     assert_exact(with_compiled_mlp(toy_model, "aot_eager", wrapped=False), toy_batch())
 
 
@@ -86,8 +84,7 @@ def hidden_code(runs, graphs):
 
 
 def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
-    """Compiled code stays compiled, also in recorded calls. There torch would run it operator by operator, and in older
-    releases ever after."""
+    """Compiled code stays compiled, also in recorded calls."""
     runs, graphs = [], []
     model, batch = with_compiled_mlp(toy_model, hidden_code(runs, graphs)), toy_batch()
     profile = profile_model(model, batch, CONFIG)
@@ -144,8 +141,7 @@ def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
 
 @hooks_forward
 def test_blocks_that_are_compiled_later_are_refused(tiny_llama, token_batch):
-    """Blocks that are compiled after the policy was applied are refused. A Trainer with `torch_compile=True` does this:
-    its callbacks see the bare model."""
+    """Blocks that are compiled after the policy was applied are refused."""
     model, batch = tiny_llama(layers=1), token_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):

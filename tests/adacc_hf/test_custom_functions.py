@@ -1,8 +1,4 @@
-"""Rule R6 for autograd Functions written in Python: their backward may write into their saved tensors.
-
-Kernels of libraries do so to save memory. Tensors saved by other nodes of the block are never overwritten here, because
-that would degrade plain training too.
-"""
+"""Rule R6 for autograd Functions written in Python: their backward may write into their saved tensors."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,4 @@
-"""Two ranks on gloo: DDP and FSDP2 train under policies bit for bit as without them.
-
-Each test starts two processes on a worker that this file writes; every rank compares for itself.
-"""
+"""Two ranks on gloo: DDP and FSDP2 train under policies bit for bit as without them."""
 
 import pytest
 from forked_runs import run_forked
@@ -198,8 +195,7 @@ def test_two_ranks_train_with_a_chunked_head(run_two_ranks):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_two_ranks_train_as_without_policy(run_two_ranks, order):
-    """Two ranks train as without a policy. `order` is when the policy is applied: before or after wrapping the
-    model."""
+    """Two ranks train as without a policy."""
     output = run_two_ranks(order)
     for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice"):
         for rank in range(2):

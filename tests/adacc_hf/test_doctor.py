@@ -1,7 +1,5 @@
 """Findings and advice of `adacc doctor`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError

@@ -118,8 +118,7 @@ def test_an_earlier_model_that_only_cycles_hold_is_not_counted(on_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_ours", [False, True], ids=["plain", "policy"])
 def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
-    """A steady step under a policy of all actions never synchronizes (rule R10). Plain training of the same model shows
-    which synchronizations are Adacc's."""
+    """A steady step under a policy of all actions never synchronizes (rule R10)."""
     model, batch = on_device("cuda")
     policy = random_policy(profile_model(model, batch, CONFIG), 0, ("retain", "recompute", "compress"))
     # Transformers synchronizes to detect packing, in plain training too.
@@ -138,8 +137,7 @@ def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("on_device", ["sdpa"], indirect=True)
 def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropout):
-    """Recomputing around a fused attention is exact, with any kernel. The kernel for 16-bit floats depends on the GPU:
-    cuDNN's on Hopper. Memory that a kernel leaves unwritten, such as its seed without dropout, is retained."""
+    """Recomputing around a fused attention is exact, with any kernel."""
     model, batch = on_device("cuda", attn_pdrop=dropout)
     bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
 
@@ -200,8 +198,7 @@ def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, tok
 @pytest.mark.parametrize("rate", [0.1, 0.15, 0.42])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_recomputed_at_any_rate(rate, dtype):
-    """Dropout is recomputed at any rate. CUDA multiplies by a float32 reciprocal, which differs from the double one for
-    0.15 and 0.42."""
+    """Dropout is recomputed at any rate."""
     block = torch.nn.Dropout(rate).train()
     hidden = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
     recording = Recording("block", block, (hidden,), {})
@@ -231,8 +228,7 @@ def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatc
 
 @pytest.mark.gpu
 def test_products_of_halves_are_added_to_the_gradient_of_a_head_while_they_are_made(monkeypatch):
-    """Each chunk's product of 16-bit factors is added to the head's float32 gradient inside the product. A separate
-    product would be rounded, written and read again."""
+    """Each chunk's product of 16-bit factors is added to the head's float32 gradient inside the product."""
     width, classes, num_rows = 64, 2048, 256
     rows, weight = (torch.randn(n, width, device="cuda") for n in (num_rows, classes))
     rows, weight = rows.requires_grad_(), weight.mul_(0.1).requires_grad_()

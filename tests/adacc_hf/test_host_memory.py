@@ -1,7 +1,4 @@
-"""Training with payloads in host memory: exact alone, like its codec after another codec, and without a trace.
-
-On a CPU the copies go to the same memory. `tests/adacc_hf/test_gpu.py` trains on a device, real or emulated.
-"""
+"""Training with payloads in host memory: exact alone, like its codec after another codec, and without a trace."""
 
 import gc
 from dataclasses import replace
@@ -167,36 +164,8 @@ def gradients(model, batches, evaluated=None):
     return result
 
 
-def test_accumulated_gradients_and_evaluations_are_exact(gpt2, token_batch):
-    model, batch, _, policy = gpt2
-    batches = [batch, token_batch(2, 7), batch]
-    plain = gradients(model, batches, evaluated=token_batch(3, 9))
-    with apply_policy(model, policy):
-        for _ in range(2):
-            assert all(map(torch.equal, gradients(model, batches, evaluated=token_batch(3, 9)), plain))
-
-
-def test_two_forwards_before_a_backward_are_exact(gpt2, caplog):
-    """The pool has room for one forward. What the second stores stays on the device, and a warning says so."""
-    model, batch, _, policy = gpt2
-
-    def step():
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(5)
-        losses = [model(**batch).loss for _ in range(2)]
-        sum(losses).backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain = step()
-    with apply_policy(model, policy):
-        for _ in range(2):
-            assert all(map(torch.equal, step(), plain))
-    assert "the pool of host memory has no room" in caplog.text
-
-
 def test_training_is_exact_after_an_interrupted_backward(gpt2, run_steps, assert_same_steps):
-    """On a CPU, torch keeps a part of the interrupted graph alive, with or without a policy. Its payloads take room in
-    the pool, so that others stay on the device. On a GPU they are freed (test_gpu.py)."""
+    """On a CPU, torch keeps a part of the interrupted graph alive, with or without a policy."""
     model, batch, _, policy = gpt2
     plain = run_steps(model, batch)
 
@@ -257,16 +226,6 @@ def test_a_cpu_stores_nothing_in_host_memory(gpt2):
     assert profile.host_free_bytes == 0
     assert all(kind.host_link is None for kind in profile.kinds)
     assert solve_policy(profile, 0.2, CONFIG).predicted_host_bytes == 0
-
-
-@pytest.mark.usefixtures("separate")
-def test_a_profile_knows_the_host_only_if_it_may_be_used(gpt2):
-    model, batch, _, _ = gpt2
-    profile = profile_model(model, batch, CONFIG)
-    assert profile.host_free_bytes > 0
-    assert all(kind.host_link is not None for kind in profile.kinds)
-    without = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
-    assert (without.host_free_bytes, without.kinds[0].host_link) == (0, None)
 
 
 @pytest.mark.usefixtures("separate")

@@ -1,7 +1,5 @@
 """`adacc run`: settings are checked before the command starts, processes are prepared, and failures are explained."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -116,9 +114,7 @@ def test_a_file_sets_fields_and_options_override_it(name: str, text: str, tmp_pa
         ("c.toml", "a = 1", "has the suffix '.toml': name the file .json, .yaml or .yml"),
     ],
 )
-def test_a_wrong_file_is_refused_before_the_command_starts(
-    name: str, text: str, message: str, tmp_path: Path, capsys
-) -> None:
+def test_a_wrong_file_is_refused_before_the_command_starts(name, text, message, tmp_path, capsys):
     path = tmp_path / name
     path.write_text(text)
     refusal = refusal_of(["--config", str(path)], capsys)

@@ -84,8 +84,7 @@ def model(liger, tiny_llama):
 
 @interpreted
 def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, assert_exact):
-    """Training is exact. Each of liger's Functions is one operator with a forward that replays; the rotation is in
-    place."""
+    """Training is exact."""
     batch = token_batch(1, 4)
     profile = assert_exact(model, batch, num_policies=1)
     (kind,) = profile.kinds
@@ -121,8 +120,7 @@ def test_a_plan_predicts_the_bytes_of_a_step(liger, tiny_llama, token_batch):
 
 @interpreted
 def test_the_least_peak_is_no_higher_than_checkpointings(liger, tiny_llama, token_batch):
-    """The least peak is no higher than torch's checkpoint's. `TRITON_INTERPRET=1 pytest -s` prints the peaks. Printed
-    peaks exclude the model."""
+    """The least peak is no higher than torch's checkpoint's."""
     model, batch = tiny_llama(layers=4), token_batch(1, 16)
     liger(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 

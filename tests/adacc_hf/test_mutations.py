@@ -3,8 +3,6 @@
 By default 28 runs are tried. `ADACC_MUTATIONS=2000 pytest tests/adacc_hf/test_mutations.py` tries 2000 (an hour).
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -267,8 +265,7 @@ some_changes = st.none() | st.tuples(
 
 
 def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
-    """Lossless training equals plain training, or stops with an error. An error is allowed only if a change comes
-    before the first step that runs as profiled; few runs stop."""
+    """Lossless training equals plain training, or stops with an error."""
     stopped = []
 
     @settings(max_examples=EXAMPLES, database=None)

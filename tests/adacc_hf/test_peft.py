@@ -77,8 +77,7 @@ def test_methods(tiny_llama, batch, assert_promises_kept, method):
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes warns on a machine without a GPU
 def test_adapters_on_an_8_bit_model(tiny_llama, batch, assert_promises_kept):
-    """Products of an 8-bit model hold their inputs themselves. The rest is replayed, from scales that are no
-    buffers."""
+    """Products of an 8-bit model hold their inputs themselves."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
     def quantized(plain: nn.Linear) -> nn.Module:

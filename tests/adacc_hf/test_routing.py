@@ -1,7 +1,4 @@
-"""Mixtures of experts: backward uses the experts that the forward chose, whatever a policy recomputes.
-
-Blocks that loop over experts cannot be replayed. Torch's checkpoint runs them, and chooses experts again.
-"""
+"""Mixtures of experts: backward uses the experts that the forward chose, whatever a policy recomputes."""
 
 import pytest
 import torch

@@ -216,8 +216,7 @@ def codec_pair(request, one_thread):
     seed=st.integers(0, 2**16),
 )
 def test_codecs_do_at_every_size_what_they_do_by_themselves(codec_pair, samples, tokens, targets, seed):
-    """Codecs behave in training at every size as in isolation. Sizes of one run other operators, and fewer tokens have
-    no padding, so policies have no plan for them."""
+    """Codecs behave in training at every size as in isolation."""
     batch = codec_pair.make_batch(samples, tokens, targets, seed)
     codec_pair.codecs.clear()
     ours = codec_pair.step(codec_pair.model, batch, seed)

@@ -3,8 +3,6 @@
 The ranks follow different policies in the same step, which must neither change a bit nor leave a rank waiting.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`adacc verify`: bit-equal trainings give status 0. Faults are named by step and tensor, and give another status."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ folder and FRONT_DOORS run, all of them. If none of these tests fails, the gate 
 written when its break is done, and the rows of other breaks are kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs of test scripts in forks of a process that has imported torch and Transformers, which takes 6 s per process."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

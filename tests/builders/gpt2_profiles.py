@@ -1,7 +1,5 @@
 """Profiles like those of a GPT-2 on a GPU, made without a model."""
 
-from __future__ import annotations
-
 import pytest
 from profile_builders import TapeBuilder, codec, make_profile
 

@@ -1,7 +1,5 @@
 """Models that train in milliseconds, and batches for them."""
 
-from __future__ import annotations
-
 import pytest
 
 

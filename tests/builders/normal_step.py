@@ -1,5 +1,4 @@
-"""Script that trains a small GPT-2 for 24 steps. It prints how many files of the product each step from the sixth on
-ran, as JSON."""
+"""Script that trains a small GPT-2 for 24 steps."""
 
 import json
 import sys

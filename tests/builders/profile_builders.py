@@ -1,7 +1,5 @@
 """Profiles made by hand, operator by operator, and hypothesis strategies of small profiles."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

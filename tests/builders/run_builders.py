@@ -1,7 +1,5 @@
 """Runs of a Trainer with batches of chosen lengths, memory that runs out, or a loss that spikes."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

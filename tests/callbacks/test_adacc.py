@@ -1,7 +1,5 @@
 """AdaccCallback: sources of its policy, its log entries, and the settings that it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import TrainerCallback

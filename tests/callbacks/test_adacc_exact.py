@@ -70,8 +70,7 @@ def test_a_budget_that_fits_everything_leaves_the_model_plain(train, heads_take)
 
 
 def test_a_faster_head_is_all_that_changes_where_everything_fits(train, heads_take):
-    """A faster head is the only change where everything fits and "compress" is allowed. If "compress" is not allowed,
-    training is plain whatever the heads' times."""
+    """A faster head is the only change where everything fits and "compress" is allowed."""
     heads_take(plain=1.0, chunked=0.5)
     callback = AdaccCallback(memory_budget=1.0)
     run, plain = train([callback]), train()

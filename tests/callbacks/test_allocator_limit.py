@@ -1,7 +1,5 @@
 """Complete training runs in a process whose allocator refuses requests above the budget."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,10 +1,4 @@
-"""Calls of the user's code with the callback: as many as in plain training, and in the same order.
-
-A block that Dynamo cannot trace runs its Python once more in backward, under torch's checkpoint, and once more if it is
-measured. The block here is traced.
-"""
-
-from __future__ import annotations
+"""Calls of the user's code with the callback: as many as in plain training, and in the same order."""
 
 from contextlib import nullcontext
 from functools import wraps

@@ -1,7 +1,5 @@
 """Frequent mistakes of users: each one works or raises an error that says what to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from adacc_hf import AdaccCallback, AdaccConfig

@@ -1,12 +1,9 @@
 """`AdaccCallback.report()`, and a callback in a notebook's cell."""
 
-from __future__ import annotations
-
 import pytest
 
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt.first_steps import COMPILED, COMPILING
-from adacc_hf.torch_glue.compat import switch_checkpointing
 
 
 @pytest.fixture
@@ -34,18 +31,6 @@ def test_a_finished_run_shows_its_pictures(run_callback, tmp_path):
     report.save(tmp_path / "report")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.md", "report.html", *names}
     assert (tmp_path / "report" / "report.md").read_text() == text
-
-
-def test_a_callback_shows_its_settings_and_then_its_policy(train, lossless):
-    callback = AdaccCallback(**lossless)
-    settings = "memory_budget=0.6, actions=('retain', 'recompute')"
-    assert repr(callback) == f"AdaccCallback({settings})"
-    train([callback])
-    assert repr(callback) == f"<AdaccCallback({settings}): {callback.policy.describe()}>"
-    html = callback._repr_html_()
-    (kind,) = callback.profile.kinds
-    assert all(kind.names[value.index] in html for value in kind.activations)
-    assert len(html) < 40_000
 
 
 def test_a_callback_without_a_policy_has_no_report():
@@ -77,16 +62,3 @@ def test_a_compiled_run_has_the_report_of_its_graphs(train, lossless):
     assert "first_steps.png" in str(report)
     assert callback.policy is None
     assert "no policy yet" not in repr(callback)
-
-
-def test_a_model_with_checkpointing_of_its_own_is_reported(train, make_model, lossless, caplog):
-    """LLaMA-Factory and ms-swift switch checkpointing on in the model, and leave the arguments alone."""
-    plain = train(model=make_model())
-    model = make_model()
-    switch_checkpointing(model, on=True)
-    train([AdaccCallback(**lossless)], model=model).assert_equals(plain)
-    lines = [record.getMessage() for record in caplog.records if "replaces checkpointing" in record.getMessage()]
-    assert len(lines) == 1
-    assert "on in the model, though not in the arguments" in lines[0]
-    assert "disable_gradient_checkpointing in LLaMA-Factory" in lines[0]
-    assert "memory_budget=0.6" in lines[0]

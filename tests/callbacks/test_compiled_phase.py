@@ -1,7 +1,5 @@
 """The phase of a run with torch_compile=True: its files, its fallback steps, and ways of compiling that are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Models compiled in several regions, block by block or with graph breaks, share one budget."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The contract of every callback of the package. A new callback gets a row in CALLBACKS."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

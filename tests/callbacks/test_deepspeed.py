@@ -88,8 +88,7 @@ def test_codecs_and_a_chunked_head_where_it_has_its_weight(stage, budget):
 
 
 def test_no_step_under_a_policy_takes_more_than_the_bytes_it_may():
-    """The profile contains neither the buckets nor the optimizer's step. Until both are measured, the policy is the one
-    of least memory."""
+    """The profile contains neither the buckets nor the optimizer's step."""
     plain = train(2, None)
     budget = int(0.8 * plain["peak"])
     adacc = train(2, {**LOSSLESS, "memory_budget": budget})

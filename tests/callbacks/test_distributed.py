@@ -1,7 +1,5 @@
 """The Trainer under DDP with two gloo ranks. This file is also the script that the ranks run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

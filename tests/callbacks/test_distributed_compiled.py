@@ -1,7 +1,4 @@
-"""The Trainer with torch_compile=True under DDP with two gloo ranks. This file is also the script that the ranks
-run."""
-
-from __future__ import annotations
+"""The Trainer with torch_compile=True under DDP with two gloo ranks."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""The Trainer with FSDP as Accelerate prepares it, on two gloo ranks. This file is also the script that the ranks
-run."""
-
-from __future__ import annotations
+"""The Trainer with FSDP as Accelerate prepares it, on two gloo ranks."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Two gloo ranks with different data use the same policies. Outliers move, one rank has longer batches, and one rank's
 gradients degrade. This file is also the script of the ranks."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """`adacc run` around real commands: losses equal those with the callback passed by hand, in every process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Checks at the start of a run: settings that are refused, or reported once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

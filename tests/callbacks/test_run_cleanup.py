@@ -1,7 +1,5 @@
 """After train() the model and its Trainer are in the state that plain training leaves, also if the run fails."""
 
-from __future__ import annotations
-
 import re
 from queue import SimpleQueue
 

@@ -1,7 +1,5 @@
 """Losses that call the model several times: bi-encoders and R-Drop under the Trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

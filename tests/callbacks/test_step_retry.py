@@ -78,21 +78,6 @@ def test_a_try_that_succeeds_leaves_the_generators_where_they_are():
     assert run.draws[0] != run.draws[1]
 
 
-@pytest.mark.parametrize(
-    ("error_text", "begins"),
-    [
-        ("Tried to allocate 20.00 MiB", "Tried to allocate 20.00 MiB. Take less. "),
-        ("Tried to allocate 20.00 MiB.", "Tried to allocate 20.00 MiB. Take less. "),
-        ("See (https://docs.pytorch.org/notes)\n", "See (https://docs.pytorch.org/notes). Take less. "),
-    ],
-)
-@pytest.mark.parametrize(("num_fails", "obstacle"), [(1, "there is nobody else"), (2, None)])
-def test_advice_is_a_sentence_of_its_own(error_text, begins, num_fails, obstacle):
-    with pytest.raises(torch.OutOfMemoryError) as error_info:
-        retry(Failing("cpu", num_fails, error_text), tighten=lambda: obstacle)
-    assert str(error_info.value).startswith(begins)
-
-
 def test_what_a_broken_backward_left_is_taken_away_before_the_next_try():
     model = torch.nn.Linear(2, 1)
     earlier = model.weight.grad = torch.ones(1, 2)

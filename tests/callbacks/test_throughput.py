@@ -1,7 +1,5 @@
 """ThroughputCallback: the tokens, times and steps that are counted or left out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts about a Trainer: figures that a profile leaves as they are, and undocumented names that releases must have."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

@@ -1,19 +1,12 @@
 """AdaccTrainerMixin: training equal to plain training and to AdaccCallback, resumed and failed runs, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccTrainerMixin
-from adacc_hf.callbacks import preconditions, trainer_guard
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
-
-
-class PlannedError(Exception):
-    """Error that a test raises on purpose."""
 
 
 class MixedTrainer(AdaccTrainerMixin, Trainer):
@@ -35,17 +28,6 @@ class ScaledTrainer(ScaledLoss, Trainer):
 
 class ScaledMixedTrainer(ScaledLoss, AdaccTrainerMixin, Trainer):
     """Trainer with the mixin and the user's loss."""
-
-
-class FailAtStep(TrainerCallback):
-    """Callback that raises PlannedError in one event of one step."""
-
-    def __init__(self, event: str, step: int) -> None:
-        def fail(args, state, control, **kwargs):
-            if state.global_step == step:
-                raise PlannedError(event)
-
-        setattr(self, event, fail)
 
 
 def trained(trainer, **arguments):
@@ -105,21 +87,6 @@ def test_a_compute_loss_of_the_users_class_is_trained_on(make_mixed, make_traine
     assert_equal_training(mixin_trainer, plain)
 
 
-def test_neither_frames_are_searched_nor_private_methods_wrapped(make_mixed, make_trainer, monkeypatch):
-    wrapped = []
-    for module in (trainer_guard, preconditions):
-        monkeypatch.setattr(module, "calling_trainer", lambda callback: pytest.fail("searched the stack"))
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            wrapped.append(vars(trainer).keys() - attributes_before)
-
-    trainer = make_mixed([Watch()], max_steps=1)
-    attributes_before = {*vars(trainer), *vars(trained(make_trainer(max_steps=1)))}
-    trainer.train()
-    assert wrapped == [{"compute_loss", "training_step"}]
-
-
 def test_a_resumed_run_continues_with_the_policy_of_its_checkpoint(make_mixed, make_trainer):
     settings = {**CHECKPOINTS, "lr_scheduler_type": "constant"}
     first = trained(make_mixed(max_steps=3, **settings))
@@ -131,26 +98,6 @@ def test_a_resumed_run_continues_with_the_policy_of_its_checkpoint(make_mixed, m
     assert resumed.adacc_callback.policy == first.adacc_callback.policy
     weights = plain.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())
-
-
-@pytest.mark.parametrize(("event", "step"), [("on_train_begin", 0), ("on_pre_optimizer_step", 0), ("on_step_end", 3)])
-def test_a_failed_run_leaves_no_trace(make_mixed, make_trainer, traces, event, step):
-    def failed(trainer):
-        with pytest.raises(PlannedError):
-            trainer.train()
-        return traces(trainer)
-
-    mixin_trainer, plain = make_mixed([FailAtStep(event, step)]), make_trainer([FailAtStep(event, step)])
-    order = list(mixin_trainer.callback_handler.callbacks)
-    remaining, expected = failed(mixin_trainer), failed(plain)
-    assert set(remaining["trainer"]) - {"adacc_callback"} == set(expected["trainer"])
-    assert mixin_trainer.callback_handler.callbacks == order
-    for name in ("state", "gradients", "use_cache", "handler"):
-        assert remaining[name] == expected[name], name
-    for name, attributes in expected["modules"].items():
-        assert remaining["modules"][name].keys() == attributes.keys(), name
-        hooks = [key for key in attributes if key.endswith("_hooks")]
-        assert [len(remaining["modules"][name][key]) for key in hooks] == [len(attributes[key]) for key in hooks], name
 
 
 def test_a_second_callback_is_refused(make_mixed, lossless):

@@ -1,7 +1,5 @@
 """The peak of the Trainer's whole steps, including micro-batches, clipping and the optimizer."""
 
-from __future__ import annotations
-
 import pytest
 
 from adacc_hf import AdaccCallback

@@ -1,7 +1,5 @@
 """Training of models for images and sounds: frozen towers, several sizes, and batches without images."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 import pytest

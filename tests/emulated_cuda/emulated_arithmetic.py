@@ -2,8 +2,6 @@
 by a float32 reciprocal.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

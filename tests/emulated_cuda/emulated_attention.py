@@ -4,8 +4,6 @@ A real kernel keeps no scores, and draws its dropout from a seed and an offset, 
 operators do the same: their temporaries are in host memory and not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import count

@@ -3,8 +3,6 @@
 Triton's interpreter takes a thousand times as long. With EMULATED_CUDA_TRITON=1 the Triton kernels run instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models and a few rows of every data set for lm-eval."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`adacc eval downstream`: its record, limits and second start, and a model that Adacc trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`adacc eval RUNNER` passes the runner's options and returns its exit status."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

@@ -1,7 +1,5 @@
 """The longest sequence of every method: its prediction, its counted bytes, and the table of results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

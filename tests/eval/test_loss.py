@@ -1,7 +1,5 @@
 """Curves of validation loss, their gap to plain training, and the training that yields them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

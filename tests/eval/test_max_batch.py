@@ -1,7 +1,5 @@
 """The search for the largest batch of every method, and the table of its results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

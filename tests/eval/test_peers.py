@@ -1,7 +1,5 @@
 """The comparison with peers, from invented points."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

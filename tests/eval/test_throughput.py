@@ -1,7 +1,5 @@
 """The table of Figure 5, from invented points and from a tiny model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

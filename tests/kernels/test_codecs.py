@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -80,9 +79,7 @@ def test_an_unsupported_tensor_is_refused(codec_name: str) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("lossy", "dtype", "layout"), spread(LOSSY, DTYPES, LAYOUTS), indirect=True)
-def test_lossy_codecs_restore_layout_and_predict_bytes(
-    lossy: Codec, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
-) -> None:
+def test_lossy_codecs_restore_layout_and_predict_bytes(lossy, dtype, layout):
     x = layout(_noise(dtype))
     payload = lossy.encode(x)
     restored = lossy.decode(payload)
@@ -105,9 +102,7 @@ def _relative_error(restored: Tensor, x: Tensor) -> float:
     spread(LAYOUTS, DTYPES, [1.125, -1.0, float("-inf"), float("nan")]),
     indirect=["layout", "dtype"],
 )
-def test_bitmask_is_lossless_on_what_it_accepts(
-    dtype: torch.dtype, value: float, layout: Callable[[Tensor], Tensor]
-) -> None:
+def test_bitmask_is_lossless_on_what_it_accepts(dtype, value, layout):
     x = layout(torch.where(_noise(torch.float32) > 0, value, 0.0).to(dtype))
     codec = get_codec("bitmask")
     assert codec.accepts(x)
@@ -151,9 +146,7 @@ def test_encoding_is_reproducible(lossy: Codec, dtype: torch.dtype) -> None:
     spread(LOSSY, [float("inf"), float("-inf"), float("nan")], DTYPES),
     indirect=["lossy", "dtype"],
 )
-def test_what_is_not_finite_stays_so_and_other_groups_are_untouched(
-    lossy: Codec, dtype: torch.dtype, bad: float
-) -> None:
+def test_what_is_not_finite_stays_so_and_other_groups_are_untouched(lossy, dtype, bad):
     clean = _noise(dtype, (256, 64))
     dirty = clean.clone()
     dirty[3, 5] = bad
@@ -242,9 +235,7 @@ class Halved(Codec):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("keeps_rows", [False, True])
-def test_a_formula_makes_a_codec(
-    layout: Callable[[Tensor], Tensor], keeps_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_formula_makes_a_codec(layout, keeps_rows, monkeypatch):
     monkeypatch.setattr(Halved, "keeps_rows", keeps_rows)
     x = layout(_noise(torch.float32))
     restored = Halved().decode(Halved().encode(x))

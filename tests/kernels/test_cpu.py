@@ -1,5 +1,4 @@
-"""The compiled CPU code is bit-equal to the references. Where it cannot be built, the references run, with a
-warning."""
+"""The compiled CPU code is bit-equal to the references."""
 
 import logging
 from collections.abc import Iterator
@@ -40,9 +39,7 @@ def _reference(codec: Codec, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("lossy", "shape", "dtype"), spread(LOSSY, SHAPES, _cpu.DTYPES), indirect=["lossy"], ids=str)
-def test_compiled_codecs_equal_the_references_bit_for_bit(
-    lossy: Codec, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_codecs_equal_the_references_bit_for_bit(lossy, shape, dtype, monkeypatch):
     assert _cpu.library() is not None, "these tests need a C++ compiler"
     x = _tensor(shape, dtype)
     payload = lossy.encode(x)
@@ -54,9 +51,7 @@ def test_compiled_codecs_equal_the_references_bit_for_bit(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_compiled_bitmask_equals_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_bitmask_equals_the_reference(shape, dtype, monkeypatch):
     x = torch.where(_tensor(shape, torch.float32) > 0, -3, 0).to(dtype)
     codec = get_codec("bitmask")
     expected, restored = _reference(codec, x, monkeypatch)
@@ -80,9 +75,7 @@ def test_any_number_of_threads_gives_the_same_bits(lossy: Codec) -> None:
         assert all(torch.equal(first, second) for first, second in zip(results[0], tensors, strict=True))
 
 
-def test_a_missing_compiler_is_logged_once(
-    unbuilt: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_compiler_is_logged_once(unbuilt, monkeypatch, caplog):
     monkeypatch.setenv("CXX", str(unbuilt / "no-such-compiler"))
     with caplog.at_level(logging.WARNING):
         assert _cpu.library() is None
@@ -92,9 +85,7 @@ def test_a_missing_compiler_is_logged_once(
     assert "no-such-compiler" in caplog.text
 
 
-def test_a_failing_compiler_is_logged_with_what_it_said(
-    unbuilt: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_compiler_is_logged_with_what_it_said(unbuilt, monkeypatch, caplog):
     broken = unbuilt / "broken"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho out of order >&2\nexit 1\n')
     broken.chmod(0o755)

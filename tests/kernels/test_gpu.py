@@ -39,9 +39,7 @@ def _launches(run: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
 
 
-def test_neither_encode_nor_decode_synchronises(
-    lossy: Codec, dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
+def test_neither_encode_nor_decode_synchronises(lossy, dtype, request):
     x = _activation(dtype).cuda()
     lossy.decode(lossy.encode(x))  # the first call compiles the kernels, which synchronises
     request.getfixturevalue("no_synchronisation")

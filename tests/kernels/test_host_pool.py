@@ -106,26 +106,6 @@ def run_in_thread(action: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_the_reservation_of_a_user_that_is_deleted_within_the_pool_ends_afterwards(pool: HostPool) -> None:
-    """The garbage collector may run within any call of the pool, and on a thread that does not hold the lock."""
-
-    users = [User(), User(), User()]
-    pool.release(pool)
-    for user in users:
-        pool.reserve(user, ALIGNMENT)
-    del user
-
-    def delete_two() -> None:
-        users.pop()
-        run_in_thread(users.pop)
-        assert pool.reserved_for_others(None) == 3 * ALIGNMENT
-
-    store_with(pool, delete_two)
-    assert pool.reserved_for_others(None) == ALIGNMENT
-    users.clear()
-    assert pool.nbytes == 0
-
-
 def test_a_reservation_belongs_to_a_model(pool: HostPool) -> None:
     user, model = User(), User()
     pool.reserve(user, 1, model)
@@ -134,9 +114,7 @@ def test_a_reservation_belongs_to_a_model(pool: HostPool) -> None:
     pool.release(user)
 
 
-def test_memory_that_cannot_be_allocated_leaves_the_earlier_reservation(
-    pool: HostPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_allocated_leaves_the_earlier_reservation(pool, monkeypatch):
     def fail(nbytes: int) -> None:
         raise MemoryError(f"{nbytes} bytes")
 
@@ -251,9 +229,7 @@ def test_memory_is_pinned_at_once_and_unpinned_when_it_is_freed(runtime: Runtime
 
 
 @pytest.mark.parametrize("runtime", [2], indirect=True)
-def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(runtime, caplog, monkeypatch):
     """CUDA keeps the error of the failed call until the next kernel launch, which raises it."""
     launches = []
 

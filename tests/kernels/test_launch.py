@@ -1,7 +1,4 @@
-"""Repeated launches: the device gets the same launches as from Triton's own launcher.
-
-The driver here compiles for an H100, and records launches instead of executing them.
-"""
+"""Repeated launches: the device gets the same launches as from Triton's own launcher."""
 
 import os
 import random
@@ -110,8 +107,7 @@ def runs_of_triton(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_constants_are_given_in_the_order_of_the_kernel(driver: RecordingDriver, runs_of_triton: list[str]) -> None:
-    """Constants have the kernel's order, whatever the order of the call. Today's launcher reads none, another one
-    may."""
+    """Constants have the kernel's order, whatever the order of the call."""
     x = torch.ones(2, 2048)
     codes, peaks = torch.empty(1, 2048, dtype=torch.uint8), torch.empty(2, dtype=torch.bfloat16)
     constants = {"BLOCK": 1024, "T": 1, "SIGNED": True, "STOCHASTIC": False}
@@ -161,9 +157,7 @@ ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_a_second_launch_gives_the_device_what_the_first_gave_without_asking_triton(
-    name: str, driver: RecordingDriver, runs_of_triton: list[str]
-) -> None:
+def test_a_second_launch_gives_the_device_what_the_first_gave_without_asking_triton(name, driver, runs_of_triton):
     x = torch.ones(96, 128, dtype=torch.bfloat16)
     ROUND_TRIPS[name](x)
     first, num_triton_runs = driver.launches.copy(), len(runs_of_triton)
@@ -177,9 +171,7 @@ tensors = st.tuples(st.sampled_from([1, 16, 17, 64]), st.sampled_from([1, 16]), 
 
 @given(st.lists(st.tuples(tensors, st.sampled_from([0, 1])), min_size=2, max_size=5))
 @settings(max_examples=12, deadline=None)
-def test_any_tensors_after_each_other_get_the_kernels_that_triton_would_choose(
-    driver: RecordingDriver, calls: list[tuple[tuple[int, int, torch.dtype], int]]
-) -> None:
+def test_any_tensors_after_each_other_get_the_kernels_that_triton_would_choose(driver, calls):
     """Triton compiles kernels for addresses and numbers that are multiples of 16, and for numbers that are 1."""
     driver.launches.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -254,9 +246,7 @@ def test_rows_that_are_too_long_for_registers_take_one_kernel_for_all_lengths(co
     assert compilations == {"token_int4_triton._encode_long_kernel": 1, "token_int4_triton._decode_kernel": 1}
 
 
-def test_no_more_kernels_are_remembered_than_there_is_room_for(
-    driver: RecordingDriver, runs_of_triton: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_kernels_are_remembered_than_there_is_room_for(driver, runs_of_triton, monkeypatch):
     monkeypatch.setattr(_triton, "MAX_RUNNERS", 3)
     for rows in (16, 32, 48, 64):
         ROUND_TRIPS["int8"](torch.ones(rows, 64))

@@ -49,9 +49,7 @@ def test_only_what_overlaps_is_written_by_position(layout: Callable[[Tensor], Te
         ("expanded", lambda x: x[:1].expand(5, 3, 70, 4), True, True),
     ],
 )
-def test_dense_views_are_not_copied(
-    name: str, view: Callable[[Tensor], Tensor], copies_flat: bool, copies_rows: bool
-) -> None:
+def test_dense_views_are_not_copied(name, view, copies_flat, copies_rows):
     x = view(_numbered())
     for keep_rows, copies in ((False, copies_flat), (True, copies_rows)):
         shared = as_flat(x, keep_rows).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ from codec_cases import DTYPES, LAYOUTS, LOSSY, spread
 from torch import Tensor
 
 from adacc_hf.kernels._host_pool import host_pool
-from adacc_hf.kernels.codecs import Codec, codec_type, get_codec, list_codecs
+from adacc_hf.kernels.codecs import codec_type, get_codec, list_codecs
 
 EVERY_DTYPE = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int64),
@@ -62,9 +62,7 @@ def test_host_is_lossless_and_takes_no_options() -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("lossy", "dtype", "layout"), spread(LOSSY, DTYPES, LAYOUTS)[1::3], indirect=True)
-def test_a_codec_in_host_memory_decodes_as_on_the_device(
-    lossy: Codec, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
-) -> None:
+def test_a_codec_in_host_memory_decodes_as_on_the_device(lossy, dtype, layout):
     x = layout((torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 3).to(dtype))
     moved = get_codec(f"{lossy.name}+host", **json.loads(json.dumps(lossy.options)))
     lossy.fit(x)

@@ -38,9 +38,7 @@ def _steps_bound(steps: Tensor, least: int, most: int, rounding: str) -> Tensor:
     scale=st.sampled_from(sorted(FACTORS)),
     rounding=st.sampled_from(_symmetric.ROUNDINGS),
 )
-def test_symmetric_error_is_within_the_bound_on_every_element(
-    seed: int, dtype: torch.dtype, scale: str, rounding: str
-) -> None:
+def test_symmetric_error_is_within_the_bound_on_every_element(seed, dtype, scale, rounding):
     x, factor, bits = _groups(seed, dtype), FACTORS[scale], 8 if scale == "int8" else 4
     codes, peaks = _symmetric.encode_ref(x, bits, factor, rounding, seed)
     restored = _symmetric.decode_ref(codes, peaks, bits, factor, dtype).double()
@@ -66,9 +64,7 @@ def test_symmetric_error_is_within_the_bound_on_every_element(
     scale=st.sampled_from(sorted(asymmetric_int4.SCALE_FACTORS)),
     rounding=st.sampled_from(_symmetric.ROUNDINGS),
 )
-def test_asymmetric_error_is_within_the_bound_on_every_element(
-    seed: int, dtype: torch.dtype, shift: float, scale: str, rounding: str
-) -> None:
+def test_asymmetric_error_is_within_the_bound_on_every_element(seed, dtype, shift, scale, rounding):
     x = (_groups(seed, torch.float32).clamp(-1e4, 1e4) + shift).to(dtype)
     codes, offsets, half_ranges = asymmetric_int4.encode_ref(x.view(-1), SIZE, scale, rounding, seed)
     restored = asymmetric_int4.decode_ref(x.numel(), scale, codes, offsets, half_ranges).view(x.shape).double()

@@ -155,9 +155,7 @@ def _is_quick(case: str, shape: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("case", "shape"), [(c, s) for c in CASES for s in SHAPES if _is_quick(c, s)], ids=str)
-def test_codes_scales_and_values_are_bit_equal(
-    case: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
+def test_codes_scales_and_values_are_bit_equal(case, shape, dtype, device):
     x = _tensor(shape, dtype, device)
     _assert_equal(CASES[case](x), x)
 
@@ -166,11 +164,8 @@ def test_codes_scales_and_values_are_bit_equal(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 2112), (3, 2100), (2, 5003)], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("outlier-raw")])
-def test_outliers_of_rows_longer_than_a_tile_are_bit_equal(
-    case: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
-    """Programs begin in the middle of a row and touch at most two rows. Rows have whole groups, or end within a
-    group."""
+def test_outliers_of_rows_longer_than_a_tile_are_bit_equal(case, shape, dtype, device):
+    """Programs begin in the middle of a row and touch at most two rows."""
     x = _tensor(shape, dtype, device)
     _assert_equal(CASES[case](x), x)
 

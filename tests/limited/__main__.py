@@ -4,8 +4,6 @@ python tests/limited                       # all models, ten budgets each
 python tests/limited --models gpt2 vit --budgets 3 --samples 1 2 4
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

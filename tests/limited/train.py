@@ -3,8 +3,6 @@
 python tests/memory_meter --limit 12MiB tests/limited/train.py gpt2 --budget 12582912
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

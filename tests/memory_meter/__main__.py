@@ -4,8 +4,6 @@ python tests/memory_meter script.py --its arguments
 python tests/memory_meter --limit 20MiB script.py --its arguments
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import os

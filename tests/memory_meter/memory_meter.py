@@ -5,8 +5,6 @@ tests/memory_meter` started, or that have `environment()`. Memory mapped from fi
 from torch's allocator and are not counted.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Transformers passes its blocks to torch.utils.checkpoint.checkpoint. The plugin 
 recomputes all activations that it can. See docs/TRANSFORMERS_TESTS.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures that run the pinned list once without and once with the callback, and a table of the outcomes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache

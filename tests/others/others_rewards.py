@@ -1,7 +1,5 @@
 """Reward function for the reinforcement learning scripts of other packages, which import it by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -6,8 +6,6 @@ DIR is the folder examples/pytorch of a copy of Transformers. TRL's commands are
 data are made as for `make test-others`, and nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

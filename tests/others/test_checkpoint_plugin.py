@@ -1,7 +1,5 @@
 """Replacement of torch's checkpoint, called by Transformers."""
 
-from __future__ import annotations
-
 import copy
 import unittest
 from collections.abc import Iterator
@@ -44,9 +42,7 @@ def trained(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[torc
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("gpt2", 2), ("llama", 2), ("t5", 4), ("bert", 2)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_that_transformers_enables_is_ours(
-    record: Record, name: str, num_blocks: int, use_reentrant: bool
-) -> None:
+def test_checkpointing_that_transformers_enables_is_ours(record, name, num_blocks, use_reentrant):
     model, batch = ZOO[name].build(), ZOO[name].make_batch(0)
     plain = trained(model, batch)
     switch_checkpointing(model, on=True, torch_options={"use_reentrant": use_reentrant})
@@ -106,9 +102,7 @@ def test_torch_is_back_when_pytest_ends() -> None:
 
 
 @pytest.mark.parametrize(("replayed", "passes"), [(0, False), (3, True)])
-def test_a_replay_counts_as_a_second_run(
-    record: Record, monkeypatch: pytest.MonkeyPatch, replayed: int, passes: bool
-) -> None:
+def test_a_replay_counts_as_a_second_run(record, monkeypatch, replayed, passes):
     case = type("Case", (unittest.TestCase,), {})
     request = mock.Mock(cls=case)
     checkpoint_plugin.replay_is_a_second_run.__wrapped__(request, monkeypatch)

@@ -1,9 +1,5 @@
 """Other packages' scripts, trainers, methods and tests train equally with and without the callback."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 from othersrun import cases, verdicts
 
@@ -11,9 +7,7 @@ from othersrun import cases, verdicts
 @pytest.mark.others
 @pytest.mark.timeout(1800)  # the first case of a group runs the whole group
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_others(
-    case: cases.Case, outcomes: Callable, group_of: dict[str, str], record_property: Callable[[str, object], None]
-) -> None:
+def test_others(case, outcomes, group_of, record_property):
     verdict = verdicts.judge(case, *outcomes(group_of[case.name]))
     peaks = (verdict.plain_peak, verdict.peak, verdict.plain_last_peak, verdict.last_peak)
     record_property("others row", (case.name, verdict.words, *map(mebibytes, peaks)))

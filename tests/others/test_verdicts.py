@@ -1,7 +1,5 @@
 """Comparison of the runs of other packages' code. These tests run no code of other packages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

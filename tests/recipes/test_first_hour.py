@@ -1,7 +1,5 @@
 """The notebook first_hour.ipynb runs from top to bottom, and its cells show what they promise."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

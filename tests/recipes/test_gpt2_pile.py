@@ -14,9 +14,7 @@ WITH_CALLBACK = ("quantization", "adacc", "adacc_no_outlier", "adacc_compact")
 
 
 @pytest.mark.parametrize("method", ["none", "full", "compact", *WITH_CALLBACK])
-def test_every_method_trains_and_leaves_its_results(
-    method: str, tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_every_method_trains_and_leaves_its_results(method, tiny_run, tmp_path, capsys):
     metrics = gpt2_pile.main(with_setting(tiny_run, method=method, memory_budget="0.5", report=False))
     run = tmp_path / "run"
     assert 5.0 < metrics["eval_loss"] < 6.5  # ln 290 = 5.7 is chance level; after four steps the loss is still close
@@ -49,9 +47,7 @@ def test_the_pile_is_streamed(tiny_run: list[str], jsonl_file: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("has_profile", [True, False])
-def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(
-    has_profile: bool, tiny_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(has_profile, tiny_run, tmp_path, caplog):
     pytest.importorskip("matplotlib")
     checkpoint = tmp_path / "run" / "checkpoint-4"
     argv = with_setting(tiny_run, method="adacc", memory_budget="0.5")

@@ -58,9 +58,7 @@ def tiny_run(tiny_llama: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
     return with_setting([], **settings)
 
 
-def test_a_run_prints_its_plan_and_keeps_to_it(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_prints_its_plan_and_keeps_to_it(tiny_run, tmp_path, monkeypatch, capsys):
     assert command_line(long_context, tiny_run, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     text = " ".join(" ".join(lines).split())  # the plan is wrapped
@@ -85,9 +83,7 @@ def test_a_folder_of_text_is_taken_and_documents_fill_each_sequence(tiny_run: li
     assert {len(row["input_ids"]) for row in trainer.train_dataset} == {64}
 
 
-def test_a_plan_alone_needs_neither_the_device_nor_text(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_plan_alone_needs_neither_the_device_nor_text(tiny_run, tmp_path, monkeypatch, capsys):
     settings = {"device": "h100", "bf16": True, "memory_budget": "auto", "dataset": "gone.txt", "seq_len": 32768}
     argv = with_setting(tiny_run, plan_only=True, rope_theta=1e6, **settings)
     assert command_line(long_context, argv, monkeypatch) == 0

@@ -8,9 +8,7 @@ from planned_run import local_device
     ("name", "device_name"),
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L4", "l4")],
 )
-def test_the_gpu_that_is_here_is_planned_for_with_its_own_memory(
-    name: str, device_name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_gpu_that_is_here_is_planned_for_with_its_own_memory(name, device_name, monkeypatch):
     pretend_gpu(name, monkeypatch)
     device = local_device()
     assert (device.name, device.memory_bytes) == (device_name, 12345)

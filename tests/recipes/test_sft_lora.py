@@ -51,9 +51,7 @@ def losses(trainer: sft_lora.SFTTrainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_the_demo_trains_and_stores_half(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-):
+def test_the_demo_trains_and_stores_half(tiny_run, tmp_path, capsys, caplog):
     trainer, callback = trained(tiny_run)
     assert "checkpointing=True" not in caplog.text  # TRL's arguments switch checkpointing on, the recipe off
     assert len(losses(trainer)) == 5

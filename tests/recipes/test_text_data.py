@@ -38,9 +38,7 @@ def test_a_tokenizer_of_the_users_is_taken(arguments: DataArguments, tokenizer, 
     assert data.tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
-def test_a_stream_is_held_out_from_its_beginning(
-    arguments: DataArguments, jsonl_file: Path, texts: list[str], tmp_path
-):
+def test_a_stream_is_held_out_from_its_beginning(arguments, jsonl_file, texts, tmp_path):
     hub = tmp_path / "hub"
     hub.mkdir()
     jsonl_file.rename(hub / "train.jsonl")

@@ -20,9 +20,7 @@ def test_packing_keeps_every_token_in_order(documents: list[list[int]], seq_len:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["dataset", "stream"])
-def test_packed_rows_hold_the_encoded_text(
-    streamed: bool, tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
-):
+def test_packed_rows_hold_the_encoded_text(streamed, tokenizer, texts, tmp_path):
     documents = Dataset.from_dict({"text": texts * 60})  # 720 documents, more than one batch of the packer
     expected = []
     for text in documents["text"]:

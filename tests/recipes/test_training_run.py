@@ -38,9 +38,7 @@ def test_all_models_of_a_run_have_equal_weights(tiny_run: list[str]):
     assert run.seq_len == 64
 
 
-def test_a_run_that_ends_before_its_policy_has_no_callback(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_that_ends_before_its_policy_has_no_callback(tiny_run, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("adacc_hf.adapt.training_loop.TrainingLoop.num_unrecorded_steps", 1)
     run = prepare_run(arguments(tiny_run, method="adacc", memory_budget="0.5", max_steps=1))
     finished = train_once(run, "adacc", "0.5", str(tmp_path / "run"))

@@ -4,8 +4,6 @@ python tests/setups
 python tests/setups --setups vit whisper --fractions 0.7 --json runs/setups.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

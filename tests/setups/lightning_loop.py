@@ -1,7 +1,5 @@
 """Training with Lightning's Trainer on the model, the data and the loss of a set-up's Trainer."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

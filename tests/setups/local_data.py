@@ -3,8 +3,6 @@
 All data are lists and numpy arrays: the memory meter counts only torch's tensors, so that data sets are not counted.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

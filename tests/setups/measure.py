@@ -1,7 +1,5 @@
 """One training of a set-up in a process of its own: live bytes, CPU time, losses and events of each step."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import multiprocessing

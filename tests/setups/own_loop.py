@@ -1,7 +1,5 @@
 """A training loop of a user's own, with Accelerate, on the model, the data and the loss of a set-up's Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any

@@ -5,8 +5,6 @@ Trainer. Structure, batch sizes and gradient accumulation are those of the publi
 from configurations with random weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of one run under a budget against plain training and torch's checkpointing, as a row of a Markdown table."""
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 

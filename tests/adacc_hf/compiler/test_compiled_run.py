@@ -1,8 +1,5 @@
 """AdaccCallback in a run with torch_compile=True: its decisions, files and cleanup."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,6 @@ from torch._inductor import config as inductor
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
-from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.compiler import CompiledPolicy, RegionPlan
 from adacc_hf.compiler.compiled_run import CompiledRun, begin_compiled_run
 from adacc_hf.torch_glue.compat import switch_checkpointing
@@ -37,9 +33,7 @@ def _nothing_compiled():
     ("settled_for", "requested_budget", "share"),
     [(0.7, 0.7, 0.4), ("1GiB", "1GiB", 0.4), (0.7, 0.5, 0.5), ("1GiB", 0.5, 0.5), (None, "1GiB", None)],
 )
-def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(
-    tmp_path: Path, settled_for: object, requested_budget: object, share: float | None
-) -> None:
+def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(tmp_path, settled_for, requested_budget, share):
     CompiledPolicy(share=0.4, settled_for=settled_for).save(tmp_path / COMPILED_FILE)
     (tmp_path / HISTORY_FILE).write_text('[{"step": 1, "event": "change"}]')
     run, history = begin_compiled_run(
@@ -49,23 +43,6 @@ def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(
     assert [event["step"] for event in history] == [1]
     assert run.policy.share == share
     assert run.policy.settled_for == (requested_budget if requested_budget == settled_for else None)
-
-
-def test_codecs_that_the_settings_exclude_are_not_followed(tmp_path: Path, caplog) -> None:
-    stored = (("primals_1", Choice(action=Action.RETAIN)), ("mm", Choice(action=Action.COMPRESS, codec="int8")))
-    saved = CompiledPolicy(share=0.4, settled_for=0.5, regions=(RegionPlan(digest="a", stored=stored),))
-    saved.save(tmp_path / COMPILED_FILE)
-    (tmp_path / HISTORY_FILE).write_text("[]")
-    model = torch.nn.Linear(1, 1)
-    run, _ = begin_compiled_run(AdaccConfig(memory_budget=0.5), model, print, None, tmp_path)
-    run.remove()
-    assert run.policy.share == 0.4
-    run, _ = begin_compiled_run(AdaccConfig(**SETTINGS), model, print, None, tmp_path)
-    run.remove()
-    assert run.policy.settled_for is None
-    assert "compresses with int8, which actions=('retain', 'recompute') excludes: planning again" in caplog.text
-    with pytest.raises(ValueError, match=r"policy='.*' compresses with int8, which actions=.* excludes: leave out"):
-        begin_compiled_run(AdaccConfig(**SETTINGS), model, print, tmp_path / COMPILED_FILE, None)
 
 
 class Bench:
@@ -185,15 +162,6 @@ def regions():
     yield make
     for region_run in region_runs:
         region_run.run.remove()
-
-
-def test_regions_that_can_store_less_make_up_for_those_that_cannot(regions) -> None:
-    compiled_regions = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
-    for _ in range(3):
-        policy = compiled_regions.step()
-    # The budget is 1700. The second region needs 400, which leaves 1300 for three calls of the first.
-    assert compiled_regions.shares == [1300 / 3000]
-    assert policy.stored_bytes <= 1700
 
 
 def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(regions) -> None:

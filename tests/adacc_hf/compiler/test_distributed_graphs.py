@@ -4,8 +4,6 @@ DDP splits a graph at the end of a gradient bucket, so that one step has several
 compiled one by one, and share one graph.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

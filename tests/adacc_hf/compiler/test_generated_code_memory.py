@@ -1,7 +1,5 @@
 """Live bytes of generated code: of code written by hand in Inductor's style, and of Inductor's own code, measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -69,9 +67,7 @@ def asks_the_device(args: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(("function", "reason"), [(needs_data, "meta tensors"), (asks_the_device, "KeyError: 'multi_")])
-def test_what_needs_data_is_not_known(
-    function: Callable[[list[Any]], Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_needs_data_is_not_known(function, reason, caplog):
     caplog.set_level("INFO", logger="adacc_hf")
     dry_run.log_unknown.cache_clear()
     assert most_live_bytes_of_code(_code(function), _inputs(True)) is None

@@ -1,8 +1,4 @@
-"""Bytes moved by Inductor's GPU kernels to encode and decode, the basis of prices. No GPU is needed.
-
-Inductor lowers a graph of fake tensors for a simulated H100 and counts the bytes that its kernels read and write.
-Nothing is compiled or run.
-"""
+"""Bytes moved by Inductor's GPU kernels to encode and decode, the basis of prices."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -89,9 +85,7 @@ def _moved(graph: fx.Graph) -> float:
 
 
 @pytest.mark.parametrize("name", ["outlier_int4", "asymmetric_int4", "fp8", "int8"])
-def test_encoding_moves_what_it_is_priced_at(
-    name: str, coded_value: Any, forward_graph: Callable[..., fx.Graph]
-) -> None:
+def test_encoding_moves_what_it_is_priced_at(name, coded_value, forward_graph):
     codec = get_codec(name)
 
     def encoded(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

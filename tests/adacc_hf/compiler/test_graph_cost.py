@@ -36,9 +36,7 @@ def _coding(name: str, value: fx.Node, **options: Any) -> tuple[int, float, floa
 
 
 @pytest.mark.parametrize("codec", ["outlier_int4", "int8"])
-def test_a_gpu_reads_a_value_once_more_unless_a_kernel_passes_over_it(
-    codec: str, coded_value: Any, forward_graph: Callable[..., fx.Graph]
-) -> None:
+def test_a_gpu_reads_a_value_once_more_unless_a_kernel_passes_over_it(codec, coded_value, forward_graph):
     value = _value(forward_graph(coded_value.forward, "cuda"))
     _, encoding, decoding = _coding(codec, value)
     nbytes = value.meta["val"].nbytes
@@ -65,9 +63,7 @@ def test_a_mask_is_written_and_read_before_it_is_packed(forward_graph: Callable[
     assert _coding("bitmask", value)[1:] == pytest.approx((2 * value.meta["val"].nbytes, 0), abs=1)
 
 
-def test_a_cpu_takes_arithmetic_whoever_reads_the_value(
-    coded_value: Any, forward_graph: Callable[..., fx.Graph]
-) -> None:
+def test_a_cpu_takes_arithmetic_whoever_reads_the_value(coded_value, forward_graph):
     value = _value(forward_graph(coded_value.forward, "cpu"))
     payload_bytes, encoding, _ = _coding("outlier_int4", value)
     assert encoding == pytest.approx(8 * 2 * POINTWISE_FRACTION["cpu"] * value.meta["val"].nbytes, abs=1)

@@ -1,7 +1,5 @@
 """Explanation and report of a policy for compiled graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,9 +77,7 @@ def test_report_has_map_run_and_events(policy: CompiledPolicy, tmp_path: Path) -
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_command_tells_the_file_by_what_it_says_it_is(
-    policy: CompiledPolicy, tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_command_tells_the_file_by_what_it_says_it_is(policy, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "adacc_compiled.json"
     policy.save(file)

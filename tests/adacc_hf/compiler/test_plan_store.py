@@ -1,7 +1,6 @@
 """Stored plans that a later run reuses."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch._inductor import config as inductor
@@ -29,9 +28,7 @@ def test_nothing_is_kept_where_there_is_no_code_to_find(tmp_path: Path, setting:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_run_decides_alike_whatever_operators_cost_then(
-    train_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_decides_alike_whatever_operators_cost_then(train_step, tmp_path, monkeypatch):
     def run() -> RegionPlan:
         partitioner = AdaccPartitioner(store=PlanStore(tmp_path), memory_budget=0.8, actions=("retain", "recompute"))
         train_step(partitioner)
@@ -43,9 +40,7 @@ def test_a_second_run_decides_alike_whatever_operators_cost_then(
     assert run() == first
 
 
-def test_another_device_decides_by_its_own_prices(
-    train_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_device_decides_by_its_own_prices(train_step, tmp_path, monkeypatch):
     for name in ("one", "other", "other"):
         monkeypatch.setattr(partitioner, "device_name", lambda device, name=name: name)
         train_step(AdaccPartitioner(store=PlanStore(tmp_path), memory_budget=0.8))

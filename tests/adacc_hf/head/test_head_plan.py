@@ -13,10 +13,6 @@ from adacc_hf.adapt.profile_updates import with_more_memory
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_time import plain_blocks_ms
-from adacc_hf.reports.explain import explain_policy
-from adacc_hf.reports.plots import draw_frontier
-from adacc_hf.reports.report import policy_report
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import forward_loss, measure_step
 
@@ -135,20 +131,6 @@ def test_a_faster_head_costs_no_search_where_everything_fits(gpt2_like_profile, 
         facts = dict(policy.facts)
         assert (facts["solves"], facts["gap"]) == (0, 0.0)
         assert facts["status"] == ("plain" if head == "plain" else "optimal")
-
-
-def test_an_overhead_below_zero_is_shown(gpt2_like_profile, add_chunked_head, tmp_path):
-    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 3 << 30, ms=-15.0)
-    policy = solve_policy(profile, 0.95)
-    assert policy.predicted_overhead_ms < 0
-    text = explain_policy(policy, profile)
-    assert f"overhead {policy.predicted_overhead_ms:.2f} ms" in text
-    assert "chunked head (5.00 ms, " in text
-    assert "; the plain head would take 20.00 ms, " in text
-    report = policy_report(profile=profile, policy=policy).save(tmp_path).read_text()
-    assert f"| {policy.predicted_overhead_ms:.2f} |" in report
-    assert f"{100 * policy.predicted_overhead_ms / plain_blocks_ms(profile):.1f} %" in report
-    assert draw_frontier(profile, policy).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ loads a plugin by its import path, merges its settings with its own by inheritan
 a dict that every hook receives.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """AdaccLightningCallback: training equal to Lightning's, policies, checkpoints, failures and refusals."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

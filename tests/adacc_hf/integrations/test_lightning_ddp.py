@@ -1,7 +1,5 @@
 """AdaccLightningCallback with two gloo ranks under Lightning's DDP. This file is also the script that the ranks run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

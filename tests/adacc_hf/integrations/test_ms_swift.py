@@ -5,8 +5,6 @@ a Trainer makes each callback named in `--callbacks` by `callbacks_map[name](arg
 makes all of torch's checkpoints reentrant, and switches checkpointing on in the model instead of in the arguments.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import wraps

@@ -1,17 +1,14 @@
 """BlockExecutor: when it compares a call with its tape, and when it does not; calls that fill a table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from recomputed_models import recompute_all
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import AdaccConfig
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.artifacts.errors import PolicyMismatchError, UncoveredBlockError
 from adacc_hf.run import block_executor
 from adacc_hf.run.entries import FILLED_TABLE, UNRECORDED, VARYING
-from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -75,26 +72,9 @@ def test_a_first_call_with_other_operators_is_recorded_only_if_the_budget_has_ro
         assert (UNRECORDED in handle.tape_cache.fallbacks.counts) == (not has_room)
 
 
-def test_a_first_call_that_was_profiled_at_another_size_is_recorded(toy_model, toy_batch, run_steps, assert_same_steps):
-    """The first policy of a run is made from small parts of the batch, and leaves room to record the whole batch."""
-
-    def forward(block, hidden):
-        return hidden + block.down(block.up(hidden).tanh())
-
-    model, batch = toy_model(forward), toy_batch()
-    plain = run_steps(model, batch, 2)
-    part = {name: tensor[:, :3] for name, tensor in batch.items()}
-    policy = uniform_policy(profile_model(model, part, CONFIG), "recompute")
-    with apply_policy(model, policy) as handle:
-        handle.tape_cache.may_record = lambda: False
-        assert_same_steps(run_steps(model, batch, 2), plain)
-        assert not handle.tape_cache.fallbacks.counts
-
-
 @pytest.mark.parametrize("reads_other", [False, True])
 def test_calls_without_gradients_are_not_recorded(toy_model, toy_batch, run_steps, assert_same_steps, reads_other):
-    """Autograd saves nothing in the frozen feature encoder of a model of sound, whatever the length of the sound. It
-    does if a frozen block reads a tensor from elsewhere (`reads_other`) that requires gradients."""
+    """Autograd saves nothing in the frozen feature encoder of a model of sound, whatever the length of the sound."""
     scale = torch.ones(8, requires_grad=reads_other)
 
     def forward(block, hidden):

@@ -134,8 +134,7 @@ def test_removal_leaves_no_trace(recomputing, run_steps, assert_same_steps):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_layers_inside_a_block_are_not_checkpointed_meanwhile():
-    """Layers inside a block are not checkpointed while the block is. Example: Swin's stages are blocks, and the user's
-    checkpointing covers the layers inside."""
+    """Layers inside a block are not checkpointed while the block is."""
     torch.manual_seed(0)
     config = SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=2)
     model = SwinForImageClassification(config).train()
@@ -259,8 +258,7 @@ ASKERS = {
 @pytest.mark.parametrize("was_on", [False, True])
 @pytest.mark.parametrize("asker", ASKERS)
 def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_steps, assert_same_steps, asker, was_on):
-    """Code outside the blocks reads the flag's original value. TRL reads the flag before it generates, switches
-    checkpointing off, and restores the value."""
+    """Code outside the blocks reads the flag's original value."""
     model, batch = tiny_gpt2(), token_batch()
     plain = run_steps(model, batch)
     if was_on:

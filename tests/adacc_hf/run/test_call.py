@@ -180,23 +180,6 @@ def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_po
     assert live["backward"] == 0
 
 
-def test_nothing_outlives_a_recorded_graph_that_is_dropped(tiny_gpt2, token_batch, gpt2_profile):
-    """The recorded step, which holds every intermediate until a block has returned, frees its bytes with the graph too.
-    Lossless codecs only: others keep a map of their outlier channels from their first step on."""
-    model, batch = tiny_gpt2("eager"), token_batch()
-    policy = random_policy(gpt2_profile, 4, ACTIONS, lossless=True)
-    gc.collect()
-    with apply_policy(model, policy), MemoryMeter.for_device(torch.device("cpu")) as meter:
-        loss = model(**batch).loss
-        meter.mark(("forward",))
-        del loss
-        gc.collect()
-        meter.mark(("dropped",))
-    live = {point.label[0]: point.live_bytes for point in meter.points}
-    assert live["forward"] > 0
-    assert live["dropped"] == 0
-
-
 @pytest.mark.parametrize("num_steps_before", [0, 2])
 def test_a_parameter_changed_before_backward_is_refused(tiny_gpt2, token_batch, any_policy, num_steps_before):
     """A parameter changed before backward is refused (rule R11) in the recorded, the second and the third step."""

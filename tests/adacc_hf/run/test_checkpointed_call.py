@@ -179,29 +179,6 @@ def test_an_input_that_the_call_changes_is_held_as_it_is(block):
     assert coder.num_encoded == 0
 
 
-def test_backward_may_run_twice(block):
-    leaf, coder = torch.randn(4, 64, requires_grad=True), Counting()
-    torch.manual_seed(1)
-    result = run_checkpointed(block, block.forward, (leaf * 2,), {}, {(0,): (INT8, coder)}).sum()
-    result.backward(retain_graph=True)
-    once = leaf.grad.clone()
-    result.backward()
-    assert torch.equal(leaf.grad, 2 * once)
-    assert coder.num_encoded == 1
-
-
-def test_an_error_of_the_block_is_raised_and_leaves_no_hooks(block):
-    def fails(hidden):
-        block(hidden)
-        raise ValueError("it fails")
-
-    leaf = torch.randn(4, 64, requires_grad=True)
-    with pytest.raises(ValueError, match="it fails"):
-        run_checkpointed(block, fails, (leaf * 2,), {}, {(0,): (INT8, INT8)})
-    (leaf * leaf).sum().backward()
-    assert torch.equal(leaf.grad, 2 * leaf)
-
-
 @pytest.mark.parametrize("wants_gradients", [False, True])
 def test_the_second_forward_is_given_what_wants_gradients_as_the_first(block, wants_gradients, capsys):
     """In the second forward the same inputs require gradients as in the first, so that autograd saves the same

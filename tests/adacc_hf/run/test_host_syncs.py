@@ -1,7 +1,5 @@
 """Host synchronizations of a step at a new size: only where replay is compared (rules R7 and R10)."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

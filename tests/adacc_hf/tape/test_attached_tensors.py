@@ -155,22 +155,6 @@ def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch,
     assert step_memory.peak_bytes == pytest.approx(applied_policy.predicted_peak_bytes, abs=640)  # small tensors
 
 
-@pytest.mark.parametrize("policy", ["retain", "recompute", "compress"])
-def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_batch, run_steps, peak_of, policy):
-    """`enable_input_require_grads` makes the first block's input a leaf, which is live anyway."""
-    model, batch = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), toy_batch(16)
-    model.inlet.requires_grad_(False)
-    model.inlet.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
-    profile = profile_model(model, batch, CONFIG)
-    assert [shared.saved for shared in profile.shared if shared.nbytes] == [True]
-    applied_policy = uniform_policy(profile, policy)
-    with apply_policy(model, applied_policy, CONFIG):
-        run_steps(model, batch, num_steps=2)
-        step_memory = measure_step(model, batch)
-    assert step_memory.stored_bytes == applied_policy.predicted_stored_bytes
-    assert step_memory.peak_bytes == peak_of(applied_policy)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch warns that its sparse tensors may change
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact, layout):
@@ -183,14 +167,3 @@ def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, as
     model = toy_model(forward, kwargs_of=lambda x: {"adjacency": adjacency})
     profile = assert_exact(model, toy_batch(), num_policies=1)
     assert all("sparse" in kind.untrusted for kind in profile.kinds)
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still available
-def test_quantized_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact):
-    def forward(block, hidden):
-        x = block.up(hidden)
-        rounded = torch.quantize_per_tensor(x.detach(), 0.05, 128, torch.quint8).dequantize()
-        return hidden + block.down((x + (rounded - x).detach()).tanh())
-
-    profile = assert_exact(toy_model(forward), toy_batch(), num_policies=1)
-    assert all("quantized" in kind.untrusted for kind in profile.kinds)

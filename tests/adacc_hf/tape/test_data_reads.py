@@ -1,8 +1,5 @@
 """Data that a block reads into Python: detected reads, and blocks that read."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-
 import numpy as np
 import pytest
 import torch
@@ -30,32 +27,6 @@ def test_what_runs_no_operator_is_seen_too(read):
     with watched_reads(lambda tensor, by: reads.append(by)):
         read(torch.tensor([2, 4]))
     assert len(reads) == 1
-    assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
-
-
-def test_threads_that_watch_at_once_see_their_own_reads():
-    """Two threads that watch at the same time see their own reads. The first watch ends first, during the second."""
-    reads, turns = {"first": [], "second": []}, Barrier(2, timeout=120)
-
-    def watch(name, ends_first):
-        if not ends_first:
-            turns.wait()  # until the first one watches
-        with watched_reads(lambda tensor, by: reads[name].append(tensor.item())):
-            if ends_first:
-                turns.wait()
-            turns.wait()
-            torch.tensor([len(name)]).tolist()
-            turns.wait()
-            if not ends_first:
-                turns.wait()  # until the first one has stopped
-                torch.tensor([0]).tolist()
-        if ends_first:
-            turns.wait()
-
-    with ThreadPoolExecutor(2) as threads:
-        for thread in [threads.submit(watch, "first", True), threads.submit(watch, "second", False)]:
-            thread.result()
-    assert reads == {"first": [5], "second": [6, 0]}
     assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
 
 

@@ -1,7 +1,5 @@
 """Traced paths: calls of a block that run the same operators, and calls that no guard covers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -84,20 +82,6 @@ def test_blocks_of_a_class_share_their_paths(block_class, traces):
     assert len(traces) == 2
 
 
-def test_a_partial_is_looked_into(block_class):
-    """Guards look inside a partial, by which Transformers passes keyword arguments to a block."""
-    calls = Calls(block_class(lambda block, hidden, by, more: block.layer(hidden) * by * more)())
-    fn = partial(partial(calls.block, more=2.0), by=1.0)
-    keys = [
-        calls.paths.key(fn, (text(),)),
-        calls.paths.key(partial(calls.block, by=1.0, more=2.0), (text(),)),
-        calls.paths.key(partial(calls.block, text(), by=1.0, more=2.0), ()),
-    ]
-    assert keys[0] == keys[1]
-    assert calls.paths.key(partial(calls.block, by=1.5, more=2.0), (text(),)) != keys[0]
-    assert keys[2] == keys[0]
-
-
 def test_the_least_recently_used_path_goes(block_class, traces, monkeypatch):
     monkeypatch.setattr(guards, "MAX_PATHS", 3)
     calls = Calls(block_class(scaled)(scale=0.0))
@@ -160,8 +144,7 @@ def test_not_a_number_is_equal_to_itself(block_class):
 
 
 def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
-    """Arguments that Transformers only passes through are no part of the key. The number of items differs at every
-    step."""
+    """Arguments that Transformers only passes through are no part of the key."""
     calls = Calls(block_class(lambda block, hidden, **kwargs: block.layer(hidden))())
     keys = {calls.key(text(), num_items_in_batch=torch.tensor(number)) for number in range(3)}
     keys |= {calls.key(text(), num_items_in_batch=number) for number in range(5, 5 + 3)}
@@ -198,38 +181,6 @@ def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
     assert other.key() is None
     assert other.paths.untraced == calls.paths.untraced
     assert len(traces) == 1
-
-
-def test_another_model_of_the_class_is_traced_again(block_class, traces):
-    """Another model of the class is traced again, because the obstacle may be in neither key, such as a patched
-    function."""
-    helpers = [hidden_tanh]
-    make = block_class(lambda block, hidden: helpers[0](block.layer(hidden)))
-    first = Calls(make(), Untraceable())
-    first.key()
-    assert first.paths.untraced is not None
-    helpers[0] = torch.tanh
-    second = Calls(make(), Untraceable())
-    second.key()
-    assert second.paths.untraced is None
-    assert len(traces) == 2
-
-
-def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
-    """A traceable path clears the reason, whether its path is new or found by its guards."""
-
-    def code(block, hidden):
-        return hidden_tanh(block.layer(hidden)) if block.is_hidden else block.layer(hidden)
-
-    untraceable = Untraceable()
-    calls = Calls(block_class(code)(is_hidden=False), untraceable)
-    other = type(calls.block)(is_hidden=False)
-    calls.key()
-    for each in (calls, calls, Calls(other, untraceable)):
-        for each.block.is_hidden in (True, False):
-            each.key()
-            assert (each.paths.untraced is not None) == each.block.is_hidden
-    assert len(traces) == 2
 
 
 def test_a_block_that_is_another_one_at_every_call_is_traced_no_more(block_class, traces):

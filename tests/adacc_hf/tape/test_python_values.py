@@ -1,7 +1,5 @@
 """Python values that blocks read, changed during training: each value has its own tapes (rules R1 and R8)."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from adacc_hf.tape.replay import closure
 from adacc_hf.tape.replay_check import verify
-from adacc_hf.tape.tape import Blank
 
 
 class Linear(nn.Module):
@@ -63,17 +61,6 @@ def test_what_is_drawn_is_drawn_again_from_the_state_before(record_call, forward
     assert tape.values[draw_operator.generator].nbytes == before.nbytes
 
 
-@pytest.mark.parametrize("forward", [dropout, native_dropout])
-def test_a_mask_follows_from_the_state_alone(record_call, forward):
-    """A mask is redrawn from the state alone, without recomputing the masked tensor."""
-    tape, _ = record_call(forward, Linear(), given_x(2, 3, 8))
-    (draw_operator,) = random_operators(tape)
-    operators, leaves = closure(tape, draw_operator.results()[0], lambda value: False)
-    assert leaves == [draw_operator.generator]
-    assert not any("linear" in tape.operators[j].name or "addmm" in tape.operators[j].name for j in operators)
-    assert any(isinstance(leaf, Blank) for j in operators for leaf in tape.operators[j].blanks())
-
-
 def own_generator(block, x):
     return block.up(x) * torch.empty_like(x).bernoulli_(0.5, generator=torch.Generator().manual_seed(1))
 
@@ -107,8 +94,7 @@ def test_what_no_state_is_taken_for_is_not_drawn_again(record_call, forward, abl
 
 
 def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
-    """A draw from a seed that the block sets is not replayed. A plan takes the state at the last saved tensor, and
-    verification there draws other numbers."""
+    """A draw from a seed that the block sets is not replayed."""
 
     def forward(block, x):
         y = block.up(x)
@@ -120,23 +106,6 @@ def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
     assert draw_operator.may_run_again
     (mask,) = [value for value in tape.saved_values() if tape.values[value].source is None]
     assert mask not in verify(tape, recorder.bases)
-
-
-def test_each_of_several_dropouts_has_a_state_of_its_own(record_call):
-    def forward(block, x):
-        for rate in (0.1, 0.5, 0.9):
-            x = nn.functional.dropout(block.up(x), rate)
-        return x
-
-    tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
-    states = [operator.generator for operator in random_operators(tape)]
-    assert len({*states}) == 3
-    refused = verify(tape, recorder.bases)
-    assert all(not refused.isdisjoint(operator.results()) for operator in random_operators(tape))
-    tape.recomputable = refused
-    places = [num_saved for num_saved, _, _ in tape.generator_states()]
-    assert places == sorted({*places})
-    assert [value for _, value, _ in tape.generator_states()] == states
 
 
 @settings(max_examples=60)

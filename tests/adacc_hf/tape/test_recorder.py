@@ -76,18 +76,6 @@ def test_mutations_make_versions(record, x):
     assert recorder.bases[first] is not None
 
 
-def test_results_given_by_out_are_mutations(record, x):
-    def forward(block, x):
-        y = torch.empty(2, 3, 4)
-        torch.exp(x.detach(), out=y)
-        return y * 2
-
-    tape, _ = record(forward, x)
-    assert names(tape) == ["empty", "exp", "mul"]
-    assert tape.operators[1].mutations
-    assert not tape.operators[1].outputs
-
-
 def test_sources_say_where_a_value_is_found(record, x):
     mask = torch.ones(4)
     closed_over = torch.ones(4)

@@ -121,8 +121,7 @@ def runs_recurrent_cells(block, hidden):
 
 
 def test_recurrent_cells_train_exactly(toy_model, toy_batch, assert_exact):
-    """LSTM and GRU cells train exactly. LSTM runs another kernel without gradients. GRU saves parts of tensors and
-    overwrites the others, so that replay starts from retained versions that it cannot compute again."""
+    """LSTM and GRU cells train exactly."""
     profile = assert_exact(toy_model(runs_recurrent_cells, setup=add_recurrent_cells), toy_batch(), num_policies=4)
     values = {value.name: value for value in profile.kinds[0].activations if value.producer is not None}
     assert not values["lstm:mkldnn_rnn_layer"].recomputable
@@ -138,15 +137,13 @@ def writes_unseen(block, hidden):
 
 
 def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batch, assert_exact):
-    """A block with a write unseen by autograd runs under torch's checkpoint. Backward reads the changed tanh. A replay
-    would compute the original one, and the product would differ."""
+    """A block with a write unseen by autograd runs under torch's checkpoint."""
     profile = assert_exact(toy_model(writes_unseen), toy_batch())
     assert "behind autograd's back" in profile.kinds[0].untrusted
 
 
 def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
-    """Backward leaves the random generator unchanged (rule R5). Each block's dropouts are redrawn from their own
-    states."""
+    """Backward leaves the random generator unchanged (rule R5)."""
     model, batch = tiny_gpt2("eager"), token_batch()
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
     with apply_policy(model, uniform_policy(profile, "recompute")):
@@ -155,24 +152,6 @@ def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
             before = torch.get_rng_state()
             loss.backward()
             assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_fused_dropout_is_recomputed_from_its_mask_and_that_from_a_state(toy_model, toy_batch, assert_exact):
-    """native_dropout is recomputed from its mask, and the mask from a generator state (rule R5), as only the mask is
-    random."""
-
-    def forward(block, hidden):
-        thinned, _ = torch.native_dropout(block.up(hidden), 0.3, True)
-        return hidden + block.down(thinned.tanh()) * thinned
-
-    profile = assert_exact(toy_model(forward), toy_batch())
-    by_role = {value.role: value for value in profile.kinds[0].activations if "native_dropout" in value.name}
-    mask = by_role.pop("mask")
-    assert mask.dtype == "bool"
-    assert mask.recomputable
-    assert [option.codec for option in mask.codecs] == ["bitmask"]
-    (thinned,) = by_role.values()
-    assert thinned.recomputable
 
 
 @pytest.fixture

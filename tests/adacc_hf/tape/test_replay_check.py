@@ -77,8 +77,7 @@ def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, 
 
 
 def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):
-    """Nondeterminism beyond torch's seed is detected (rule R7). No two runs are equal, so there is no plain training to
-    compare."""
+    """Nondeterminism beyond torch's seed is detected (rule R7)."""
 
     def forward(block, hidden):
         return hidden + block.down(never_twice_alike(block.up(hidden)).tanh())

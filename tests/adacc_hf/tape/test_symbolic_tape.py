@@ -57,13 +57,6 @@ def test_numbers_among_arguments_are_sizes_too():
     assert few.size_class not in [sizes_of(text(2, 6), *args, block=block).size_class for args in others]
 
 
-def test_strides_and_offsets_are_no_sizes():
-    one, other = (sizes_of(torch.ones(3, 6, 8 + n, requires_grad=True)[1:, :, n:]) for n in (1, 2))
-    assert one.size_class == other.size_class
-    assert one.dimensions == other.dimensions == (2, 6, 8)
-    assert one.layout != other.layout
-
-
 def test_a_call_of_another_layout_is_of_no_family():
     family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))])
     assert family.tape_at(sizes_of(text(3, 7)), None) is not None
@@ -354,21 +347,6 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     for tokens in (9, 11, 12):
         record_block(Block(), text(3, tokens), library=library)
     assert not served(library, 10)
-
-
-def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
-    """Values that are equal at some sizes only are not merged. Example: two lengths that happen to be one give equal
-    ramps."""
-
-    def forward(layer, hidden):
-        ramps = [torch.arange(float(n)) for n in (hidden.shape[1], 7)]
-        return sum((layer(hidden).sum(1)[:, None] * ramp[:, None].exp()).sum(1) for ramp in ramps)
-
-    records = [record_of(Block(forward), text(*size)) for size in ((2, 7), (3, 8), (4, 12))]
-    assert len(records[0].tape.equal) > len(records[1].tape.equal)
-    # Ramps of the length and of the constant 7 differ by their numbers.
-    family = SymbolicTape.of(records)
-    assert family.base.equal == records[1].tape.equal
 
 
 def test_a_replay_that_failed_at_one_recorded_size_is_done_at_none():

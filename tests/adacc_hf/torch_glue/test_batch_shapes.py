@@ -74,18 +74,3 @@ def packed(lengths):
 def test_the_number_of_documents_in_a_row_is_no_size():
     assert batch_shapes(packed([5, 3, 8])) == batch_shapes(packed([10, 6]))
     assert batch_shapes(packed([5, 3])) != batch_shapes(packed([10, 6]))
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        pytest.param({"pixel_values": torch.zeros(6, 3, 8, 8), "labels": torch.arange(6)}, id="one label per image"),
-        pytest.param({"input_ids": torch.ones(4, 9).long(), "labels": torch.arange(4)}, id="one label per text"),
-        pytest.param({"tokens": torch.arange(30), "boundaries": torch.tensor([0, 30])}, id="one flat text"),
-        pytest.param({"tokens": torch.arange(30), "patches": torch.zeros(5, 99)}, id="flat text and patches"),
-        pytest.param({"input_ids": torch.ones(1, 99).long(), "sound": torch.zeros(40)}, id="sound"),
-    ],
-)
-def test_one_dimension_of_data_is_a_size(batch):
-    names = [shape.name for shape in batch_shapes(batch)]
-    assert names == sorted(batch.keys() - {"boundaries"})

@@ -1,7 +1,5 @@
 """Agreement between ranks: alone, and with two gloo processes. This file is also the script of these processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace
@@ -31,20 +29,6 @@ def raising(error: Exception):
         raise error
 
     return make
-
-
-def test_one_process_does_nothing(profile_of, tape_builder):
-    tape = tape_builder()
-    tape.operator("mul", [tape.value("input", 4)], [("out", 4)], 1.0, save=[-1])
-    profile = profile_of([tape.kind()], [0])
-    assert num_ranks() == 1
-    assert common_profile(profile) is profile
-    assert broadcast_from_first_rank(lambda: profile) is profile
-    check_same_policy(uniform_policy(profile, "retain"))
-    error = InfeasibleBudgetError("too small", 7)
-    with pytest.raises(InfeasibleBudgetError) as error_info:
-        broadcast_from_first_rank(raising(error))
-    assert error_info.value is error
 
 
 def run_rank(rank: int, folder: Path) -> None:

@@ -24,8 +24,7 @@ def hooked_model(request, tiny_gpt2):
 
 @pytest.mark.parametrize("measure", [lambda m, b: profile_model(m, b, AdaccConfig()), measure_step])
 def test_nobody_hears_of_a_profile(hooked_model, token_batch, measure):
-    """A profile calls no gradient hooks. An optimizer that steps inside backward would move the weights, ZeRO would
-    send gradients to other ranks."""
+    """A profile calls no gradient hooks."""
     model, gradients = hooked_model
     measure(model, token_batch())
     assert gradients == []

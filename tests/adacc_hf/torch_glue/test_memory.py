@@ -81,8 +81,7 @@ def test_retaining_everything_is_plain_training(profile_and_measure):
 
 
 def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_batch, peak_of):
-    """Recomputing everything peaks no higher than torch's checkpoint. Embeddings are small here, so that blocks have
-    the peak."""
+    """Recomputing everything peaks no higher than torch's checkpoint."""
     model, batch = tiny_gpt2(layers=6, width=256, n_head=4, n_positions=256), token_batch(8, 256)
     policy = uniform_policy(profile_model(model, batch), "recompute")
     with apply_policy(model, policy):
@@ -282,8 +281,7 @@ def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_no_garbage_is_collected_meanwhile(was_enabled):
-    """Garbage collection is off inside the context, and a cycle that holds a tensor stays live. It is restored
-    afterwards."""
+    """Garbage collection is off inside the context, and a cycle that holds a tensor stays live."""
     (gc.enable if was_enabled else gc.disable)()
     try:
         with garbage_collection_disabled(), MemoryMeter.for_device(CPU) as meter:

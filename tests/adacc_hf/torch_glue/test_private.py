@@ -1,7 +1,5 @@
 """Every private name of torch and Transformers in use exists in the installed releases."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import SimpleNamespace

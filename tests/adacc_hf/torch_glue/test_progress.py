@@ -1,7 +1,5 @@
 """Lines on a run's progress that are visible without a configuration of logging."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -119,19 +117,6 @@ def test_the_first_report_of_a_step_comes_after_its_normal_time(clock, normal_se
     assert clock.waits == [first, 4 * first], "reports at growing intervals"
 
 
-def test_an_error_in_a_phase_ends_its_report(clock, caplog) -> None:
-    num_threads = threading.active_count()
-
-    def fail() -> None:
-        clock.wait_for_report()
-        raise KeyError
-
-    with pytest.raises(KeyError), reported_if_slow("solving"):
-        fail()
-    assert threading.active_count() == num_threads
-    assert caplog.messages[-1] == "Adacc: solving: failed after 90 s"
-
-
 def test_an_interruption_is_timed_and_reported(clock, caplog) -> None:
     with interruption(SOLVING, "solving for another size"):
         pass
@@ -148,17 +133,3 @@ def test_an_interruption_is_timed_and_reported(clock, caplog) -> None:
     assert (profiling.kind, solving.kind) == (PROFILING, SOLVING)
     assert 0.05 <= profiling.seconds <= ended - started
     assert "Adacc: profiling a batch: done after 90 s" in caplog.messages
-
-
-def test_another_thread_does_not_interrupt_training() -> None:
-    started = time.perf_counter()
-
-    def solve() -> None:
-        with interruption(SOLVING, "solving"):
-            pass
-        assert len(interruptions_since(started)) == 1
-
-    thread = threading.Thread(target=solve)
-    thread.start()
-    thread.join()
-    assert interruptions_since(started) == []

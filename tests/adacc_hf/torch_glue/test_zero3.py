@@ -1,7 +1,4 @@
-"""ZeRO 3's parameters of a block are gathered together, and training under a policy equals plain ZeRO 3.
-
-The ranks run this file's script. Tests with DeepSpeed are skipped where it is not installed.
-"""
+"""ZeRO 3's parameters of a block are gathered together, and training under a policy equals plain ZeRO 3."""
 
 import json
 from pathlib import Path
@@ -137,8 +134,7 @@ def test_lossless_policies_are_bit_equal_to_plain_zero3(model, dtype, settings):
     ],
 )
 def test_training_in_tiles_equals_plain_zero3(model, dtype, settings):
-    """The gradients differ by the order of sums. Three steps of SGD multiply the difference of the first gradients
-    (tests/adacc_hf/test_tiles.py) by less than ten."""
+    """The gradients differ by the order of sums."""
     result = run(model, dtype, tiles=True, **settings)
     assert 0 < result["difference"] <= (1e-1 if dtype == "bf16" else 2e-5)
     assert result["fallbacks"] == result["collectives"] == 0

@@ -1,7 +1,5 @@
 """Options that runners share, and the settings that they become."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

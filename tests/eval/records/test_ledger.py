@@ -1,7 +1,5 @@
 """Records that grow point by point, survive a killed run, and belong to one run."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Speed at equal peak and peak at equal speed, interpolated on a curve."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Plots are deterministic, need only some of the points, and are readable on light and on dark pages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every committed record matches its schema, and the schemas reject invalid records."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

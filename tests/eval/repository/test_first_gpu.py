@@ -1,7 +1,5 @@
 """The script for the first minutes on a GPU: packages from wheels, and the commands in each mode."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """`adacc eval all`: the order of runners, skipped runners, and the results of failures."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """README's tables, and the tables next to the records, equal those generated from the committed JSON."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

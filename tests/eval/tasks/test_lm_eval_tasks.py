@@ -1,7 +1,5 @@
 """Sources of a data set's rows, and the error messages for invalid rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

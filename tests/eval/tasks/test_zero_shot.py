@@ -1,7 +1,5 @@
 """lm-eval's answers, compared with scores computed by hand and with log-likelihoods computed without lm-eval."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

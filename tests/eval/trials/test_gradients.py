@@ -1,7 +1,5 @@
 """Gradients of a batch, and the distance between two of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

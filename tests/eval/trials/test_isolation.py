@@ -1,7 +1,5 @@
 """Measurements in separate processes: every way to end has a status and a reason."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

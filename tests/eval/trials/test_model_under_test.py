@@ -1,7 +1,5 @@
 """Models and batches of trials are equal for equal settings, whatever the random generator's state."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

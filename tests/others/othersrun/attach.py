@@ -1,7 +1,5 @@
 """Hooks that add AdaccCallback to every Trainer of other packages' code, and record the outcome of each training."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from functools import wraps

@@ -3,8 +3,6 @@
 Packages and versions are listed in packages.txt, sources.txt and the project's constraints.txt.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 python child.py CASE_GROUP (plain|adacc) RESULT.json
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Local files in place of the hub's data sets that other packages' code loads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """PEFT's methods: (name, class of the configuration, other fields of the case)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _QV = {"target_modules": ["q_proj", "v_proj"]}

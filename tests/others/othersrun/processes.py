@@ -1,7 +1,5 @@
 """Launcher of the two processes of a group of cases, metered and without network access."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

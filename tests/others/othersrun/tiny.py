@@ -3,8 +3,6 @@
 The files are created once, in the layout of the hub's cache (HF_HOME), so that `from_pretrained` works offline.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Comparison of two runs of a case, one without and one with the callback."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
