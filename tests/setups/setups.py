@@ -10,41 +10,21 @@ from typing import Any
 
 import local_data
 import torch
+import transformers
 from datasets import Dataset
 from local_data import VOCABULARY_SIZE, Draw, rows
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    BertConfig,
-    BertModel,
-    CLIPVisionConfig,
     DataCollatorForSeq2Seq,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
     default_data_collator,
-)
+)  # fmt: skip
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 Builder = Callable[[int, dict[str, Any], list[TrainerCallback]], Trainer]
@@ -67,6 +47,21 @@ def decoder_sizes(width: int) -> dict[str, Any]:
     }
 
 
+def encoder_sizes(width: int) -> dict[str, int]:
+    """Return the sizes of an encoder in BERT's shape."""
+    return {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def built(name: str, arguments: dict[str, Any] | None = None, **sizes: Any) -> Any:
+    """Return a model of Transformers with random weights."""
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**sizes), **arguments or {})
+
+
+def accumulated(options: dict[str, Any], num_micro: int = 2, bf16: bool = True) -> dict[str, Any]:
+    return {"gradient_accumulation_steps": num_micro, "bf16": bf16, **options}
+
+
 def lora(**settings: Any) -> LoraConfig:
     """Return a LoRA configuration for all linear layers of a causal language model."""
     return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": [*ATTENTION, *MLP], **settings})
@@ -82,7 +77,7 @@ def run_clm_gpt2(width: int, options: dict[str, Any], callbacks: list[TrainerCal
     ids = rows(lambda draw: {"input_ids": draw.ids(128, 128)})
     sizes = {"n_embd": width, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY_SIZE}
     return Trainer(
-        model=GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)),
+        model=built("GPT2LMHeadModel", **sizes, bos_token_id=1, eos_token_id=1),
         args=TrainingArguments(per_device_train_batch_size=8, **options),
         train_dataset=[{**row, "labels": row["input_ids"]} for row in ids],
         data_collator=default_data_collator,
@@ -97,9 +92,8 @@ def vit(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -
         pixel_values = torch.stack([torch.tensor(example["pixel_values"]) for example in examples])
         return {"pixel_values": pixel_values, "labels": torch.tensor([example["labels"] for example in examples])}
 
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
     return Trainer(
-        model=ViTForImageClassification(ViTConfig(**sizes, image_size=112, patch_size=8, num_labels=10)),
+        model=built("ViTForImageClassification", **encoder_sizes(width), image_size=112, patch_size=8, num_labels=10),
         args=TrainingArguments(per_device_train_batch_size=8, **options),
         train_dataset=rows(lambda draw: {"pixel_values": draw.array(3, 112, 112), "labels": draw.label(10)}),
         data_collator=collate,
@@ -109,19 +103,9 @@ def vit(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -
 
 def run_summarization_t5(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """Transformers' run_summarization.py: long texts, and targets of less than 32 tokens."""
-    model = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY_SIZE,
-            d_model=width,
-            d_kv=width // 4,
-            d_ff=4 * width,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
+    sizes = {"d_model": width, "d_kv": width // 4, "d_ff": 4 * width, "num_layers": 2, "num_heads": 4}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = built("T5ForConditionalGeneration", vocab_size=VOCABULARY_SIZE, **sizes, **tokens)
     return Seq2SeqTrainer(
         model=model,
         args=Seq2SeqTrainingArguments(per_device_train_batch_size=4, **options),
@@ -139,10 +123,8 @@ def sft_handbook(width: int, options: dict[str, Any], callbacks: list[TrainerCal
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
     return SFTTrainer(
-        model=MistralForCausalLM(MistralConfig(**decoder_sizes(width))),
-        args=SFTConfig(
-            per_device_train_batch_size=4, gradient_accumulation_steps=2, max_length=256, bf16=True, **options
-        ),
+        model=built("MistralForCausalLM", **decoder_sizes(width)),
+        args=SFTConfig(per_device_train_batch_size=4, max_length=256, **accumulated(options)),
         train_dataset=Dataset.from_list(rows(chat)),
         processing_class=local_data.tokenizer(),
         peft_config=lora(r=16, lora_alpha=16, lora_dropout=0.05),
@@ -157,15 +139,8 @@ def dpo_handbook(width: int, options: dict[str, Any], callbacks: list[TrainerCal
         return {"prompt": draw.text(5, 40), "chosen": draw.text(20, 120), "rejected": draw.text(20, 120)}
 
     return DPOTrainer(
-        model=MistralForCausalLM(MistralConfig(**decoder_sizes(width))),
-        args=DPOConfig(
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            beta=0.01,
-            max_length=256,
-            bf16=True,
-            **options,
-        ),
+        model=built("MistralForCausalLM", **decoder_sizes(width)),
+        args=DPOConfig(per_device_train_batch_size=2, beta=0.01, max_length=256, **accumulated(options)),
         train_dataset=Dataset.from_list(rows(preference)),
         processing_class=local_data.tokenizer(),
         peft_config=lora(r=16, lora_alpha=16, lora_dropout=0.05),
@@ -181,15 +156,10 @@ def distinct_words(completions: list[str], **_: Any) -> list[float]:
 def grpo_open_r1(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """open-r1's GRPO: four completions per prompt, generated by the model that is trained."""
     return GRPOTrainer(
-        model=Qwen2ForCausalLM(Qwen2Config(**decoder_sizes(width))),
+        model=built("Qwen2ForCausalLM", **decoder_sizes(width)),
         reward_funcs=distinct_words,
         args=GRPOConfig(
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
-            max_completion_length=32,
-            bf16=True,
-            **options,
+            per_device_train_batch_size=4, num_generations=4, max_completion_length=32, **accumulated(options)
         ),
         train_dataset=Dataset.from_list(rows(lambda draw: {"prompt": draw.text(10, 90)})),
         processing_class=local_data.tokenizer(),
@@ -204,12 +174,10 @@ def lora_llama_factory(width: int, options: dict[str, Any], callbacks: list[Trai
         prompt, answer = draw.ids(10, 80), draw.ids(20, 200)
         return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
-    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**decoder_sizes(width))), lora(r=8, lora_alpha=16))
+    model = get_peft_model(built("LlamaForCausalLM", **decoder_sizes(width)), lora(r=8, lora_alpha=16))
     return Seq2SeqTrainer(
         model=model,
-        args=Seq2SeqTrainingArguments(
-            per_device_train_batch_size=1, gradient_accumulation_steps=8, bf16=True, **options
-        ),
+        args=Seq2SeqTrainingArguments(per_device_train_batch_size=1, **accumulated(options, 8)),
         train_dataset=rows(answered),
         data_collator=DataCollatorForSeq2Seq(local_data.tokenizer(), pad_to_multiple_of=8),
         callbacks=callbacks,
@@ -230,8 +198,8 @@ def lora_packed_axolotl(width: int, options: dict[str, Any], callbacks: list[Tra
 
     settings = {"r": 32, "lora_alpha": 16, "lora_dropout": 0.05}
     return Trainer(
-        model=get_peft_model(LlamaForCausalLM(LlamaConfig(**decoder_sizes(width))), lora(**settings)),
-        args=TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=2, bf16=True, **options),
+        model=get_peft_model(built("LlamaForCausalLM", **decoder_sizes(width)), lora(**settings)),
+        args=TrainingArguments(per_device_train_batch_size=2, **accumulated(options)),
         train_dataset=rows(packed),
         data_collator=default_data_collator,
         callbacks=callbacks,
@@ -241,20 +209,16 @@ def lora_packed_axolotl(width: int, options: dict[str, Any], callbacks: list[Tra
 def llava_lora(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """LLaVA's finetune_lora.sh: LoRA in the language model, the projector trained, the vision tower frozen."""
     image, image_token, num_patches = 48, local_data.SPECIAL_TOKENS.index("<image>"), 36
-    vision = CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=image,
-        patch_size=8,
+    vision = transformers.CLIPVisionConfig(
+        **{**encoder_sizes(width), "num_hidden_layers": 3}, image_size=image, patch_size=8
     )
-    config = LlavaConfig(
-        vision_config=vision, text_config=LlamaConfig(**decoder_sizes(width)), image_token_index=image_token
-    )
+    text = transformers.LlamaConfig(**decoder_sizes(width))
     language_layers = rf".*language_model.*\.({'|'.join([*ATTENTION, *MLP])})"
     settings = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": ["multi_modal_projector"]}
-    model = get_peft_model(LlavaForConditionalGeneration(config), lora(target_modules=language_layers, **settings))
+    llava = built(
+        "LlavaForConditionalGeneration", vision_config=vision, text_config=text, image_token_index=image_token
+    )
+    model = get_peft_model(llava, lora(target_modules=language_layers, **settings))
 
     def answered(draw: Draw) -> dict[str, Any]:
         prompt, answer = [image_token] * num_patches + draw.ids(5, 30), draw.ids(10, 120)
@@ -272,7 +236,7 @@ def llava_lora(width: int, options: dict[str, Any], callbacks: list[TrainerCallb
 
     return Trainer(
         model=model,
-        args=TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True, **options),
+        args=TrainingArguments(per_device_train_batch_size=4, **accumulated(options)),
         train_dataset=rows(answered),
         data_collator=collate,
         callbacks=callbacks,
@@ -282,22 +246,11 @@ def llava_lora(width: int, options: dict[str, Any], callbacks: list[TrainerCallb
 def whisper(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """Transformers' run_speech_recognition_seq2seq.py: sounds of one length, transcripts of several."""
     num_frames = 400
-    model = WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=VOCABULARY_SIZE,
-            d_model=width,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=4 * width,
-            decoder_ffn_dim=4 * width,
-            max_source_positions=num_frames // 2,
-            max_target_positions=64,
-            decoder_start_token_id=2,
-            **TOKENS,
-        )
-    )
+    sizes: dict[str, Any] = {"d_model": width, "max_source_positions": num_frames // 2, "max_target_positions": 64}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 4 * width}
+    tokens = {"vocab_size": VOCABULARY_SIZE, "decoder_start_token_id": 2, **TOKENS}
+    model = built("WhisperForConditionalGeneration", **sizes, **tokens)
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         features = torch.stack([torch.tensor(example["input_features"]) for example in examples])
@@ -305,7 +258,7 @@ def whisper(width: int, options: dict[str, Any], callbacks: list[TrainerCallback
 
     return Seq2SeqTrainer(
         model=model,
-        args=Seq2SeqTrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=2, **options),
+        args=Seq2SeqTrainingArguments(per_device_train_batch_size=4, **accumulated(options, bf16=False)),
         train_dataset=rows(lambda draw: {"input_features": draw.array(80, num_frames), "labels": draw.ids(5, 50)}),
         data_collator=collate,
         callbacks=callbacks,
@@ -314,21 +267,9 @@ def whisper(width: int, options: dict[str, Any], callbacks: list[TrainerCallback
 
 def wav2vec2_ctc(width: int, options: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """Transformers' run_speech_recognition_ctc.py: sounds of several lengths, a frozen feature encoder."""
-    model = Wav2Vec2ForCTC(
-        Wav2Vec2Config(
-            vocab_size=32,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            conv_dim=(width // 2,) * 7,
-            num_conv_pos_embedding_groups=4,
-            feat_extract_norm="layer",
-            do_stable_layer_norm=True,
-            layerdrop=0.0,
-            ctc_loss_reduction="mean",
-        )
-    )
+    convolutions = {"conv_dim": (width // 2,) * 7, "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}
+    settings = {"do_stable_layer_norm": True, "layerdrop": 0.0, "ctc_loss_reduction": "mean"}
+    model = built("Wav2Vec2ForCTC", vocab_size=32, **encoder_sizes(width), **convolutions, **settings)
     model.freeze_feature_encoder()
 
     def spoken(draw: Draw) -> dict[str, Any]:
@@ -345,7 +286,7 @@ def wav2vec2_ctc(width: int, options: dict[str, Any], callbacks: list[TrainerCal
 
     return Trainer(
         model=model,
-        args=TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=2, **options),
+        args=TrainingArguments(per_device_train_batch_size=4, **accumulated(options, bf16=False)),
         train_dataset=rows(spoken),
         data_collator=collate,
         callbacks=callbacks,
@@ -382,9 +323,8 @@ def triplets(width: int, options: dict[str, Any], callbacks: list[TrainerCallbac
             batch[f"{column}_attention_mask"] = (batch[f"{column}_input_ids"] != 0).long()
         return batch
 
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
     return TripletTrainer(
-        model=BertModel(BertConfig(vocab_size=VOCABULARY_SIZE, **sizes), add_pooling_layer=False),
+        model=built("BertModel", {"add_pooling_layer": False}, vocab_size=VOCABULARY_SIZE, **encoder_sizes(width)),
         args=TrainingArguments(per_device_train_batch_size=16, remove_unused_columns=False, **options),
         train_dataset=rows(
             lambda draw: {"anchor": draw.ids(6, 24), "positive": draw.ids(20, 120), "negative": draw.ids(20, 120)}
