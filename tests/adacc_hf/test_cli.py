@@ -133,15 +133,6 @@ def test_missing_file_is_one_line(files, capsys) -> None:
     assert "profile file nowhere.json" in refusal_of(["explain", files[0], "--profile", "nowhere.json"], capsys)
 
 
-def test_swapped_files_are_one_line(files, capsys) -> None:
-    assert "is not an adacc_hf policy file" in refusal_of(["explain", files[1], "--profile", files[0]], capsys)
-
-
-def test_file_that_is_not_json_is_one_line(tmp_path: Path, capsys) -> None:
-    (tmp_path / "broken.json").write_text('{"format":\n')
-    assert "is not JSON" in refusal_of(["explain", str(tmp_path / "broken.json")], capsys)
-
-
 @pytest.mark.parametrize("content", ["{}", "null", "[1]", '[{"step": 1}]', '[{"step": "1", "event": "policy"}]'])
 def test_a_file_that_is_no_history_is_one_line(files, tmp_path: Path, capsys, content: str) -> None:
     (tmp_path / HISTORY_FILE).write_text(content)

@@ -279,14 +279,6 @@ def test_the_status_is_that_of_the_child(code: str, status: int) -> None:
     assert run_child([sys.executable, "-c", code], os.environ) == status
 
 
-def test_handlers_are_restored() -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    with pytest.raises(FileNotFoundError):
-        run_child(["/nonexistent/command"], os.environ)
-    assert [signal.getsignal(number) for number in numbers] == before
-
-
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_the_child_gets_a_signal_once(name: str) -> None:
     with start(PARENT, COUNT) as process:
@@ -309,11 +301,3 @@ def test_ctrl_c_reaches_the_child_once() -> None:
         assert process.wait(240) == 11
     os.close(terminal)
     os.close(slave)
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    """As under nohup."""
-    with start(f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {PARENT}", COUNT) as process:
-        process.send_signal(signal.SIGHUP)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(240) == 11

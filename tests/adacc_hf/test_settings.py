@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,19 +24,9 @@ def autocast(dtype):
 
 
 @pytest.fixture(scope="module")
-def tiny_llama(one_thread):
-    """`tiny_llama(attention="sdpa", **config)`: a LLaMA in train mode, with the same weights at each call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def build(attention="sdpa", **config):
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        sizes |= {"intermediate_size": 48, "vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        defaults = sizes | {"attention_dropout": 0.1, "use_cache": False}
-        settings = LlamaConfig(attn_implementation=attention, **defaults | config)
-        return LlamaForCausalLM(settings).train()
-
-    return build
+def tiny_llama(tiny_llama):
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return partial(tiny_llama, attention_dropout=0.1, **tokens)
 
 
 @pytest.fixture(scope="module")

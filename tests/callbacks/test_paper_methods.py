@@ -28,8 +28,3 @@ def test_the_adacc_methods_differ_in_outliers_alone():
     assert [config.outliers for config in configs] == [True, False]
     assert configs[0] == configs[1].with_overrides(outliers=True)
     assert configs[0].memory_budget == 0.25
-
-
-def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match=r"--method=magic is unknown; choose none, full"):
-        method_callbacks("magic", "auto")

@@ -71,13 +71,6 @@ def test_libraries_run_out_of_memory_in_their_own_words(message, is_tried_again)
     assert len(run.draws) == 1 + is_tried_again
 
 
-def test_a_try_that_succeeds_leaves_the_generators_where_they_are():
-    run = Failing("cpu", num_fails=0)
-    retry(run)
-    retry(run)
-    assert run.draws[0] != run.draws[1]
-
-
 def test_what_a_broken_backward_left_is_taken_away_before_the_next_try():
     model = torch.nn.Linear(2, 1)
     earlier = model.weight.grad = torch.ones(1, 2)

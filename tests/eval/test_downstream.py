@@ -117,14 +117,3 @@ def test_a_digest_changes_with_the_model(name: str, weights: Path) -> None:
     digest_before = weights_digest(weights)
     (weights / name).write_bytes(b"other")
     assert weights_digest(weights) != digest_before
-
-
-def test_a_digest_stays_with_another_history(weights: Path) -> None:
-    digest_before = weights_digest(weights)
-    for name in ("training_args.bin", "trainer_state.json"):
-        (weights / name).write_bytes(b"other")
-    assert weights_digest(str(weights)) == digest_before
-
-
-def test_a_hub_id_has_no_digest() -> None:
-    assert weights_digest("no-such/model") is None

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import longest
-from adacc_hf.eval.trials.isolation import run_here
 
-SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--vocabulary", "64", "--rounds", "1"]
 POINT = {"status": "measured", "peak_bytes": 2**20, "ms_per_1000_tokens": {"median": 5, "low": 4, "high": 6}}
 
 
@@ -64,14 +62,3 @@ def test_a_method_without_a_fitting_length_is_listed_with_its_reason(tmp_path: P
     status, record, table = run_main(tmp_path, run, "--methods", "plain")
     assert (status, record["longest"]) == (1, {"llama": {"plain": 0}})
     assert "no reason given" in table
-
-
-def test_predicted_lengths_fit_by_counted_bytes(tmp_path: Path, few_rows) -> None:
-    options = [*SMALL, "--limit", "4MiB", "--profiled", "256", "--most", "4096", "--multiple", "32"]
-    status, record, _ = run_main(tmp_path, run_here, *options, "--methods", "plain", "chunked", "tiled", "adacc")
-    lengths = record["longest"]["llama"]
-    assert status == 0
-    assert 0 < lengths["plain"] < lengths["chunked"] < lengths["tiled"] < lengths["adacc"]
-    for method, tokens in lengths.items():
-        point = record["points"][f"llama, {method}, {tokens} tokens"]
-        assert 0.9 * 2**22 < point["peak_bytes"] <= 2**22

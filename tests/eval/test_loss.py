@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import GPT2Config
 
 from adacc_hf.eval import loss
@@ -51,16 +50,6 @@ def test_text_is_split_into_training_and_validation(tmp_path: Path) -> None:
     assert (train.tolist(), validation.tolist()) == (list(range(180)), list(range(180, 200)))
     with pytest.raises(ValueError, match="has 200 bytes, too few for --tokens=64"):
         training.read_text(str(path), 64)
-
-
-def test_sequences_depend_on_the_seed_alone() -> None:
-    text = torch.arange(256).to(torch.uint8)
-    sequences, same, other_seed = (training.ByteSequences(text, 8, 5, seed) for seed in (1, 1, 2))
-    assert len(sequences) == 5
-    assert sequences.starts == same.starts != other_seed.starts
-    row = sequences[3]
-    assert row["input_ids"].tolist() == list(range(sequences.starts[3], sequences.starts[3] + 8))
-    assert torch.equal(row["input_ids"], row["labels"])
 
 
 @pytest.fixture(scope="module")

@@ -80,11 +80,3 @@ def test_it_finds_the_largest_whatever_the_bytes(fitting: int, most: int, first:
     assert largest_batch == min(fitting, most)
     assert len(tried_batches) == len(set(tried_batches)) <= MAX_GUESSES + 2 * most.bit_length() + 1
     assert all(1 <= batch <= most for batch in tried_batches)
-
-
-@given(per_sequence=st.integers(3, 800), first=st.integers(1, 300))
-def test_bytes_in_proportion_take_three_trials(per_sequence: int, first: int) -> None:
-    fitting = (LIMIT - STATIC) // per_sequence
-    largest_batch, tried_batches = search(fitting, 4096, first, lambda batch: STATIC + per_sequence * batch)
-    assert largest_batch == fitting
-    assert len(tried_batches) <= 3

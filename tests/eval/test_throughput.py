@@ -37,14 +37,6 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path) -> None:
     assert len(info["points"]) == 12
 
 
-def test_out_of_memory_is_shown_as_such(tmp_path: Path) -> None:
-    _, record, table = run(tmp_path, "--methods", "none", "full")
-    assert record["train_info"]["points"]["none, batch 4"]["status"] == "out_of_memory"
-    plain = next(line for line in table.splitlines() if line.startswith("| plain"))
-    assert plain.split("|")[-2].strip() == "out of memory"
-    assert ">out of memory<" in (tmp_path / "throughput.svg").read_text()
-
-
 def test_a_red_gate_is_the_exit_status(tmp_path: Path) -> None:
     def red(function, order: dict, timeout_s: float) -> dict:
         return {"status": "red", "reason": "wrong gradients"}

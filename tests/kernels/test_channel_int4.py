@@ -5,16 +5,6 @@ import torch
 from adacc_hf.kernels.codecs import get_codec
 
 
-def test_a_loud_channel_does_not_disturb_its_neighbours() -> None:
-    x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
-    loud = x.clone()
-    loud[:, 3] *= 1000
-    codec = get_codec("channel_int4")
-    decoded, loud_decoded = codec.decode(codec.encode(x)), codec.decode(codec.encode(loud))
-    other_channels = [0, 1, 2, 4, 5, 6, 7]
-    torch.testing.assert_close(loud_decoded[:, other_channels], decoded[:, other_channels], rtol=0, atol=0)
-
-
 def test_a_scale_serves_group_size_rows_of_one_channel() -> None:
     codec = get_codec("channel_int4", group_size=16, scale="paper")
     x = torch.arange(1.0, 33.0)[:, None] * torch.tensor([1.0, 10.0])
@@ -28,8 +18,3 @@ def test_heads_transposed_for_attention_are_encoded_in_memory_order() -> None:
     plain, transposed = codec.encode(memory), codec.encode(memory.transpose(1, 2))
     for plain_tensor, transposed_tensor in zip(plain.tensors, transposed.tensors, strict=True):
         torch.testing.assert_close(plain_tensor, transposed_tensor, rtol=0, atol=0)
-
-
-def test_padding_and_scales_are_counted() -> None:
-    # 100 rows are two groups of 64, so that each channel has 64 bytes of codes and two peaks.
-    assert get_codec("channel_int4").predicted_bytes((100, 8), torch.float32) == 8 * (64 + 2 * 2)

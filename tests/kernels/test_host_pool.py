@@ -171,12 +171,6 @@ def test_payloads_outlive_the_last_reservation(pool: HostPool) -> None:
     assert torch.equal(pool.load(block, torch.device("cpu"))[0], tensor)
 
 
-def test_the_peak_is_that_since_the_last_reading(pool: HostPool) -> None:
-    blocks = [pool.store([torch.zeros(1)]) for _ in range(3)]
-    blocks.pop()
-    assert (pool.take_peak(), pool.take_peak()) == (3 * ALIGNMENT, 2 * ALIGNMENT)
-
-
 def test_blocks_may_be_deleted_on_other_threads(pool: HostPool) -> None:
     blocks = [pool.store([torch.zeros(1)]) for _ in range(60)]
     threads = [threading.Thread(target=blocks.pop) for _ in range(60)]

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels._layout import (
-    as_flat,
-    is_overlapping,
-    memory_positions,
-    restore,
-    rows_and_columns,
-)
+from adacc_hf.kernels._layout import as_flat, is_overlapping, memory_positions, restore, rows_and_columns
 from adacc_hf.kernels.codecs import Payload
 
 

@@ -57,17 +57,6 @@ def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> Non
     assert choice.peak_bytes == 8 + sum(BLOCK) + blocks - 1
 
 
-@given(st.lists(st.tuples(st.integers(1, 4096), st.booleans()), min_size=2, max_size=8))
-def test_what_is_named_as_the_least_is_enough(sizes_and_reads: list[tuple[int, bool]]) -> None:
-    """The budget named as the least one has a solution. Boundary values that backward does not read are not stored."""
-    graph = _chain([nbytes for nbytes, _ in sizes_and_reads], 1.0, 0.0, [is_read for _, is_read in sizes_and_reads])
-    for limits_peak in (False, True):
-        least = least_bytes(graph, SolverLog(), limits_peak=limits_peak)
-        assert least_time(
-            graph, least.peak_bytes if limits_peak else least.nbytes, SolverLog(), limits_peak=limits_peak
-        )
-
-
 def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
     graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
     least = least_bytes(graph, SolverLog(), limits_peak=True)

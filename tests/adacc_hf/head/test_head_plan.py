@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.adapt.profile_updates import with_more_memory
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
 from adacc_hf.artifacts.profile import Profile
@@ -123,16 +122,6 @@ def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_hea
             assert (dict(auto.facts)["status"], ms >= 0.0) == ("plain", True)
 
 
-def test_a_faster_head_costs_no_search_where_everything_fits(gpt2_like_profile, add_chunked_head):
-    profile = gpt2_like_profile(num_blocks=2)
-    for ms, head in ((-5.0, "chunked"), (0.0, "plain"), (5.0, "plain")):
-        policy = solve_policy(add_chunked_head(profile, 100, ms), 1.0)
-        assert (policy.head, policy.predicted_overhead_ms) == (head, min(0.0, ms))
-        facts = dict(policy.facts)
-        assert (facts["solves"], facts["gap"]) == (0, 0.0)
-        assert facts["status"] == ("plain" if head == "plain" else "optimal")
-
-
 @pytest.mark.parametrize(
     ("config", "heads"),
     [
@@ -220,11 +209,3 @@ def test_files_keep_the_head(gpt2_like_profile, add_chunked_head, tmp_path):
     assert (
         policy.predicted_overhead_ms == simulate(profile, [policy.plan_of(b.name) for b in profile.blocks]).overhead_ms
     )
-
-
-def test_more_memory_is_added_to_both_heads(gpt2_like_profile, add_chunked_head):
-    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100)
-    more = with_more_memory(profile, 64)
-    for name in profile.heads:
-        before, after = (uniform_policy(p.with_head(name), "recompute") for p in (profile, more))
-        assert after.predicted_peak_bytes == before.predicted_peak_bytes + 64

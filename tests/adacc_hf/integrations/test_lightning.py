@@ -170,15 +170,6 @@ def test_training_is_equal_to_lightnings(fit, precision, accumulate):
     assert ("bfloat16" in dtypes) == (precision == "bf16-mixed")
 
 
-def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches(fit):
-    settings = {"accumulate_grad_batches": 2, "max_steps": 6}
-    plain, _ = fit(loader=batches(5), **settings)
-    callback = AdaccLightningCallback(**HALF)
-    module, _ = fit([callback], loader=batches(5), **settings)
-    assert_equal_training(module, plain)
-    assert callback.session.num_steps == 6
-
-
 def session_events(loader: list[dict[str, torch.Tensor]]) -> list[tuple[int, str]]:
     """Return steps and kinds of the events of AdaccSession in a loop that trains on `loader`."""
     model = tiny_model()
@@ -244,18 +235,6 @@ def test_a_resumed_run_continues_with_the_policies_of_its_checkpoint(fit, tmp_pa
     assert [event["step"] for event in resumed.history if event["event"] == "policy"] == [2, 5]
     assert resumed.session.num_steps == 6
     assert len(module.losses) == 3
-
-
-def test_a_checkpoint_of_an_exception_has_the_policies(fit):
-    class Failing(lightning.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == 3:
-                raise ZeroDivisionError
-
-    callback = AdaccLightningCallback(**HALF)
-    with pytest.raises(ZeroDivisionError):
-        fit([callback, Failing()], max_steps=6)
-    assert {"adacc_policy.json", "adacc_state.json"} <= callback.state_dict()["files"].keys()
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adacc_hf.tape import guards
-from adacc_hf.tape.guards import MOST_SHORT_LIVES, SHORT_LIFE, BlockPaths, Untraceable
+from adacc_hf.tape.guards import MOST_SHORT_LIVES, BlockPaths, Untraceable
 
 
 @pytest.fixture
@@ -200,16 +200,6 @@ def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_path_is_known_alo
         calls.key()
         assert (calls.paths.untraced is None) == (calls.block.scale < MOST_SHORT_LIVES)
     assert len(traces) == MOST_SHORT_LIVES
-
-
-def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, traces):
-    """A block that changes rarely is traced at each change, such as a rate that changes every few hundred steps."""
-    calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in map(float, range(MOST_SHORT_LIVES + 4)):
-        for _ in range(SHORT_LIFE + 1):
-            calls.key()
-        assert calls.paths.untraced is None
-    assert len(traces) == MOST_SHORT_LIVES + 4
 
 
 def test_tensors_without_memory_are_not_traced(block_class, traces):

@@ -29,11 +29,6 @@ class Mlp(nn.Module):
         return self.down(torch.sin(self.change(nn.functional.silu(self.up(rows)))).tanh())
 
 
-class TwoInputs(Mlp):
-    def forward(self, rows):
-        return super().forward(rows) + self.down(self.up(rows.flip(1)))
-
-
 def module_of(part, rows=None):
     return next(iter(modules_of(Block(part), rows)), None)
 

@@ -12,14 +12,7 @@ from adacc_hf.eval.zoo.parts import VOCABULARY
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShapes
-from adacc_hf.tape.symbolic_tape import (
-    AGREED,
-    ENOUGH_RECORDS,
-    MOST_RECORDS,
-    CallSizes,
-    RecordedCall,
-    SymbolicTape,
-)
+from adacc_hf.tape.symbolic_tape import AGREED, ENOUGH_RECORDS, MOST_RECORDS, CallSizes, RecordedCall, SymbolicTape
 from adacc_hf.tape.tape_cache import TapeCache
 
 # Size classes, which differ without any polynomial

@@ -70,14 +70,6 @@ def test_a_class_that_is_gone_is_not_current(owner):
     assert not reads.are_current()
 
 
-@pytest.mark.parametrize("name", ["no identifier", "class", "absent"])
-def test_names_without_a_stable_value_are_left_out(owner, name):
-    setattr(owner, name, 1) if name != "absent" else None
-    reads = ClassReads([(owner, name)])
-    setattr(owner, name, 2)
-    assert reads.are_current()
-
-
 def patched_attributes():
     """Return the attributes of Dynamo that the contexts may replace."""
     owners = [symbolic_convert, user_defined.UserDefinedObjectVariable, user_defined.UserDefinedClassVariable]

@@ -1,7 +1,7 @@
 """A process has one session of torch's profiler: the user's takes precedence, and threads wait for each other's."""
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -54,13 +54,6 @@ def second_cycle():
         yield
 
 
-IDLE = {
-    "none": ExitStack,
-    "waits": lambda: scheduled(0, wait=2, warmup=1, active=1),
-    "is over": lambda: scheduled(3, wait=1, warmup=1, active=1, repeat=1),
-}
-
-
 @pytest.mark.parametrize("kind", AT_WORK)
 def test_a_profile_leaves_the_session_to_the_user(tiny_gpt2, token_batch, kind):
     model = tiny_gpt2()
@@ -71,13 +64,6 @@ def test_a_profile_leaves_the_session_to_the_user(tiny_gpt2, token_batch, kind):
         torch.ones(2) + 1
     assert not is_profiling()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("kind", IDLE)
-def test_a_profiler_that_does_nothing_is_no_obstacle(tiny_gpt2, token_batch, kind):
-    with IDLE[kind]():
-        assert not is_profiling()
-        assert profile_model(tiny_gpt2(), token_batch(), CONFIG).blocks
 
 
 @pytest.mark.parametrize("ends_first", [False, True])
@@ -141,12 +127,3 @@ def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
         may_continue.set()
         other.join(60)
         model(**token_batch()).loss.backward()
-
-
-def test_a_model_may_move_from_thread_to_thread(tiny_gpt2, token_batch):
-    model = tiny_gpt2()
-    profile = profile_model(model, token_batch(), CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute")):
-        for _ in range(2):
-            (error,) = in_threads(lambda _: model(**token_batch()).loss.backward(), 1)
-            assert error is None

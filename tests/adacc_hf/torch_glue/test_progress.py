@@ -110,13 +110,6 @@ def test_a_fast_phase_is_not_reported(caplog) -> None:
     assert not caplog.messages
 
 
-@pytest.mark.parametrize(("normal_seconds", "first"), [(0.0, 3.0), (60.0, 60.0)])
-def test_the_first_report_of_a_step_comes_after_its_normal_time(clock, normal_seconds, first) -> None:
-    report = SlowReport("a step", normal_seconds)
-    report.end()
-    assert clock.waits == [first, 4 * first], "reports at growing intervals"
-
-
 def test_an_interruption_is_timed_and_reported(clock, caplog) -> None:
     with interruption(SOLVING, "solving for another size"):
         pass

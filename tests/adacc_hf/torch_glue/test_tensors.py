@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.tensors import (
-    clone_with_storage,
     difference_norm,
     l2_norm,
     local_of,
@@ -43,14 +42,6 @@ def test_a_part_becomes_the_whole_again(mesh: DeviceMesh, placement) -> None:
     assert runs_on_parts(DTensor)
     assert again.placements == tensor.placements
     assert torch.equal(again.full_tensor(), tensor.full_tensor())
-
-
-def test_a_copy_has_memory_of_its_own(mesh: DeviceMesh) -> None:
-    tensor = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
-    before, copy = tensor.full_tensor().clone(), clone_with_storage(tensor)
-    local_of(copy).zero_()
-    assert copy.placements == tensor.placements
-    assert torch.equal(tensor.full_tensor(), before)
 
 
 def test_what_is_on_its_way_is_waited_for() -> None:

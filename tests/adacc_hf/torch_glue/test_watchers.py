@@ -47,16 +47,6 @@ def test_the_innermost_watcher_is_the_current_one(watchers, patch):
     assert (patch.num_applied, patch.num_undone) == (1, 1)
 
 
-def test_the_patch_is_undone_after_an_error_and_applied_anew(watchers, patch):
-    with pytest.raises(KeyError), watchers.watching("first"):
-        raise KeyError
-    assert not patch.is_applied
-    assert watchers.current() is None
-    with watchers.watching("second"):
-        assert patch.is_applied
-    assert patch.num_applied == 2
-
-
 def test_a_thread_sees_its_own_watcher_and_the_last_one_undoes_the_patch(watchers, patch):
     begun, ended = Barrier(2, timeout=120), Barrier(2, timeout=120)
 

@@ -6,7 +6,6 @@ import pytest
 
 from adacc_hf.eval.records import plots
 
-RESULTS = Path(__file__).parents[3] / "eval" / "results"
 DARK_PAGE = "#1e2129"
 """Background of the site's dark pages."""
 
@@ -54,12 +53,3 @@ def test_points_with_a_spread_and_a_label(tmp_path: Path) -> None:
     joined = (tmp_path / "joined.svg").read_text()
     assert joined.index(">slow<") < joined.index(">fast<"), "joined: the end of the line counts"
     assert joined.count("stroke-width: 1.5") > text.count("stroke-width: 1.5")
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.svg")), ids=lambda path: path.stem)
-def test_saved_plots_are_transparent(path: Path) -> None:
-    """If this test fails, run `make tables`."""
-    text = path.read_text()
-    assert plots.INK in text
-    assert "#ffffff" not in text
-    assert "#000000" not in text

@@ -14,17 +14,8 @@ from adacc_hf.eval.repository.published.measurements import (
     pairs,
     remains,
     rows,
-    sources,
-    undecidable,
 )
 from adacc_hf.eval.repository.published.prediction import MODES, OLDER, request_of
-
-
-def test_there_are_enough_of_enough_sources():
-    usable = [row for row in rows().values() if row.set_aside is None]
-    assert len(usable) >= 30
-    assert len({row.source for row in rows().values()}) >= 10
-    assert {row.source for row in rows().values()} | {item.source for item in undecidable()} <= sources().keys()
 
 
 @pytest.mark.parametrize("name", rows())
@@ -49,13 +40,6 @@ def test_the_halves_do_not_depend_on_the_order_of_rows():
     held_out_names = held_out(rows())
     assert len(held_out_names) == len(rows()) // 2
     assert held_out_names == held_out(list(reversed(list(rows()))))
-
-
-def test_there_are_enough_pairs_of_speeds_of_enough_sources():
-    usable_pairs = [pair for pair in pairs().values() if pair.set_aside is None]
-    assert len(usable_pairs) >= 8
-    assert len({pair.source for pair in usable_pairs}) >= 4
-    assert {pair.source for pair in usable_pairs} <= sources().keys()
 
 
 @pytest.mark.parametrize("name", pairs())
