@@ -92,9 +92,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     @property
     def compiled_policy(self) -> Any:
         """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`. None before the run has finished.
-
-        In a run with `torch_compile=True`, the attribute `policy` is None.
-        """
+        In a run with `torch_compile=True`, the attribute `policy` is None."""
         return self._compiled_policy
 
     def on_train_begin(
@@ -226,11 +224,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     @contextmanager
     def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
         """Use `trainer` as the callback's Trainer inside the `with` block, in which AdaccTrainerMixin calls
-        `trainer.train`.
-
-        `checkpoint` is the folder from which training resumes, or None. Inside the block, the callback does not search
-        the call stack for its Trainer. If training raises, the callback is detached.
-        """
+        `trainer.train`. `checkpoint` is the folder from which training resumes, or None. Inside the block, the callback
+        does not search the call stack for its Trainer. If training raises, the callback is detached."""
         self._trainer_run = trainer, checkpoint
         try:
             yield

@@ -27,11 +27,8 @@ class CompiledPhase(Phase):
         begin = import_module(COMPILED_RUN).begin_compiled_run
 
         def note(step: int, event: str, **figures: Any) -> None:
-            """Append an event to the history.
-
-            The function refers to `run` and not to `self`, to avoid a reference cycle: the phase keeps this function
-            alive.
-            """
+            """Append an event to the history. The function refers to `run` and not to `self`, to avoid a reference
+            cycle: the phase keeps this function alive."""
             run.history.append({"step": step, "event": event, **figures})
 
         self._compiled, run.history = begin(run.config, run.model, note, run.source, checkpoint)

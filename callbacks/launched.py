@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
@@ -19,10 +18,8 @@ from adacc_hf.callbacks.trainer_guard import calling_trainer
 
 def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: str) -> None:
     """Add an AdaccCallback to the callbacks of a Trainer that begins to train, and print a line on the main process.
-
     `settings` are the fields of AdaccConfig in JSON. If the Trainer already has an AdaccCallback, no callback is added.
-    A further field, "verify", contains settings of a StepRecorder, which `adacc verify` needs.
-    """
+    A further field, "verify", contains settings of a StepRecorder, which `adacc verify` needs."""
     fields = json.loads(settings)
     verify = fields.pop("verify", None)
     config = AdaccConfig(**fields)
@@ -43,7 +40,8 @@ def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: 
             "cannot work: train without `adacc run`, and use AdaccSession in this loop"
         )
     if state.is_world_process_zero:
-        settings_text = ", ".join(f"{name}={value!r}" for name, value in _shown_settings(callback.config).items())
+        shown = {"memory_budget": callback.config.memory_budget, **callback.config.changed_settings}
+        settings_text = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         note = "" if callback.config == config else "; the script added it, and its settings override adacc run's"
         print(
             f"adacc run: {type(caller[0]).__name__} trains with {type(callback).__name__}({settings_text}) in process "
@@ -51,8 +49,3 @@ def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: 
             file=sys.stderr,
             flush=True,
         )
-
-
-def _shown_settings(config: AdaccConfig) -> dict[str, Any]:
-    """Return the settings that `adacc run` logs when a Trainer begins to train."""
-    return {"memory_budget": config.memory_budget, **config.changed_settings}

@@ -16,10 +16,8 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallback], dict[str, Any]]:
     """Return (callbacks, changed TrainingArguments) for training by `method`, a name from the command line.
-
     `memory_budget` is the text from the command line. Only the methods that train with Adacc use this budget. CompAct's
-    optimizer is not included. Raises ValueError for an unknown method or an invalid budget.
-    """
+    optimizer is not included. Raises ValueError for an unknown method or an invalid budget."""
     budget = parse_budget(memory_budget)
     if method in ("none", "compact"):
         return [], {}

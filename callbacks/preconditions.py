@@ -38,10 +38,7 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
     """Raise RuntimeError if a Trainer begins a run with `callback` while the run of another Trainer, `trainer`, uses
-    it.
-
-    `trainer` is None if no run uses the callback.
-    """
+    it. `trainer` is None if no run uses the callback."""
     caller = calling_trainer(callback)
     if trainer is not None and caller is not None and caller[0] is not trainer:
         raise RuntimeError(
@@ -61,10 +58,8 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 
 
 def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Return True if the run's TrainingArguments or the settings of `accelerate launch` switch torch.compile on.
-
-    Raises ValueError for a backend other than Inductor, because the other backends have no partitioner.
-    """
+    """Return True if the run's TrainingArguments or the settings of `accelerate launch` switch torch.compile on. Raises
+    ValueError for a backend other than Inductor, because the other backends have no partitioner."""
     launch_backend = None if trainer is None else compiler_of(trainer)
     backend = launch_backend or (args.torch_compile_backend if args.torch_compile else None)
     if backend is None:
@@ -102,10 +97,8 @@ def refuse_host_memory(config: AdaccConfig) -> None:
 
 
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
-    """Warn, if gradient checkpointing is on, that the policy replaces it.
-
-    TRL's arguments switch checkpointing on by default.
-    """
+    """Warn, if gradient checkpointing is on, that the policy replaces it. TRL's arguments switch checkpointing on by
+    default."""
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(
             "Adacc: %s=True%s: a policy replaces checkpointing. The policy's peak may be higher than the peak of "

@@ -16,10 +16,8 @@ from adacc_hf.torch_glue.fingerprints import fingerprint, gradient_fingerprints
 
 class StepRecorder(TrainerCallback):
     """Callback that writes the file rank-N.json into `folder`: fingerprints and times of the first `num_steps` steps.
-
     If a process trains several times, only the first training is recorded. `adacc` is the callback whose policy is
-    recorded, or None.
-    """
+    recorded, or None."""
 
     def __init__(self, folder: Path, num_steps: int, adacc: AdaccCallback | None) -> None:
         self.folder = folder

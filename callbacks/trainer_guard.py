@@ -29,12 +29,9 @@ _ABSENT = object()
 
 
 class TrainerGuard:
-    """Temporary wrappers around the methods of a Trainer, for one run.
-
-    Several callbacks may share a guard. When `leave` has been called for each callback, the original methods are
-    restored. To create a guard, call `around_caller`, or `of_known` if the Trainer itself detaches the callback after a
-    failed run.
-    """
+    """Temporary wrappers around the methods of a Trainer, for one run. Several callbacks may share a guard. When
+    `leave` has been called for each callback, the original methods are restored. To create a guard, call
+    `around_caller`, or `of_known` if the Trainer itself detaches the callback after a failed run."""
 
     def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
         self.checkpoint = checkpoint
@@ -49,10 +46,8 @@ class TrainerGuard:
     @classmethod
     def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
         """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer calls `callback`.
-
         Call this method in `on_train_begin`. The Trainer is found on the call stack. If the Trainer has no guard yet, a
-        guard is installed. If the run raises, the guard calls `on_failure`, which must call `leave`.
-        """
+        guard is installed. If the run raises, the guard calls `on_failure`, which must call `leave`."""
         caller = calling_trainer(callback)
         if caller is None:
             return None
@@ -61,25 +56,24 @@ class TrainerGuard:
         if guard is None:
             guard = cls(trainer, checkpoint)
             guard._install(callback)
-        guard._admit(callback, on_failure)
+        guard._on_failure[callback] = on_failure
+        others = [other for other in guard._handler.callbacks if other not in guard._on_failure]
+        # A new list: the handler is iterating over the current one, and moving items in it would skip some.
+        guard._handler.callbacks = [*guard._on_failure, *others]
         return guard
 
     @classmethod
     def of_known(cls, trainer: Trainer, checkpoint: str | None, callback: TrainerCallback) -> TrainerGuard:
-        """Return a guard of `trainer` for `callback` alone, without a search of the call stack.
-
-        The guard wraps only the methods passed to `wrap`. If the run raises, the caller (AdaccTrainerMixin) must call
-        `leave`. `checkpoint` is the folder from which the run resumes, or None.
-        """
+        """Return a guard of `trainer` for `callback` alone, without a search of the call stack. The guard wraps only
+        the methods passed to `wrap`. If the run raises, the caller (AdaccTrainerMixin) must call `leave`. `checkpoint`
+        is the folder from which the run resumes, or None."""
         guard = cls(trainer, checkpoint)
         guard._on_failure[callback] = lambda: None
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:
-        """Remove `callback` from the guard. If no callback remains, restore the Trainer's methods.
-
-        Further calls have no effect.
-        """
+        """Remove `callback` from the guard. If no callback remains, restore the Trainer's methods. Further calls have
+        no effect."""
         if self._on_failure.pop(callback, None) is None or self._on_failure:
             return
         while self._undo:
@@ -90,14 +84,15 @@ class TrainerGuard:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = before
-        if self._handler.callbacks is not self._before:
-            self._restore_order()
+        current = self._handler.callbacks
+        if current is not self._before:  # restore the original order; callbacks added during the run come last
+            remaining = [callback for callback in self._before if callback in current]
+            self._before[:] = remaining + [callback for callback in current if callback not in remaining]
+            self._handler.callbacks = self._before
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Replace the Trainer's method `name` by `around(method, *args, **kwargs)`.
-
-        The method is restored when `leave` has been called for all callbacks of the guard.
-        """
+        """Replace the Trainer's method `name` by `around(method, *args, **kwargs)`. The method is restored when `leave`
+        has been called for all callbacks of the guard."""
         method = getattr(self.trainer, name)
         self._set(self.trainer, name, partial(around, method))
 
@@ -108,19 +103,6 @@ class TrainerGuard:
         self._guard(self._handler, "on_epoch_begin")
         for later in self._before[self._before.index(callback) + 1 :]:
             self._guard(later, "on_train_begin")
-
-    def _admit(self, callback: TrainerCallback, on_failure: Callable[[], None]) -> None:
-        self._on_failure[callback] = on_failure
-        others = [other for other in self._handler.callbacks if other not in self._on_failure]
-        # A new list: the handler is iterating over the current one, and moving items in it would skip some.
-        self._handler.callbacks = [*self._on_failure, *others]
-
-    def _restore_order(self) -> None:
-        """Restore the original order of the Trainer's callbacks. Callbacks added during the run come last."""
-        current = self._handler.callbacks
-        remaining = [callback for callback in self._before if callback in current]
-        self._before[:] = remaining + [callback for callback in current if callback not in remaining]
-        self._handler.callbacks = self._before
 
     def _guard(self, owner: Any, name: str) -> None:
         """Wrap the method `name` of `owner`. If the method raises, the function `on_failure` of every callback is
@@ -143,10 +125,8 @@ class TrainerGuard:
 
 
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
-    """Find the Trainer run that is calling `callback` on the call stack. Return (trainer, checkpoint folder).
-
-    The folder is None for a new run. The result is None if no Trainer with this callback is on the stack.
-    """
+    """Find the Trainer run that is calling `callback` on the call stack. Return (trainer, checkpoint folder). The
+    folder is None for a new run. The result is None if no Trainer with this callback is on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals

@@ -16,10 +16,8 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 
 
 class TrainerLoop(TrainingLoop):
-    """Properties of the training loop of a Trainer.
-
-    If `trainer` is None, the properties come from the TrainingArguments.
-    """
+    """Properties of the training loop of a Trainer. If `trainer` is None, the properties come from the
+    TrainingArguments."""
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
         self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer

@@ -30,22 +30,17 @@ def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, f
 
 
 class OwnLogs:
-    """Detector of the Trainer's own logs of training steps, which are made on all ranks.
-
-    User code may call `trainer.log` on one rank alone. If metrics were then gathered from all ranks, this rank would
-    hang.
-    """
+    """Detector of the Trainer's own logs of training steps, which are made on all ranks. User code may call
+    `trainer.log` on one rank alone. If metrics were then gathered from all ranks, this rank would hang."""
 
     def __init__(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
         self._last_step = self._logged_step()
 
     def has_another(self) -> bool:
-        """Return True if the Trainer itself made the current log, and not a call of `trainer.log` in user code.
-
-        If the Trainer is unknown, the source of a log is unknown too, and all logs count as the Trainer's. Call this
-        method once for each log.
-        """
+        """Return True if the Trainer itself made the current log, and not a call of `trainer.log` in user code. If the
+        Trainer is unknown, the source of a log is unknown too, and all logs count as the Trainer's. Call this method
+        once for each log."""
         before, self._last_step = self._last_step, self._logged_step()
         return self._trainer is None or self._last_step != before
 

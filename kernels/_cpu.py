@@ -56,10 +56,8 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library of C++ codec kernels.
-
-    If the library cannot be built, log one warning and return None.
-    """
+    """Return the compiled library of C++ codec kernels. If the library cannot be built, log one warning and return
+    None."""
     try:
         compiled_library = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor_flags()])))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: no home folder exists
@@ -168,10 +166,8 @@ def encode_asymmetric(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Encode a contiguous tensor in A groups of G = `group_size` elements, each group with its own offset and range.
-
     Return 4-bit codes packed two per byte, uint8 [A/2, G], offsets [A], and (max - min) / 2 of each group, [A]. They
-    equal the results of `asymmetric_int4.encode_ref`.
-    """
+    equal the results of `asymmetric_int4.encode_ref`."""
     groups = even_groups(flat_N.numel(), group_size)
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
     offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
@@ -197,10 +193,8 @@ def decode_asymmetric(
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix of C columns in A groups of G = `group_size` rows, each column of a group on its own.
-
     Return (codes, peaks): codes uint8 [A/2, G, C], and peaks [A, C]. The peak of a column in a group is the element
-    with the largest absolute value.
-    """
+    with the largest absolute value."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
@@ -223,11 +217,8 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 
 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix of R rows and C columns in FP8.
-
-    Return codes uint8 [R, C] and the absmax (largest absolute value) of each of the A groups, [A]. Both equal the
-    results of `fp8.encode_ref`.
-    """
+    """Encode a contiguous matrix of R rows and C columns in FP8. Return codes uint8 [R, C] and the absmax (largest
+    absolute value) of each of the A groups, [A]. Both equal the results of `fp8.encode_ref`."""
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
@@ -248,11 +239,9 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 
 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element, which is 1 for a nonzero element.
-
-    Return uint8 [ceil(N / 8)], equal to the result of `bitmask.encode_ref`. If `with_pattern`, also return the bit
-    pattern of the nonzero elements, which are all equal, as a tensor of shape [1].
-    """
+    """Pack one bit per element, which is 1 for a nonzero element. Return uint8 [ceil(N / 8)], equal to the result of
+    `bitmask.encode_ref`. If `with_pattern`, also return the bit pattern of the nonzero elements, which are all equal,
+    as a tensor of shape [1]."""
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
     pattern = torch.empty(1, dtype=patterns_N.dtype, device="cpu") if with_pattern else None

@@ -18,8 +18,6 @@ def is_on_host(name: str) -> bool:
 
 
 def encoding_of(name: str) -> str:
-    """Return the name of the codec that computes the payload of codec `name`: "int8" for "int8+host".
-
-    Both codecs have the same errors.
-    """
+    """Return the name of the codec that computes the payload of codec `name`: "int8" for "int8+host". Both codecs have
+    the same errors."""
     return name.removesuffix(HOST_SUFFIX)

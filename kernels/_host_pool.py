@@ -52,10 +52,8 @@ class _HostArena:
         return self.nbytes - sum(nbytes for _, nbytes in self.free)
 
     def take(self, nbytes: int) -> int | None:
-        """Mark a free part of `nbytes` as used, and return the part's offset.
-
-        Return None if no free part is large enough.
-        """
+        """Mark a free part of `nbytes` as used, and return the part's offset. Return None if no free part is large
+        enough."""
         self._collect()
         for place, (offset, size) in enumerate(self.free):
             if size >= nbytes:
@@ -109,10 +107,8 @@ class _Reservation:
 
 
 class HostPool:
-    """Pool of host memory for payloads (encoded tensors). The pool is as large as the sum of its users' reservations.
-
-    A forked process has an empty pool of its own.
-    """
+    """Pool of host memory for payloads (encoded tensors). The pool is as large as the sum of its users' reservations. A
+    forked process has an empty pool of its own."""
 
     def __init__(self) -> None:
         self._reservations: dict[int, _Reservation] = {}
@@ -200,11 +196,9 @@ class HostPool:
             self._arena = self._last_stream = None
 
     def user_deleted(self, user_id: int) -> None:
-        """End the reservation of a user that was deleted without `release`.
-
-        The garbage collector may call this at any moment, even within another method of this pool. In this case, the
-        reservation ends when the other method does.
-        """
+        """End the reservation of a user that was deleted without `release`. The garbage collector may call this at any
+        moment, even within another method of this pool. In this case, the reservation ends when the other method
+        does."""
         self._deleted_users.append(user_id)
         if self._lock.acquire(blocking=False):
             try:

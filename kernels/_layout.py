@@ -38,11 +38,8 @@ def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if elements of a tensor of this size and stride may share memory.
-
-    Elements may share memory if a dimension's stride is smaller than the range of memory that the dimensions with
-    smaller strides cover.
-    """
+    """Return True if elements of a tensor of this size and stride may share memory. Elements may share memory if a
+    dimension's stride is smaller than the range of memory that the dimensions with smaller strides cover."""
     reach = 0
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step <= reach:
@@ -52,10 +49,8 @@ def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the numbers (R, C) of rows and columns of a tensor that is treated as a matrix.
-
-    C is the last dimension, and R the product of all other dimensions. A scalar is (1, 1).
-    """
+    """Return the numbers (R, C) of rows and columns of a tensor that is treated as a matrix. C is the last dimension,
+    and R the product of all other dimensions. A scalar is (1, 1)."""
     columns = shape[-1] if shape else 1
     return prod(shape[:-1]), columns
 
@@ -66,18 +61,14 @@ def even_groups(count: int, group_size: int) -> int:
 
 
 def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype in which codecs store the peaks of a tensor of this dtype.
-
-    The peak of a group of elements is the element with the largest absolute value.
-    """
+    """Return the 16-bit dtype in which codecs store the peaks of a tensor of this dtype. The peak of a group of
+    elements is the element with the largest absolute value."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
-    """Return the tensor's elements as a contiguous tensor [N]: a view in memory order if possible, else a copy.
-
-    If `keep_rows`, elements of a row (the last dimension) stay together, for row-wise and channel-wise codecs.
-    """
+    """Return the tensor's elements as a contiguous tensor [N]: a view in memory order if possible, else a copy. If
+    `keep_rows`, elements of a row (the last dimension) stay together, for row-wise and channel-wise codecs."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     layout = (tuple(tensor.shape), tensor.stride())
@@ -88,20 +79,15 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """Return the tensor as a contiguous matrix [R, C], whose rows run along the last dimension: a view if possible,
-    else a copy.
-
-    The rows are in the order of `as_flat` with `keep_rows`.
-    """
+    else a copy. The rows are in the order of `as_flat` with `keep_rows`."""
     shape = rows_and_columns(tensor.shape)
     return tensor.view(shape) if tensor.is_contiguous() else as_flat(tensor, keep_rows=True).view(shape)
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
     """Return a new tensor with the dtype, size and stride that the original tensor had before it was encoded.
-
     `fill(out)` must write the elements. `out` is contiguous: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C]
-    in the order of `as_matrix`.
-    """
+    in the order of `as_matrix`."""
     size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
     shape = rows_and_columns(size) if keep_rows else (prod(size),)

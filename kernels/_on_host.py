@@ -61,11 +61,9 @@ class OnHost(Codec):
 
 
 class Unencoded(Codec):
-    """Codec that stores the elements of a tensor unencoded, in memory order.
-
-    The payload is a view of the tensor if possible, and `decode` returns a view of the payload. Therefore only
-    `OnHost`, which copies the payload, uses this codec.
-    """
+    """Codec that stores the elements of a tensor unencoded, in memory order. The payload is a view of the tensor if
+    possible, and `decode` returns a view of the payload. Therefore only `OnHost`, which copies the payload, uses this
+    codec."""
 
     name = HOST
     lossless = True
@@ -94,10 +92,8 @@ class Unencoded(Codec):
 
 @cache
 def host_codec(name: str) -> type[Codec]:
-    """Return the class of the codec `name`, which stores payloads in host memory.
-
-    Raises ValueError for an unknown codec.
-    """
+    """Return the class of the codec `name`, which stores payloads in host memory. Raises ValueError for an unknown
+    codec."""
     codec_class = Unencoded if name == HOST else codec_type(encoding_of(name))
     attributes = {"name": name, "__doc__": f"Codec {name}: the payload of {codec_class.__name__} in host memory."}
     return cast(type[Codec], type(f"{codec_class.__name__}OnHost", (OnHost, codec_class), attributes))

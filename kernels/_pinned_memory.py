@@ -48,7 +48,8 @@ class PinnedMemory(mmap.mmap):
         code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         self._address, self._process, self.is_pinned = address, os.getpid(), code == 0
         if code:
-            _clear_cuda_error()
+            with suppress(RuntimeError):  # clear the error, which torch would raise at its next kernel launch
+                torch.zeros(1, device="cuda")
             log.warning(
                 "Adacc: %.2f GiB of host memory cannot be pinned (CUDA error %d): the pool for payloads uses pageable "
                 "memory, whose copies are several times slower. Set a smaller host_memory, or raise the limit on "
@@ -62,13 +63,6 @@ class PinnedMemory(mmap.mmap):
         if is_own and not sys.is_finalizing():
             torch.cuda.synchronize()  # copies may be pending
             torch.cuda.cudart().cudaHostUnregister(self._address)
-
-
-def _clear_cuda_error() -> None:
-    """Clear the error that a failed call of CUDA leaves behind. Otherwise torch would raise it at its next kernel
-    launch."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 _memories: WeakSet[PinnedMemory] = WeakSet()

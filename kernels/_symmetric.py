@@ -82,11 +82,8 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
     """Return 1 / (peak * `factor`) in float32 for each peak. The code of an element is the element times this number,
-    shifted and rounded.
-
-    Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero. The peak of a group
-    is the element with the largest absolute value.
-    """
+    shifted and rounded. Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero.
+    The peak of a group is the element with the largest absolute value."""
     peaks = peaks.float()
     magnitude = peaks.abs()
     is_usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
@@ -94,12 +91,8 @@ def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
 
 
 def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
-    """Return noise for stochastic rounding, float32 [count] in [0, 1).
-
-    The noise is a hash of the element's index and the seed, without a random generator:
-
-    u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24.
-    """
+    """Return noise for stochastic rounding, float32 [count] in [0, 1). The noise is a hash of the element's index and
+    the seed, without a random generator: u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24."""
     mask = 0xFFFFFFFF
     x = (torch.arange(count, dtype=torch.int64, device=device) + seed) & mask
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
@@ -108,11 +101,8 @@ def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
 
 
 def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Tensor | float:
-    """Return the offset that is added to scaled elements before they are truncated to codes.
-
-    The offset is `zero` (the code that stands for 0.0) plus one half. For stochastic `rounding`, noise in [0, 1)
-    replaces the half.
-    """
+    """Return the offset that is added to scaled elements before they are truncated to codes. The offset is `zero` (the
+    code that stands for 0.0) plus one half. For stochastic `rounding`, noise in [0, 1) replaces the half."""
     if rounding == "nearest":
         return 0.5 + zero
     return noise_ref(x.numel(), seed, x.device).view(x.shape) + zero
@@ -134,32 +124,26 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
 
 
 def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode `x_AGB` by `encode(x_AGB, offset)`, and pack the resulting 4-bit codes, two per byte.
-
-    Return the packed codes [A/2, G, B], and the other tensors that `encode` returns.
-    """
+    """Encode `x_AGB` by `encode(x_AGB, offset)`, and pack the resulting 4-bit codes, two per byte. Return the packed
+    codes [A/2, G, B], and the other tensors that `encode` returns."""
     is_strided = x_AGB.dim() > 2  # Inductor computes peaks and codes of strided groups in separate kernels anyway
     encode_all = packed_at_once if is_strided or x_AGB.device.type == "cpu" else packed_side_by_side
     return encode_all(encode, x_AGB, offset)
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte.
-
-    Return the packed codes and the other tensors that `encode` returns. On a CPU, this function is faster than
-    `packed_side_by_side`. In a compiled graph for a GPU, it would need two kernels that read all of `x_AGB`.
-    """
+    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return the packed codes and the other
+    tensors that `encode` returns. On a CPU, this function is faster than `packed_side_by_side`. In a compiled graph for
+    a GPU, it would need two kernels that read all of `x_AGB`."""
     codes, *rest = encode(x_AGB, offset)
     half = codes.shape[0] // 2
     return codes[:half] | (codes[half:] << 4), *rest
 
 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode each half of the groups with `encode`, and pack the 4-bit codes of both halves, two per byte.
-
-    Return the packed codes and the other tensors that `encode` returns. Inductor compiles this function to one kernel
-    for a GPU.
-    """
+    """Encode each half of the groups with `encode`, and pack the 4-bit codes of both halves, two per byte. Return the
+    packed codes and the other tensors that `encode` returns. Inductor compiles this function to one kernel for a
+    GPU."""
     half = x_AGB.shape[0] // 2
     offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
     low, *rest_of_low = encode(x_AGB[:half], offsets[0])
@@ -168,8 +152,7 @@ def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | fl
 
 
 def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Encode `x_AGB` with plain torch operators. Return (codes before packing, 16-bit peaks). The peak of a group is
-    the element with the largest absolute value."""
+    """Encode `x_AGB` with plain torch operators. Return (codes before packing, 16-bit peaks)."""
     _, least, most = CODE_RANGES[bits]
     peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
     shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + offset
@@ -177,10 +160,8 @@ def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) 
 
 
 def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
-    """Decode codes and peaks, the results of `encode_ref`, with plain torch. Return [A, G, B] in `dtype`.
-
-    Every element of a group with a non-finite peak is non-finite.
-    """
+    """Decode codes and peaks, the results of `encode_ref`, with plain torch. Return [A, G, B] in `dtype`. Every element
+    of a group with a non-finite peak is non-finite."""
     steps = (unpack_ref(codes) if bits == 4 else codes).float() - CODE_RANGES[bits][0]
     return (steps * (peaks_AB.float() * factor)[:, None]).to(dtype)
 

@@ -107,10 +107,8 @@ def next_power_of_2(number: int) -> int:
 
 @triton.jit
 def peak_keys(x, SIGNED: tl.constexpr):
-    """Return uint32 keys that sort the elements of x by magnitude, with NaN largest.
-
-    A key is the bits of the element as a float32. The sign is moved to the lowest bit if SIGNED, and dropped otherwise.
-    """
+    """Return uint32 keys that sort the elements of x by magnitude, with NaN largest. A key is the bits of the element
+    as a float32. The sign is moved to the lowest bit if SIGNED, and dropped otherwise."""
     bits = widened(x).to(tl.uint32, bitcast=True)
     keys = bits << 1
     if SIGNED:
@@ -121,10 +119,8 @@ def peak_keys(x, SIGNED: tl.constexpr):
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
     """Convert `key`, the largest key that `peak_keys` returned for a group, back to the float32 element: the group's
-    peak.
-
-    `dtype` is the dtype of the encoded tensor. If `dtype` is float32, the peak is truncated to a bfloat16 number.
-    """
+    peak. `dtype` is the dtype of the encoded tensor. If `dtype` is float32, the peak is truncated to a bfloat16
+    number."""
     bits = (key >> 1) | (key << 31)
     if dtype == tl.float32:
         bits = bits & 0xFFFF0000
@@ -139,10 +135,8 @@ def upper_half(bits):
 
 @triton.jit
 def in_16_bits(peak, dtype: tl.constexpr):
-    """Convert a group's peak, a float32 number, to the 16-bit dtype in which it is stored.
-
-    Peaks of float16 tensors are stored as float16, peaks of all other tensors as bfloat16.
-    """
+    """Convert a group's peak, a float32 number, to the 16-bit dtype in which it is stored. Peaks of float16 tensors are
+    stored as float16, peaks of all other tensors as bfloat16."""
     return peak.to(tl.float16) if dtype == tl.float16 else upper_half(peak.to(tl.uint32, bitcast=True))
 
 
@@ -157,11 +151,9 @@ def inverse_of(peak, factor):
 
 @triton.jit
 def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
-    """Return the float32 offset that is added to scaled elements before they are truncated to codes.
-
-    The offset is `zero` (the code that stands for 0.0) plus one half. If STOCHASTIC, noise in [0, 1) replaces the half.
-    The noise is a hash of `seed` and of `index`, the element's index in the flat tensor.
-    """
+    """Return the float32 offset that is added to scaled elements before they are truncated to codes. The offset is
+    `zero` (the code that stands for 0.0) plus one half. If STOCHASTIC, noise in [0, 1) replaces the half. The noise is
+    a hash of `seed` and of `index`, the element's index in the flat tensor."""
     fraction = 0.5
     if STOCHASTIC:
         x = index.to(tl.uint32) + seed.to(tl.uint32)

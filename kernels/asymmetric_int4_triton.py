@@ -126,9 +126,7 @@ def _decode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups from their unpacked int32 codes [T, G], and store the elements. Each byte packs the codes of two
-    groups, one from each half of the tensor. The caller therefore decodes one half of the groups, then the other
-    half."""
+    """Decode T groups from their unpacked int32 codes [T, G], and store the elements."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -167,10 +165,8 @@ def _decode_kernel(
 def encode(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and (max - min) / 2 of each group.
-
-    The result equals `asymmetric_int4.encode_ref`, bit for bit. `zero` is the code that decodes to the group's offset.
-    """
+    """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and (max - min) / 2 of each group. The
+    result equals `asymmetric_int4.encode_ref`, bit for bit. `zero` is the code that decodes to the group's offset."""
     numel = flat_N.shape[0]
     groups = even_groups(numel, group_size)
     codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)

@@ -17,19 +17,13 @@ from adacc_hf.kernels.codecs import MASK, Codec, Kernels, register
 
 # Integer dtypes by element width. The patterns of bool, with width 1, are 0 and 1.
 PATTERN_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-DTYPES = (
-    *(torch.bool, torch.uint8, torch.float64),
-    *PATTERN_DTYPES.values(),
-    *_symmetric.FLOAT_DTYPES,
-)
+DTYPES = (*(torch.bool, torch.uint8, torch.float64), *PATTERN_DTYPES.values(), *_symmetric.FLOAT_DTYPES)
 
 
 def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Return one bit per element of `patterns_N`, packed into uint8 [ceil(N / 8)]. A bit is 1 for a nonzero element.
-
-    If `with_pattern`, also return the bit pattern of the nonzero elements, which are all equal, as a tensor of shape
-    [1]. The pattern is 0 if all elements are 0.
-    """
+    """Return one bit per element of `patterns_N`, packed into uint8 [ceil(N / 8)]. A bit is 1 for a nonzero element. If
+    `with_pattern`, also return the bit pattern of the nonzero elements, which are all equal, as a tensor of shape [1].
+    The pattern is 0 if all elements are 0."""
     num_bytes = -(-patterns_N.shape[0] // 8)
     padded = _symmetric.pad_to(patterns_N, 8 * num_bytes)
     # int32, because code compiled for a CPU takes 14 ms for 2**20 bytes or booleans, and 0.1 ms for int32.
@@ -46,20 +40,16 @@ def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
-    """Decode packed bits to N = `numel` elements: 0 where the bit is 0, `pattern` where the bit is 1.
-
-    If no pattern is passed, return uint8 zeros and ones.
-    """
+    """Decode packed bits to N = `numel` elements: 0 where the bit is 0, `pattern` where the bit is 1. If no pattern is
+    passed, return uint8 zeros and ones."""
     bits = torch.cat([(packed >> j) & 1 for j in range(8)])[:numel]
     return bits.to(pattern[0].dtype) * pattern[0] if pattern else bits
 
 
 @register
 class Bitmask(Codec):
-    """Codec bitmask: 1 bit per element, and the one value that all nonzero elements share.
-
-    The codec is lossless for tensors for which `accepts` returns True.
-    """
+    """Codec bitmask: 1 bit per element, and the one value that all nonzero elements share. The codec is lossless for
+    tensors for which `accepts` returns True."""
 
     name = "bitmask"
     lossless = True
@@ -72,10 +62,8 @@ class Bitmask(Codec):
 
     @torch.no_grad()
     def accepts(self, tensor: Tensor) -> bool:
-        """Return True if all nonzero elements of `tensor` have the same bit pattern. -0.0 counts as nonzero.
-
-        The test synchronises with the device.
-        """
+        """Return True if all nonzero elements of `tensor` have the same bit pattern. -0.0 counts as nonzero. The test
+        synchronises with the device."""
         if not self.supports(tuple(tensor.shape), tensor.dtype):
             return False
         if tensor.dtype == torch.bool or tensor.numel() == 0:

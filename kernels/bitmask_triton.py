@@ -60,11 +60,9 @@ def _decode_kernel(
 
 
 def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element on a GPU, 1 for a nonzero element.
-
-    Return uint8 [ceil(N / 8)], as `bitmask.encode_ref` does. If `with_pattern`, also return the bit pattern of the
-    nonzero elements, which are all equal, as a tensor of shape [1]. If all elements are 0, the pattern is unspecified.
-    """
+    """Pack one bit per element on a GPU, 1 for a nonzero element. Return uint8 [ceil(N / 8)], as `bitmask.encode_ref`
+    does. If `with_pattern`, also return the bit pattern of the nonzero elements, which are all equal, as a tensor of
+    shape [1]. If all elements are 0, the pattern is unspecified."""
     numel = patterns_N.shape[0]
     packed = patterns_N.new_empty(cdiv(numel, 8), dtype=torch.uint8)
     pattern = patterns_N.new_empty(1) if with_pattern else None

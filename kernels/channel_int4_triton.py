@@ -36,8 +36,7 @@ ENCODED_ELEMENTS = 64
 
 @triton.jit
 def _first_places(columns, COLUMNS: tl.constexpr):
-    """Return (index of a pair of groups, first column) that the running program handles. A pair is one group of each
-    half of the tensor."""
+    """Return (index of a pair of groups, first column) that the running program handles."""
     blocks = (columns + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks * COLUMNS
 
@@ -95,9 +94,7 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, group, first_column, rows, columns, factor, G: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Decode one group of rows from its unpacked int32 codes [G, COLUMNS] and one peak per column. Store the elements.
-    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
-    the groups, then the other half."""
+    """Decode one group of rows from its unpacked int32 codes [G, COLUMNS] and one peak per column."""
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     peak = tl.load(peaks_ptr + group.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
@@ -130,10 +127,8 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix on a GPU.
-
-    Return packed codes and peaks, equal to the results of `channel_int4.encode_ref`.
-    """
+    """Encode a contiguous matrix on a GPU. Return packed codes and peaks, equal to the results of
+    `channel_int4.encode_ref`."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = x_RC.new_empty(groups // 2, group_size, columns, dtype=torch.uint8)

@@ -37,11 +37,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def without_gradients(function: F) -> F:
-    """Decorate a function to run with gradients disabled, as under torch.no_grad().
-
-    If gradients are disabled already, torch.no_grad() is skipped, because it takes ten times as long as the check.
-    Gradients are disabled whenever a block's tensors are encoded or decoded, some hundreds of times a step.
-    """
+    """Decorate a function to run with gradients disabled, as under torch.no_grad(). If gradients are disabled already,
+    torch.no_grad() is skipped, because it takes ten times as long as the check. Gradients are disabled whenever a
+    block's tensors are encoded or decoded, some hundreds of times a step."""
 
     @wraps(function)
     def run(*arguments: Any) -> Any:
@@ -140,10 +138,8 @@ class Codec:
     @classmethod
     @cache
     def option_names(cls) -> tuple[str, ...]:
-        """Return the names of the codec's options, which are the parameters of its constructor.
-
-        The names are cached, because inspecting a class takes as long as encoding a small tensor.
-        """
+        """Return the names of the codec's options, which are the parameters of its constructor. The names are cached,
+        because inspecting a class takes as long as encoding a small tensor."""
         return tuple(inspect.signature(cls).parameters)
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -151,10 +147,8 @@ class Codec:
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Return True if the codec can encode this tensor.
-
-        Call this method only while profiling, because the method may read the data.
-        """
+        """Return True if the codec can encode this tensor. Call this method only while profiling, because the method
+        may read the data."""
         return self.supports(tuple(tensor.shape), tensor.dtype)
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -162,25 +156,18 @@ class Codec:
         raise NotImplementedError
 
     def fit(self, tensor: Tensor) -> None:
-        """Set the codec's state that depends on data, such as the choice of outlier channels, from `tensor`.
-
-        Call this method in tracking steps only, in which outliers and errors are measured. Most codecs have no state.
-        """
+        """Set the codec's state that depends on data, such as the choice of outlier channels, from `tensor`. Call this
+        method in tracking steps only, in which outliers and errors are measured. Most codecs have no state."""
 
     def count_outliers(self, tensor: Tensor) -> int:
-        """Return the number of channels of `tensor` with unusually large values.
-
-        Call this method only in tracking steps, in which outliers and errors are measured, because it synchronises with
-        the device.
-        """
+        """Return the number of channels of `tensor` with unusually large values. Call this method only in tracking
+        steps, in which outliers and errors are measured, because it synchronises with the device."""
         raise NotImplementedError(f"codec {self!r} stores no outliers")
 
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
-        """Return a payload (encoded tensor) from which `decode` restores `tensor`.
-
-        The payload does not refer to `tensor` or its storage.
-        """
+        """Return a payload (encoded tensor) from which `decode` restores `tensor`. The payload does not refer to
+        `tensor` or its storage."""
         self._require(tensor)
         x = as_matrix(tensor) if self.keeps_rows else as_flat(tensor)
         kernels = self._kernels_for(x)
@@ -201,15 +188,13 @@ class Codec:
         return restore(fill, payload, self.keeps_rows)
 
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
-        """Return the codec's kernels for the device of `tensor`, or None if plain torch is used. The kernels are
-        Triton's on a GPU, or C++ on a CPU if the C++ code can be built."""
+        """Return the codec's kernels for the device of `tensor`, or None if plain torch is used."""
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
         return self.cpu if tensor.is_cpu and _cpu.library() is not None else None
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode `x` with `kernels`, and return the tensors to store. `x` is [N], or a matrix [R, C] if
-        `keeps_rows`."""
+        """Encode `x` with `kernels`, and return the tensors to store."""
         raise NotImplementedError
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
@@ -217,8 +202,7 @@ class Codec:
         raise NotImplementedError
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode `x` with plain torch, and return the tensors to store. The results of all kernels must equal this
-        result. `x` is [N], or a matrix [R, C] if `keeps_rows`."""
+        """Encode `x` with plain torch, and return the tensors to store."""
         return self.encode_traceable(x)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -256,10 +240,8 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register(codec_class: C) -> C:
-    """Add a codec class to the registry under its `name`. Use this function as a decorator.
-
-    Raise ValueError if the attributes of the class are inconsistent.
-    """
+    """Add a codec class to the registry under its `name`. Use this function as a decorator. Raise ValueError if the
+    attributes of the class are inconsistent."""
     name, unknown = codec_class.name, sorted(codec_class.suits.difference(ROLES))
     if unknown:
         raise ValueError(f"codec {name!r}: suits={unknown} are unknown: choose from {', '.join(ROLES)}")
@@ -299,10 +281,8 @@ def list_codecs() -> list[str]:
 
 
 def get_codec(name: str, **options: Any) -> Codec:
-    """Return a codec, built from a codec's name and options.
-
-    Raise ValueError for an unknown name, an unknown option or a value out of range.
-    """
+    """Return a codec, built from a codec's name and options. Raise ValueError for an unknown name, an unknown option or
+    a value out of range."""
     cls = codec_type(name)
     option_names = cls.option_names()
     for option in options:
@@ -314,10 +294,7 @@ def get_codec(name: str, **options: Any) -> Codec:
 
 def codec_type(name: str) -> type[Codec]:
     """Return the class of the codec `name`. The name "host", or "<codec>+host", is a codec that stores payloads in host
-    memory.
-
-    Raises ValueError for an unknown name.
-    """
+    memory. Raises ValueError for an unknown name."""
     _import_codecs()
     if is_on_host(name):
         return import_module(f"{_PACKAGE}._on_host").host_codec(name)

@@ -33,11 +33,8 @@ HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 
 
 def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
     """Convert float32 elements to uint8 E4M3 codes. `scaled` are the elements after scaling, at most 452 in magnitude.
-
-    Round to nearest even. If `noise` in [0, 1) is given, round stochastically.
-
-    Elements beyond 448 get the code of 448. Codes of non-finite elements are unspecified.
-    """
+    Round to nearest even. If `noise` in [0, 1) is given, round stochastically. Elements beyond 448 get the code of 448.
+    Codes of non-finite elements are unspecified."""
     bits = scaled.view(torch.int32)
     # Exponent of each element minus the exponent of the least normal number. Below that number, steps no longer shrink.
     above = ((bits & EXPONENT) - LEAST_NORMAL).clamp(min=0)
@@ -74,10 +71,8 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch. Return [R, C] in `dtype`.
-
-    Every element of a group whose absmax (largest absolute value) is non-finite is non-finite.
-    """
+    """Decode the results of `encode_ref` with plain torch. Return [R, C] in `dtype`. Every element of a group whose
+    absmax (largest absolute value) is non-finite is non-finite."""
     numbers_AG = numbers_ref(_groups_of_rows(codes, group_size))
     scales_A = peaks.float() * FACTOR * HALF_SCALE
     return _rows_of_groups((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
@@ -98,8 +93,7 @@ def _groups_of_rows(x_RC: Tensor, group_size: int) -> Tensor:
 
 
 def _rows_of_groups(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """Join the groups made by `_groups_of_rows`, and return the original rows [R, C]. If the groups contain padding,
-    the result is a copy without the padding."""
+    """Join the groups made by `_groups_of_rows`, and return the original rows [R, C]."""
     missing = _missing_elements(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_certainly_zero(missing) else x_RW[:, :columns].clone()

@@ -108,18 +108,15 @@ def _decode_kernel(
 
 
 def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched. If
-    all groups are whole, the matrix counts as one long row."""
+    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched."""
     rows, columns = x_RC.shape
     is_ragged = columns % group_size != 0 and rows != 1
     return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return (codes, peaks), equal to the results of `fp8.encode_ref`.
-
-    A peak is the largest absolute value of a group.
-    """
+    """Encode a contiguous matrix in FP8 on a GPU. Return (codes, peaks), equal to the results of `fp8.encode_ref`. A
+    peak is the largest absolute value of a group."""
     columns, groups, is_ragged = _launch_shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))

@@ -73,9 +73,7 @@ def _decode_kernel(
 
 def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous tensor in INT8 on a GPU. Return codes and the absmax (largest absolute value) of each group.
-
-    The results equal the results of `int8.encode_ref`.
-    """
+    The results equal the results of `int8.encode_ref`."""
     numel = flat_N.shape[0]
     groups = cdiv(numel, group_size)
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)

@@ -56,22 +56,16 @@ def channel_sums(tensor: Tensor) -> Tensor:
 
 
 def zscores(sums_C: Tensor) -> Tensor:
-    """Return the Z-score of each channel from `sums_C`, the channels' sums of magnitudes, as float32 [C] (eq. 1).
-
-    The Z-score is the distance of the channel's sum from the mean sum, in standard deviations.
-
-    Return 0 for all channels if all sums are equal.
-    """
+    """Return the Z-score of each channel from `sums_C`, the channels' sums of magnitudes, as float32 [C] (eq. 1). The
+    Z-score is the distance of the channel's sum from the mean sum, in standard deviations. Return 0 for all channels if
+    all sums are equal."""
     deviation = sums_C.std(correction=0)
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
 
 
 def count_outliers(tensor: Tensor) -> int:
-    """Return the number of channels of `tensor` whose Z-score is above ZSCORE_THRESHOLD.
-
-    Call this function only in tracking steps, in which outliers and errors are measured, because it synchronises with
-    the device.
-    """
+    """Return the number of channels of `tensor` whose Z-score is above ZSCORE_THRESHOLD. Call this function only in
+    tracking steps, in which outliers and errors are measured, because it synchronises with the device."""
     return int((zscores(channel_sums(tensor)) > ZSCORE_THRESHOLD).sum())
 
 
@@ -120,8 +114,7 @@ def decode_ref(
 
 
 def _channel_mask(indices: Tensor, columns: int) -> Tensor:
-    """Return a mask [K, C] that is True where column c is the k-th of `indices`. In a compiled graph, selecting by this
-    mask fuses with neighbouring operators. Writing at indices does not fuse."""
+    """Return a mask [K, C] that is True where column c is the k-th of `indices`."""
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
@@ -206,10 +199,8 @@ class OutlierInt4(Codec):
         return encode_ref(x, indices, self.group_size, self._factor, self.rounding, self.seed)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Encode a contiguous tensor in a compiled graph. The outlier channels are chosen from this tensor.
-
-        The result equals `encode` directly after `fit`, bit for bit. Graphs have no state, so `fit` is not used.
-        """
+        """Encode a contiguous tensor in a compiled graph. The outlier channels are chosen from this tensor. The result
+        equals `encode` directly after `fit`, bit for bit. Graphs have no state, so `fit` is not used."""
         x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
         indices = None
         if self.num_outliers:

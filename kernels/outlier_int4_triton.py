@@ -36,8 +36,7 @@ LEAST_PADDED = 16  # least number of outliers that kernels are compiled for, bec
 
 @triton.jit
 def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
-    """Return the int64 row and the int32 column of the first element of the group with the index `group`. If each row
-    consists of whole groups (ROW_OF_GROUPS), no slow 64-bit division is needed."""
+    """Return the int64 row and the int32 column of the first element of the group with the index `group`."""
     if ROW_OF_GROUPS:
         groups = (channels // G).to(tl.uint32)
         row, column = group.to(tl.uint32) // groups, (group.to(tl.uint32) % groups).to(tl.int32) * G
@@ -178,9 +177,7 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, first_group, groups_left, numel, factor, T: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """Decode T groups from unpacked int32 codes [T, G] and the groups' peaks, and store the elements. Each byte packs
-    the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of the groups, then
-    the other half."""
+    """Decode T groups from unpacked int32 codes [T, G] and the groups' peaks, and store the elements."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -249,21 +246,11 @@ def _sums_kernel(
 
 
 def encode(
-    x_RC: Tensor,
-    indices: Tensor | None,
-    keep: Tensor | None,
-    group_size: int,
-    factor: float,
-    rounding: str,
-    seed: int,
+    x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
 ) -> tuple[Tensor, ...]:
-    """Encode a contiguous matrix on a GPU.
-
-    Return codes and peaks. If there are outliers, also return the uncompressed outlier channels and their indices.
-
-    The results equal the results of `outlier_int4.encode_ref`. `indices` and `keep` are fields of
-    `outlier_int4.Outliers`, or None without outliers.
-    """
+    """Encode a contiguous matrix on a GPU. Return codes and peaks. If there are outliers, also return the uncompressed
+    outlier channels and their indices. The results equal the results of `outlier_int4.encode_ref`. `indices` and `keep`
+    are fields of `outlier_int4.Outliers`, or None without outliers."""
     rows_R, channels = x_RC.shape
     groups = even_groups(x_RC.numel(), group_size)
     codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
@@ -298,10 +285,8 @@ def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Te
 
 
 def channel_sums(x_RC: Tensor) -> Tensor:
-    """Return float32 [C]: the sum of magnitudes of each column of a matrix on a GPU.
-
-    The order of additions is fixed, so that equal tensors get equal outliers.
-    """
+    """Return float32 [C]: the sum of magnitudes of each column of a matrix on a GPU. The order of additions is fixed,
+    so that equal tensors get equal outliers."""
     rows, columns = x_RC.shape
     programs = cdiv(rows, SUM_ROWS)
     partial = x_RC.new_empty(programs, columns, dtype=torch.float32)
@@ -311,9 +296,7 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
-    """Return a dict from the names of the encode and decode kernels' compile-time constants to their values. If there
-    are no outliers, `raw` (the uncompressed outlier channels) is empty and all constants are 0 or False. TILE_ROWS is
-    the maximum number of rows that the groups of one program can span, rounded up to a power of two."""
+    """Return a dict from the names of the encode and decode kernels' compile-time constants to their values."""
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:
         constants["ROW_OF_GROUPS"] = channels % group_size == 0

@@ -14,11 +14,9 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode `x_RC`, R rows of C elements, with plain torch. Return codes uint8 [A/2, C] and 16-bit peaks [A].
-
-    A is R, rounded up to an even number, because a byte holds two 4-bit codes. Each row is a group. The peak of a group
-    is the row's element with the largest absolute value.
-    """
+    """Encode `x_RC`, R rows of C elements, with plain torch. Return codes uint8 [A/2, C] and 16-bit peaks [A]. A is R,
+    rounded up to an even number, because a byte holds two 4-bit codes. Each row is a group. The peak of a group is the
+    row's element with the largest absolute value."""
     x_AC = _symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2)
     return _symmetric.encode_ref(x_AC, BITS, factor, rounding, seed)
 

@@ -142,9 +142,7 @@ def _encode_long_kernel(
 
 @triton.jit
 def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Decode columns of the rows `first` to `last` - 1 from unpacked int32 codes [T, BLOCK], and store the elements.
-    Each byte packs the codes of two rows, one from each half of the tensor. The caller therefore decodes one half of
-    the rows, then the other half."""
+    """Decode columns of the rows `first` to `last` - 1 from unpacked int32 codes [T, BLOCK], and store the elements."""
     row = first + tl.arange(0, T)
     column = start + tl.arange(0, BLOCK)[None, :]
     peak = widened(tl.load(peaks_ptr + row, mask=row < last, other=0.0))
@@ -177,10 +175,8 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix on a GPU, with one scale per row. Return codes and peaks.
-
-    The results equal the results of `token_int4.encode_ref`.
-    """
+    """Encode a contiguous matrix on a GPU, with one scale per row. Return codes and peaks. The results equal the
+    results of `token_int4.encode_ref`."""
     rows, columns = x_RC.shape
     pairs = cdiv(rows, 2)
     codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)

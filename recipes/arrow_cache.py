@@ -10,11 +10,9 @@ from datasets.exceptions import DatasetGenerationError
 def cached_rows(
     generator: Callable[..., Iterator[dict[str, Any]]], features: Features, cache_dir: str, key: str, **kwargs: Any
 ) -> Dataset:
-    """Return the rows of the dataset that `generator(**kwargs)` yields, from the cached file if there is one.
-
-    `key` (hex digits) identifies everything that the rows depend on. If the generator raises an exception, the
-    exception is raised unchanged, and no file remains in the cache.
-    """
+    """Return the rows of the dataset that `generator(**kwargs)` yields, from the cached file if there is one. `key`
+    (hex digits) identifies everything that the rows depend on. If the generator raises an exception, the exception is
+    raised unchanged, and no file remains in the cache."""
     try:
         return Dataset.from_generator(generator, features, cache_dir, gen_kwargs=kwargs, fingerprint=key)
     except DatasetGenerationError as error:  # the wrapper exception has no information beyond its cause

@@ -13,12 +13,9 @@ DEMO_CHATS = str(Path(__file__).parent / "data" / "chats.jsonl")
 def load_splits(
     chats: str | None, script: ScriptArguments, mixture: DatasetMixtureConfig, training: SFTConfig
 ) -> tuple[Any, Any]:
-    """Load the training and the evaluation split of a chat dataset.
-
-    The data come from `--chats`, or from `datasets` or `--dataset_name` as in `trl sft`, or by default from the demo's
-    chats. The evaluation split is None if `--eval_strategy` is "no". Raises ValueError or OSError for an invalid
-    setting, which the error names.
-    """
+    """Load the training and the evaluation split of a chat dataset. The data come from `--chats`, or from `datasets` or
+    `--dataset_name` as in `trl sft`, or by default from the demo's chats. The evaluation split is None if
+    `--eval_strategy` is "no". Raises ValueError or OSError for an invalid setting, which the error names."""
     if chats and (script.dataset_name or mixture.datasets):
         raise ValueError(f"--chats={chats} cannot be combined with --dataset_name or datasets; leave out one of them")
     if mixture.datasets:

@@ -19,10 +19,8 @@ CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}\
 
 
 def load_chats(path: str, text_field: str) -> Dataset:
-    """Load the rows of a chat dataset from a jsonl file.
-
-    Raises FileNotFoundError, or ValueError if TRL cannot train on the rows.
-    """
+    """Load the rows of a chat dataset from a jsonl file. Raises FileNotFoundError, or ValueError if TRL cannot train on
+    the rows."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--chats={path}: no such file; check the path (relative to {Path.cwd()})")
     try:

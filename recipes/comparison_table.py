@@ -76,11 +76,7 @@ def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArgumen
         device=args.training.device.type,
         output=folder / "comparison.json",
     )
-    run_info = {
-        "model": asdict(args.model),
-        "data": asdict(args.data),
-        "training": args.training.to_sanitized_dict(),
-    }
+    run_info = {"model": asdict(args.model), "data": asdict(args.data), "training": args.training.to_sanitized_dict()}
     points = {row.folder: asdict(row) for row in rows}
     record = make_record(settings, run_info, {"points": points}, "complete")
     note = f"{_conditions(args, record['meta_info']['device'])}. Tokens/s: median (20th to 80th percentile) of whole "

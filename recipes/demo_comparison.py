@@ -48,10 +48,8 @@ REPORTED = "adacc-50"  # folder of the row whose policy the report shows
 
 
 def compare_methods(run: PreparedRun) -> dict[str, float]:
-    """Train and measure every method of CONTENDERS, print the table, and save it in the run folder.
-
-    Return the numbers of the table as a dict with the keys "<folder>/<column>".
-    """
+    """Train and measure every method of CONTENDERS, print the table, and save it in the run folder. Return the numbers
+    of the table as a dict with the keys "<folder>/<column>"."""
     output_dir = Path(run.args.training.output_dir)
     finished = {}
     for contender in CONTENDERS:
@@ -120,10 +118,8 @@ def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
 
 @contextmanager
 def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
-    """Put a trained model into training mode, and train it as in its run, inside the `with` block.
-
-    The model runs under its policy, under gradient checkpointing, or plainly.
-    """
+    """Put a trained model into training mode, and train it as in its run, inside the `with` block. The model runs under
+    its policy, under gradient checkpointing, or plainly."""
     model = result.model
     model.train()
     model.zero_grad(set_to_none=True)

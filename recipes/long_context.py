@@ -116,10 +116,8 @@ def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]
 
 
 def long_config(recipe: RecipeArguments) -> PretrainedConfig:
-    """Return the model's configuration with a context of at least `seq_len` tokens.
-
-    Raises ValueError if the model's position encoding cannot be extended.
-    """
+    """Return the model's configuration with a context of at least `seq_len` tokens. Raises ValueError if the model's
+    position encoding cannot be extended."""
     config = load_config(recipe.model)
     if getattr(config, "rope_parameters", None) is None or config.is_encoder_decoder:
         raise ValueError(f"--model={recipe.model} has no rotary positions to extend; choose a LLaMA-like model")
@@ -161,10 +159,8 @@ def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config:
 def make_trainer(
     recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig, callback: AdaccCallback | None
 ) -> Trainer:
-    """Build the recipe's Trainer with model, tokenizer and dataset.
-
-    Raises ValueError or OSError for an invalid setting, which the error names.
-    """
+    """Build the recipe's Trainer with model, tokenizer and dataset. Raises ValueError or OSError for an invalid
+    setting, which the error names."""
     cache_dir = Path(recipe.cache_dir)
     with training.main_process_first(desc="preparing the data"):
         documents, digest = load_documents(recipe.dataset, cache_dir)

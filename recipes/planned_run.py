@@ -77,10 +77,8 @@ def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
 
 
 def local_device() -> Device:
-    """Return this machine's entry in the device table of `adacc plan`.
-
-    The entry is for the first GPU, with its actual memory, or for the CPU if there is no GPU.
-    """
+    """Return this machine's entry in the device table of `adacc plan`. The entry is for the first GPU, with its actual
+    memory, or for the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return find_device("cpu")
     properties = torch.cuda.get_device_properties(0)

@@ -147,11 +147,9 @@ _PRETRAINING_DEFAULTS = {
 
 
 def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArguments:
-    """Parse the command line, with the defaults of the chosen model.
-
-    `docstring` is the recipe's docstring, which `--help` prints. Raises ValueError for a setting out of range. If
-    argparse cannot parse a setting, argparse exits with status 2.
-    """
+    """Parse the command line, with the defaults of the chosen model. `docstring` is the recipe's docstring, which
+    `--help` prints. Raises ValueError for a setting out of range. If argparse cannot parse a setting, argparse exits
+    with status 2."""
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, MethodArguments, TrainingArguments), **parser_settings(docstring)
     )

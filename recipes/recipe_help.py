@@ -9,11 +9,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def parser_settings(docstring: str | None) -> dict[str, Any]:
-    """Return the keyword arguments of a recipe's argument parser, with the recipe's `docstring` as description.
-
-    A recipe accepts about 150 settings. The usage line does not repeat these settings, because the list below the usage
-    line contains all of them.
-    """
+    """Return the keyword arguments of a recipe's argument parser, with the recipe's `docstring` as description. A
+    recipe accepts about 150 settings. The usage line does not repeat these settings, because the list below the usage
+    line contains all of them."""
     return {
         "description": docstring,
         "usage": "%(prog)s [--SETTING VALUE ...]",

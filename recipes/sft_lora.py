@@ -97,18 +97,14 @@ def parse_settings(argv: list[str]) -> Settings:
 
 
 def make_callback(recipe: RecipeArguments) -> AdaccCallback:
-    """Create the recipe's AdaccCallback, the only addition to a usual training script.
-
-    Raises ValueError for an invalid budget.
-    """
+    """Create the recipe's AdaccCallback, the only addition to a usual training script. Raises ValueError for an invalid
+    budget."""
     return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), exact=recipe.exact)
 
 
 def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:
-    """Build TRL's trainer on the chat dataset.
-
-    Raises ValueError or OSError for invalid settings, before training starts.
-    """
+    """Build TRL's trainer on the chat dataset. Raises ValueError or OSError for invalid settings, before training
+    starts."""
     recipe, script, training, model, mixture = settings
     check_quantization(model)
     train_data, test_data = load_splits(recipe.chats, script, mixture, training)

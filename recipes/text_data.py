@@ -27,11 +27,9 @@ class TextData:
 def load_text_data(
     args: DataArguments, seq_len: int, main_process_first: Callable[..., AbstractContextManager[None]]
 ) -> TextData:
-    """Load the text dataset that `args` names, in sequences of `seq_len` tokens.
-
-    If there are several processes, the first one fills the caches (`TrainingArguments.main_process_first`). Raises
-    ValueError or FileNotFoundError for an invalid setting, which the error names.
-    """
+    """Load the text dataset that `args` names, in sequences of `seq_len` tokens. If there are several processes, the
+    first one fills the caches (`TrainingArguments.main_process_first`). Raises ValueError or FileNotFoundError for an
+    invalid setting, which the error names."""
     with main_process_first(desc="preparing the data"):
         train, validation, text_key = _split_documents(args)
         tokenizer = _recipe_tokenizer(args, train, text_key)
@@ -61,7 +59,6 @@ def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, tex
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """Return the first `num_sequences` sequences of a dataset. Sequences of a stream are loaded into memory, because
-    evaluation needs a dataset of known length."""
+    """Return the first `num_sequences` sequences of a dataset."""
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

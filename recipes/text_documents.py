@@ -24,11 +24,9 @@ def stream_pile(pile_id: str) -> IterableDataset:
 
 
 def load_documents(dataset: str, cache_dir: Path) -> tuple[Dataset, str]:
-    """Return the documents of "stdlib", a file or a folder of files, and the SHA-256 of their content.
-
-    Raises FileNotFoundError for a missing file and ValueError for unusable text. After an error, no file remains in the
-    cache.
-    """
+    """Return the documents of "stdlib", a file or a folder of files, and the SHA-256 of their content. Raises
+    FileNotFoundError for a missing file and ValueError for unusable text. After an error, no file remains in the
+    cache."""
     paths = stdlib_files() if dataset == "stdlib" else checked_files(dataset)
     digest = _content_digest(paths)
     documents = cached_rows(
@@ -63,8 +61,7 @@ def _file_rows(paths: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _content_digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of the files' suffixes, lengths and bytes. Moving text from one file to another changes the
-    hash."""
+    """Return the SHA-256 of the files' suffixes, lengths and bytes."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())

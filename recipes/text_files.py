@@ -66,8 +66,7 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """Yield the "text" of each row of a .jsonl file. Rows have the Pile's columns, {"text": str, ...}. Blank lines are
-    allowed."""
+    """Yield the "text" of each row of a .jsonl file."""
     for number, line in _text_lines(path):
         if line.strip():
             yield _text_of_json_line(line, f"--dataset={path}, line {number}")

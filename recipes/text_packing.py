@@ -17,10 +17,8 @@ _ENCODE_BATCH = 256  # documents per tokenizer call: enough for the tokenizer's 
 
 def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
     """Split a dataset into (training, validation) documents. Documents with equal texts are always in the same part.
-
     The documents with the smallest hashes become validation documents. The split therefore depends only on the texts,
-    not on their order or a seed. Raises ValueError if no training document would be left.
-    """
+    not on their order or a seed. Raises ValueError if no training document would be left."""
     hashes = [_text_hash(text) for text in documents["text"]]
     num_validation = max(1, round(validation_fraction * len(hashes)))
     limit = sorted(hashes)[num_validation - 1]
@@ -41,10 +39,8 @@ def split_stream(documents: IterableDataset, validation_documents: int) -> tuple
 
 
 def encode_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """Encode documents as {"input_ids": list[int]}, each with the tokenizer's end-of-text token at the end.
-
-    Raises ValueError if the tokenizer has no end-of-text token.
-    """
+    """Encode documents as {"input_ids": list[int]}, each with the tokenizer's end-of-text token at the end. Raises
+    ValueError if the tokenizer has no end-of-text token."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"--tokenizer={tokenizer.name_or_path} has no end-of-text token to join documents with; "
@@ -75,11 +71,9 @@ def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[i
 
 
 def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
-    """Concatenate encoded documents, and return sequences of `seq_len` tokens, [seq_len] int64 each.
-
-    The sequences of a Dataset are cached as an Arrow file. The sequences of a stream are streamed. Raises ValueError,
-    with the name `part` in the message, if the text does not fill one sequence.
-    """
+    """Concatenate encoded documents, and return sequences of `seq_len` tokens, [seq_len] int64 each. The sequences of a
+    Dataset are cached as an Arrow file. The sequences of a stream are streamed. Raises ValueError, with the name `part`
+    in the message, if the text does not fill one sequence."""
     features = Features({"input_ids": List(Value("int32"), length=seq_len)})
     kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}
     if isinstance(encoded, IterableDataset):
@@ -90,12 +84,9 @@ def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) 
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch [B, T] of rows without padding.
-
-    Labels are equal to the inputs, because the model shifts the labels. The batch has no attention mask, because rows
-    have no padding. Unlike Transformers' collator for language modelling, this function keeps the labels of
-    <|endoftext|>.
-    """
+    """Return a batch [B, T] of rows without padding. Labels are equal to the inputs, because the model shifts the
+    labels. The batch has no attention mask, because rows have no padding. Unlike Transformers' collator for language
+    modelling, this function keeps the labels of <|endoftext|>."""
     input_ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
@@ -20,8 +20,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"--tokenizer={name} could not be loaded: {_first_error_line(error)} "
+            f"--tokenizer={name} could not be loaded: {first_line} "
             "Pass a hub id (with network access), a folder with a saved tokenizer, or --tokenizer train."
         ) from error
 
@@ -30,10 +31,8 @@ def trained_tokenizer(
     documents: Dataset | IterableDataset, text_key: str, vocab_size: int, num_documents: int, cache_dir: Path
 ) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE tokenizer, trained on the first `num_documents` documents or loaded from the cache.
-
     `text_key` identifies the text in the cache's key. If the text has too few pairs to merge, the vocabulary is smaller
-    than `vocab_size`. An interrupted run leaves no tokenizer in the cache.
-    """
+    than `vocab_size`. An interrupted run leaves no tokenizer in the cache."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"--vocab_size={vocab_size} is below {MIN_VOCAB_SIZE}, the 256 bytes and {END_OF_TEXT}; raise --vocab_size"
@@ -41,7 +40,8 @@ def trained_tokenizer(
     settings = f"{text_key} {num_documents} {vocab_size} {END_OF_TEXT} {tokenizers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     if not folder.is_dir():
-        _save_atomically(_train_bpe(_first_dataset_texts(documents, num_documents), vocab_size), folder)
+        batches = documents.take(num_documents).iter(batch_size=256)
+        _save_atomically(_train_bpe((text for batch in batches for text in batch["text"]), vocab_size), folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -73,12 +73,3 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _first_dataset_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
-    for batch in documents.take(num_documents).iter(batch_size=256):
-        yield from batch["text"]
-
-
-def _first_error_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

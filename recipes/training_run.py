@@ -87,9 +87,7 @@ def _check_method(args: RecipeArguments) -> None:
 
 def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[CompactFactory], dict[str, Any]] | None:
     """Return the Trainer's `optimizer_cls_and_kwargs` for `method`, or None if the Trainer creates its own optimizer.
-
-    Raises ValueError if `rank` is not a number.
-    """
+    Raises ValueError if `rank` is not a number."""
     if method not in ("compact", "adacc_compact"):
         return None
     try:
@@ -155,8 +153,7 @@ def final_train_loss(trainer: Trainer) -> float:
 
 
 def _with_overrides(training: TrainingArguments, **overrides: Any) -> TrainingArguments:
-    """Return a copy of `training` with some settings changed. `dataclasses.replace` is not used, because it would
-    re-parse values that are already parsed."""
+    """Return a copy of `training` with some settings changed."""
     overridden = copy.copy(training)
     for name, value in overrides.items():
         setattr(overridden, name, value)

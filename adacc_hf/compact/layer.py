@@ -52,18 +52,14 @@ def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtyp
 
 
 def derive_seed(*parts: object) -> int:
-    """Return the seed of a random projection, computed as a hash of `parts`.
-
-    The seed's lower 32 bits, which the CPU's generator uses, depend on all parts.
-    """
+    """Return the seed of a random projection, computed as a hash of `parts`. The seed's lower 32 bits, which the CPU's
+    generator uses, depend on all parts."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 class InputGroup:
-    """Group of compact layers in one module with the same number of inputs, such as q, k and v.
-
-    The layers share the random projection P. Layers that read the same input x also share the projected input z = x P.
-    """
+    """Group of compact layers in one module with the same number of inputs, such as q, k and v. The layers share the
+    random projection P. Layers that read the same input x also share the projected input z = x P."""
 
     def __init__(self, seed: int, orthonormal: bool) -> None:
         self.seed = torch.tensor([seed, 0])
@@ -90,10 +86,8 @@ class InputGroup:
         return projection(self.seed, inputs, rank, self.orthonormal, dtype, device)
 
     def project(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """Return the projected input z = x P [tokens, rank], computed in `dtype`.
-
-        All layers of the group that read the same `x` get the same tensor.
-        """
+        """Return the projected input z = x P [tokens, rank], computed in `dtype`. All layers of the group that read the
+        same `x` get the same tensor."""
         if torch.compiler.is_compiling():  # the compiler merges equal computations
             return self._compute(x, rank, dtype)
         key, last = (version_of(x), self.period, rank, dtype), self._last_projection
@@ -190,10 +184,8 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def apply_core(self, scale: float) -> None:
-        """Add `scale` * core P^T to the weight after an optimizer step, and set `core` to zero.
-
-        P is the layer's random projection.
-        """
+        """Add `scale` * core P^T to the weight after an optimizer step, and set `core` to zero. P is the layer's random
+        projection."""
         matrix, core = _local_part(self.matrix), _local_part(self.core)
         p = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
         matrix.addmm_(core, p.t(), alpha=scale)
@@ -234,11 +226,8 @@ CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, 
 
 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
-    """Convert `layer` to a compact layer in place, and return the layer.
-
-    The layer trains in subspaces of dimension `rank`, with the projection of `group`. The weight no longer gets a
-    gradient.
-    """
+    """Convert `layer` to a compact layer in place, and return the layer. The layer trains in subspaces of dimension
+    `rank`, with the projection of `group`. The weight no longer gets a gradient."""
     layer.weight.requires_grad_(False)
     layer.__class__ = CLASSES[type(layer)]  # type: ignore[assignment]
     compact = cast(CompactLayer, layer)

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,10 +58,8 @@ class CompactAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Run a step of AdamW, and update the weights of compact layers.
-
-        Raises ValueError if the optimizer lacks the `core` of a compact layer, the parameter that the step updates.
-        """
+        """Run a step of AdamW, and update the weights of compact layers. Raises ValueError if the optimizer lacks the
+        `core` of a compact layer, the parameter that the step updates."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,8 +116,7 @@ class CompactAdamW(torch.optim.AdamW):
 
 
 def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raise ValueError, as a hook before each step, if the optimizer lacks the `core` of any compact layer. `core` is
-    the parameter of a compact layer that the step updates."""
+    """Raise ValueError, as a hook before each step, if the optimizer lacks the `core` of any compact layer."""
     parameter_ids = {id(core) for group in optimizer.param_groups for core in group["params"]}
     num_missing = sum(id(layer.core) not in parameter_ids for layer in optimizer.layers)
     if num_missing:
@@ -130,12 +127,9 @@ def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def _without_hooks(step: Any) -> Callable[..., Any]:
-    """Return the optimizer method `step` without the wrapper that torch adds to run optimizer hooks."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-_ADAMW_STEP = _without_hooks(torch.optim.AdamW.step)
+_ADAMW_STEP: Any = torch.optim.AdamW.step
+if getattr(_ADAMW_STEP, "hooked", False):
+    _ADAMW_STEP = _ADAMW_STEP.__wrapped__  # without the wrapper that torch adds to run optimizer hooks
 
 
 # Factory for the Trainer: selection of layers, and their settings.

@@ -94,20 +94,16 @@ class InstalledPartitioner:
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Count how often the forward that computed `loss` called each compiled graph, and record the counts.
-
-        Do nothing if no graph was compiled since the last count.
-        """
+        """Count how often the forward that computed `loss` called each compiled graph, and record the counts. Do
+        nothing if no graph was compiled since the last count."""
         num_regions = len(self.partitioner.policy.regions)
         if loss.grad_fn is not None and num_regions != self._num_counted:
             self.partitioner.count_calls(loss)
             self._num_counted = num_regions
 
     def inspect_code(self) -> None:
-        """Measure the peak memory of newly compiled graphs, and record the peaks in the policy.
-
-        Call this method after each step. Do nothing until `count_calls` has counted the calls of these graphs.
-        """
+        """Measure the peak memory of newly compiled graphs, and record the peaks in the policy. Call this method after
+        each step. Do nothing until `count_calls` has counted the calls of these graphs."""
         num_regions = len(self.partitioner.policy.regions)
         if num_regions == self._num_counted != self._num_inspected:
             self.partitioner.inspect_code()

@@ -25,10 +25,8 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """Plan of one region (compiled graph) of torch.compile: the values that forward stores for backward.
-
-    All numbers of bytes are computed with the sizes of the traced example.
-    """
+    """Plan of one region (compiled graph) of torch.compile: the values that forward stores for backward. All numbers of
+    bytes are computed with the sizes of the traced example."""
 
     digest: str
     """Digest of the region's joint graph."""
@@ -110,10 +108,8 @@ class CompiledPolicy:
 
     @property
     def call_plans(self) -> tuple[RegionPlan, ...]:
-        """Plans of the compiled graphs (regions) that a micro-batch calls: one plan for each call, in call order.
-
-        If the calls were not counted, each region is assumed to be called once, with its most recently compiled plan.
-        """
+        """Plans of the compiled graphs (regions) that a micro-batch calls: one plan for each call, in call order. If
+        the calls were not counted, each region is assumed to be called once, with its most recently compiled plan."""
         counted = [(plan, plan.calls) for plan in self.regions if plan.calls]
         if counted:
             return tuple(plan for plan, calls in counted for _ in range(calls))
@@ -129,26 +125,20 @@ class CompiledPolicy:
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum of the live bytes during the backward of any compiled region.
-
-        The values that earlier regions store are included.
-        """
+        """Maximum of the live bytes during the backward of any compiled region. The values that earlier regions store
+        are included."""
         return self._most([plan.peak_bytes for plan in self.call_plans])
 
     @property
     def backward_bytes(self) -> int:
-        """Maximum of the live bytes during the backward of any compiled region, temporaries and gradients included.
-
-        The values that earlier regions store are included too.
-        """
+        """Maximum of the live bytes during the backward of any compiled region, temporaries and gradients included. The
+        values that earlier regions store are included too."""
         return self._most([plan.backward_bytes for plan in self.call_plans])
 
     @property
     def code_bytes(self) -> int | None:
-        """Maximum of the live bytes that the compiled code adds in a step, measured by running this code.
-
-        None if any region is not measured yet.
-        """
+        """Maximum of the live bytes that the compiled code adds in a step, measured by running this code. None if any
+        region is not measured yet."""
         plans = self.call_plans
         region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
@@ -173,9 +163,7 @@ class CompiledPolicy:
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
         """Read a policy from a file written by `save`, or from the folder of a run or a checkpoint with such a file.
-
-        Raises FileNotFoundError, or PolicyMismatchError if the file is invalid.
-        """
+        Raises FileNotFoundError, or PolicyMismatchError if the file is invalid."""
         record = read_json(policy_file(path, (COMPILED_FILE,)), PolicyMismatchError, "compiled policy")
         try:
             if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
@@ -204,9 +192,7 @@ def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
 
 def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
     """Return the choices of `plan` for the stored values of a compiled graph, by the values' indices in the graph.
-
-    Raises PolicyMismatchError if the graph lacks a stored value.
-    """
+    Raises PolicyMismatchError if the graph lacks a stored value."""
     index = {node.name: number for number, node in enumerate(joint.nodes)}
     unknown = [name for name, _ in plan.stored if name not in index]
     if unknown:
@@ -246,9 +232,7 @@ def graph_tensors(
     joint: JointGraph, plain: Iterable[int], stored: Mapping[int, Choice], stored_bytes: Mapping[int, int]
 ) -> tuple[GraphTensor, ...]:
     """Describe the tensors of a compiled graph that torch or a plan stores for backward, in the order of forward.
-
-    `plain` are the values that torch's partitioner would store, and `stored` the values that the plan stores.
-    """
+    `plain` are the values that torch's partitioner would store, and `stored` the values that the plan stores."""
     return tuple(
         _graph_tensor(joint, value, stored.get(value, RECOMPUTE), stored_bytes.get(value, 0))
         for value in sorted({*plain, *stored})
@@ -286,11 +270,9 @@ def module_path(node: fx.Node) -> str:
 
 
 class PlanStore:
-    """Cache on disk for the plans of compiled graphs, one file per graph and `AdaccPartitioner._decision_key`.
-
-    By default the files are in torch's cache directory, and are deleted with torch's caches. If Inductor's graph cache
-    is off, nothing is stored or loaded.
-    """
+    """Cache on disk for the plans of compiled graphs, one file per graph and `AdaccPartitioner._decision_key`. By
+    default the files are in torch's cache directory, and are deleted with torch's caches. If Inductor's graph cache is
+    off, nothing is stored or loaded."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         """Store the plans in `folder`, by default "adacc" in torch's cache directory."""
@@ -298,10 +280,8 @@ class PlanStore:
         self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
 
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
-        """Return the stored plan for the graph with this `digest`, or None.
-
-        A plan that was made with different settings has a different `decision_key`, and is not returned.
-        """
+        """Return the stored plan for the graph with this `digest`, or None. A plan that was made with different
+        settings has a different `decision_key`, and is not returned."""
         record = self._records.get(_stored_plan_name(decision_key, digest)) if _is_graph_cache_on() else None
         return None if record is None else RegionPlan.from_json(record)
 

@@ -68,10 +68,8 @@ class CompiledRun:
     def __init__(
         self, config: AdaccConfig, model: Any, note: Callable[..., None], initial_policy: CompiledPolicy | None = None
     ) -> None:
-        """Install the partitioner for the run. Events are reported by `note(step, event, **metrics)`.
-
-        The run follows `initial_policy` unchanged. If `initial_policy` is None, plans are made for the run's budget.
-        """
+        """Install the partitioner for the run. Events are reported by `note(step, event, **metrics)`. The run follows
+        `initial_policy` unchanged. If `initial_policy` is None, plans are made for the run's budget."""
         self._config = config
         self._note = note
         self._fraction = config.memory_budget if isinstance(config.memory_budget, float) else None
@@ -126,9 +124,7 @@ class CompiledRun:
     @property
     def is_compiling(self) -> bool:
         """True in a step in which torch.compile compiles graphs: the first step, and each first step with a new share.
-
-        The share is the fraction of bytes that a graph may store for backward.
-        """
+        The share is the fraction of bytes that a graph may store for backward."""
         return self._num_steps == 0
 
     def begin_step(self, model: Any, optimizer: Any) -> None:
@@ -156,9 +152,7 @@ class CompiledRun:
 
     def end_step(self, step: int, model: Any) -> None:
         """Report the newly compiled graphs. After a measured step, adjust the share of memory that graphs may use.
-
-        Raises RuntimeError if no compiled graph reached Adacc in the first step.
-        """
+        Raises RuntimeError if no compiled graph reached Adacc in the first step."""
         self._end_report()
         self._check_reached()
         self._num_steps += 1
@@ -375,11 +369,7 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
 
 
 def begin_compiled_run(
-    config: AdaccConfig,
-    model: Any,
-    note: Callable[..., None],
-    policy_file: Any,
-    checkpoint: str | Path | None,
+    config: AdaccConfig, model: Any, note: Callable[..., None], policy_file: Any, checkpoint: str | Path | None
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
     """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 

@@ -24,10 +24,8 @@ from adacc_hf.torch_glue.private import FakeTensorMode, tree_leaves
 def compress_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, codecs: Mapping[str, Codec], num_outputs: int
 ) -> None:
-    """Replace each saved tensor named in `codecs` by its payload, encoded with the given codec.
-
-    The outputs of the forward graph are `num_outputs` results, and then the saved tensors.
-    """
+    """Replace each saved tensor named in `codecs` by its payload, encoded with the given codec. The outputs of the
+    forward graph are `num_outputs` results, and then the saved tensors."""
     output = next(iter(forward.graph.find_nodes(op="output")))
     handed_over: list[fx.Node] = []
     notes = {name: list(output.meta[name]) for name in ("desc", "output_stack_traces") if name in output.meta}
@@ -35,7 +33,7 @@ def compress_saved(
     for position, node in enumerate(output.args[0][num_outputs:], start=num_outputs):
         nodes = (
             _insert_encoding(forward.graph, output, node, codecs[node.name])
-            if _is_compressed_node(node, codecs)
+            if isinstance(node, fx.Node) and node.name in codecs
             else [node]
         )
         handed_over += nodes
@@ -60,10 +58,6 @@ def memory_order(tensor: Tensor) -> list[int]:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     order = memory_order(tensor)
     return tensor if order == sorted(order) else tensor.permute(order)
-
-
-def _is_compressed_node(node: Any, codecs: Mapping[str, Codec]) -> bool:
-    return isinstance(node, fx.Node) and node.name in codecs
 
 
 def _insert_encoding(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
@@ -110,10 +104,8 @@ def _insert_decoding(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> Non
 
 
 def payload_name(value: str, number: int) -> str:
-    """Return the name of a tensor of the encoded payload of `value`, for the forward and the backward graph.
-
-    A payload consists of several tensors. `number` is the index of the tensor in the payload.
-    """
+    """Return the name of a tensor of the encoded payload of `value`, for the forward and the backward graph. A payload
+    consists of several tensors. `number` is the index of the tensor in the payload."""
     return f"{value}_coded_{number}"
 
 

@@ -75,29 +75,23 @@ def recompile_limit() -> int:
 
 
 def compile_number() -> tuple[str, str]:
-    """Return two identifiers from Dynamo: of the function that is being compiled, and of this compilation.
-
-    Return ("", "") outside a compilation.
-    """
+    """Return two identifiers from Dynamo: of the function that is being compiled, and of this compilation. Return ("",
+    "") outside a compilation."""
     compiling = CompileContext.current_compile_id()
     return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))
 
 
 def graph_number() -> int | None:
     """Return AOTAutograd's number of the joint graph that is being partitioned, or None if it has no number.
-
-    `graph_calls` yields the same numbers.
-    """
+    `graph_calls` yields the same numbers."""
     tracing = TracingContext.try_get()
     names = None if tracing is None else tracing.aot_graph_name
     return int(names[0].partition("_")[0]) if names else None
 
 
 def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
-    """Yield (graph number, autograd function) for each compiled-graph call that contributed to `result`.
-
-    Each call is one autograd node. The most recent calls come first.
-    """
+    """Yield (graph number, autograd function) for each compiled-graph call that contributed to `result`. Each call is
+    one autograd node. The most recent calls come first."""
     _, nodes = walk_back(
         [result.grad_fn], lambda node: None if node is None else [before for before, _ in node.next_functions]
     )
@@ -109,10 +103,8 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:
-    """Return Inductor's code of a graph's forward ("compiled_fw") or backward ("compiled_bw").
-
-    Return None if the code is missing, comes from another backend, or is split into partitions.
-    """
+    """Return Inductor's code of a graph's forward ("compiled_fw") or backward ("compiled_bw"). Return None if the code
+    is missing, comes from another backend, or is split into partitions."""
     compiled = getattr(function, name, None)
     while (wrapped := getattr(compiled, "__wrapped__", None)) is not None:  # torch 2.11 adds AOTAutograd's wrapper
         compiled = wrapped
@@ -133,10 +125,8 @@ def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
 
 
 def prepare(module: fx.GraphModule) -> str | None:
-    """Simplify a joint graph as torch's partitioner does.
-
-    Return None, or the reason why only torch's own partitioner can partition the graph.
-    """
+    """Simplify a joint graph as torch's partitioner does. Return None, or the reason why only torch's own partitioner
+    can partition the graph."""
     module.graph.eliminate_dead_code()
     module.recompile()
     if functorch_config.cse:
@@ -175,10 +165,8 @@ def _copy_written_inputs(graph: fx.Graph) -> None:
 
 
 def classify(module: fx.GraphModule, static_inputs: Sequence[int], num_fwd_outputs: int) -> NodeInfo:
-    """Classify the nodes of a joint graph as needed by forward or by backward.
-
-    Also set each node's distance from backward (`dist_from_bw`), which torch's min-cut partitioner reads.
-    """
+    """Classify the nodes of a joint graph as needed by forward or by backward. Also set each node's distance from
+    backward (`dist_from_bw`), which torch's min-cut partitioner reads."""
     info = partitioners.classify_nodes(module, list(static_inputs), num_fwd_outputs)
     unreachable = int(1e9)
     for node in reversed(module.graph.nodes):
@@ -207,10 +195,8 @@ def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
 def extract(
     module: fx.GraphModule, info: NodeInfo, saved: Sequence[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward module of a joint graph.
-
-    Forward saves the tensors in `saved` and all dynamic sizes for backward.
-    """
+    """Return the forward and the backward module of a joint graph. Forward saves the tensors in `saved` and all dynamic
+    sizes for backward."""
     sizes = [node for node in info.required_fw_nodes if isinstance(node.meta.get("val"), torch.SymInt)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,

@@ -83,9 +83,7 @@ def _role_of_node(node: fx.Node) -> str:
 
 def is_attention_bias(node: fx.Node) -> bool:
     """Return True if the value is a bias that fused attention adds to the attention scores, directly or through a view.
-
-    Such a bias is a mask that contains -inf, which no codec's scale can represent.
-    """
+    Such a bias is a mask that contains -inf, which no codec's scale can represent."""
     views = [user for user in node.users if is_view(user)]
     is_added = any(attention_bias(user.target, user.args, user.kwargs) is node for user in node.users)
     return is_added or any(map(is_attention_bias, views))
@@ -126,8 +124,7 @@ def _graph_codec_option(codec: Codec, node: fx.Node, size: tuple[int, ...], forw
 
 @cache
 def _typical_error(name: str) -> float:
-    """Return the relative error that is assumed for a codec in a compiled graph. No real data exists when a graph is
-    partitioned, so the error is for normally distributed numbers."""
+    """Return the relative error that is assumed for a codec in a compiled graph."""
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
         codec = get_codec(name)

@@ -50,10 +50,8 @@ layers have smaller ratios, and must not count as reductions."""
 
 
 def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozenset[fx.Node]) -> tuple[float, float]:
-    """Return the milliseconds to encode and to decode the value of `node`.
-
-    `forward` contains the nodes that forward runs.
-    """
+    """Return the milliseconds to encode and to decode the value of `node`. `forward` contains the nodes that forward
+    runs."""
     tensor = node.meta["val"]
     speed, device = device_speed(tensor.device), _DEVICES["cpu" if tensor.device.type == "cpu" else "cuda"]
     nbytes = nbytes_of(node)
@@ -76,16 +74,13 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Return the bytes that a kernel reads to get the value of `node`. If the value is fused into the kernel, the
-    kernel reads the inputs of the value's operator instead."""
+    """Return the bytes that a kernel reads to get the value of `node`."""
     inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
 
 
 def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Return True if encoding the value can be fused with a forward kernel that computes or reads the value. An
-    elementwise kernel can process the value group by group, as encoding does. A kernel that reduces rows iterates over
-    rows instead."""
+    """Return True if encoding the value can be fused with a forward kernel that computes or reads the value."""
     if _is_normalized(node) or _is_reduced(node, forward):
         return False
     return any(op_types().is_fusible(neighbor) for neighbor in (node, *forward.intersection(readers(node))))
@@ -208,19 +203,14 @@ def function_ms(function: Any, device: torch.device) -> float:
 
 
 def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Time several runs of a compiled operator, and return the milliseconds of the fastest.
-
-    Other load on the machine only makes runs slower.
-    """
+    """Time several runs of a compiled operator, and return the milliseconds of the fastest. Other load on the machine
+    only makes runs slower."""
     return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
 def keep_ms(node: fx.Node) -> float:
-    """Return the milliseconds to store a value: a write in forward and a read in backward.
-
-    If a matrix product computes or reads the value, the write takes no additional time, because the value is written to
-    memory anyway.
-    """
+    """Return the milliseconds to store a value: a write in forward and a read in backward. If a matrix product computes
+    or reads the value, the write takes no additional time, because the value is written to memory anyway."""
     nbytes, device = nbytes_of(node), node.meta["val"].device
     is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_materialized(node)
     mask_ms = 0.0
@@ -250,8 +240,10 @@ class OperatorTimes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _ExampleTensor.of(read))
         key = (node.target, repr(args), repr(kwargs))
         if key not in self._timed:
-            assert callable(node.target)  # the target of every call_function node is callable
-            self._timed[key] = _measured_operator_ms(node.target, args, kwargs, device)
+            target: Any = node.target  # the target of every call_function node is callable
+            with no_dispatch(), torch.no_grad():
+                args, kwargs = tree_map_only(_ExampleTensor, _ExampleTensor.make, (args, kwargs))
+                self._timed[key] = least_replay_ms(lambda: target(*args, **kwargs), device)
         return self._timed[key]
 
 
@@ -305,9 +297,3 @@ class _ExampleTensor:
 def _hinted_sizes(sizes: Any) -> tuple[int, ...]:
     """Return a graph tensor's sizes as integers. A symbolic size is replaced by its value in the traced example."""
     return tuple(hint(size) for size in sizes)
-
-
-def _measured_operator_ms(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
-    with no_dispatch(), torch.no_grad():
-        args, kwargs = tree_map_only(_ExampleTensor, _ExampleTensor.make, (args, kwargs))
-        return least_replay_ms(lambda: target(*args, **kwargs), device)

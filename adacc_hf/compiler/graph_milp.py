@@ -60,11 +60,9 @@ def graph_model(
     live_bytes: Sequence[int],
     precise: Set[int] = frozenset(),
 ) -> GraphModel:
-    """Return the integer program's input, in which each value can be retained, compressed or recomputed.
-
-    `keep_ms` contains the time to retain each value, and `codecs` the codecs that may compress the value. `live_bytes`
-    and `precise` are the fields of `GraphModel`.
-    """
+    """Return the integer program's input, in which each value can be retained, compressed or recomputed. `keep_ms`
+    contains the time to retain each value, and `codecs` the codecs that may compress the value. `live_bytes` and
+    `precise` are the fields of `GraphModel`."""
     menus = {
         value.index: (
             StoredForm(RETAIN, value.nbytes, keep_ms[value.index]),
@@ -94,10 +92,8 @@ class _GraphProgram:
         self._constrain_precise()
 
     def bound(self, cap_bytes: int, *, limits_peak: bool) -> None:
-        """Limit the stored bytes to `cap_bytes`.
-
-        If `limits_peak`, limit the live bytes during recomputation to `cap_bytes` too.
-        """
+        """Limit the stored bytes to `cap_bytes`. If `limits_peak`, limit the live bytes during recomputation to
+        `cap_bytes` too."""
         high = (cap_bytes + 0.5) / 1024  # half a byte absorbs rounding errors in both directions
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
         for segment in range(self._graph.segments.count if limits_peak else 0):
@@ -151,10 +147,8 @@ class _GraphProgram:
         return _graph_choice(self._graph, stored)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
-        """Return the live KiB while a segment (part of the graph) is recomputed, as terms of the integer program.
-
-        The values stored up to the end of the segment, and the segment's recomputed values, are live.
-        """
+        """Return the live KiB while a segment (part of the graph) is recomputed, as terms of the integer program. The
+        values stored up to the end of the segment, and the segment's recomputed values, are live."""
         of_value = self._graph.segments.of_value
         stored = [
             (variable, self._graph.model.menus[value][option].nbytes / 1024)
@@ -170,22 +164,18 @@ class _GraphProgram:
 
 
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
-    """Return the fastest choice that stores at most `cap_bytes`, or None if no choice stores so little.
-
-    If `limits_peak`, `cap_bytes` also limits the live bytes while a segment of the graph is recomputed: the values
-    stored up to this segment, plus the segment's recomputed values.
-    """
+    """Return the fastest choice that stores at most `cap_bytes`, or None if no choice stores so little. If
+    `limits_peak`, `cap_bytes` also limits the live bytes while a segment of the graph is recomputed: the values stored
+    up to this segment, plus the segment's recomputed values."""
     program = _GraphProgram(graph)
     program.bound(cap_bytes, limits_peak=limits_peak)
     return program.best(program.block.terms_ms(), log)
 
 
 def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
-    """Return the fastest choice with the least stored bytes or, if `limits_peak`, with the least peak.
-
-    The program is solved twice, for the least bytes and then for the least time. The second solve removes useless
-    replays, which take time and need temporaries that the program does not count.
-    """
+    """Return the fastest choice with the least stored bytes or, if `limits_peak`, with the least peak. The program is
+    solved twice, for the least bytes and then for the least time. The second solve removes useless replays, which take
+    time and need temporaries that the program does not count."""
     program = _GraphProgram(graph)
     costs = [(program.peak(), 1.0)] if limits_peak else program.block.terms_bytes(1 / 1024)
     least = program.best(costs, log)
@@ -262,11 +252,9 @@ class Segments:
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
     """Cut a graph into segments such that the least memory is needed: the bytes stored at all boundaries, plus the
-    bytes of the largest segment.
-
-    `value_bytes` contains the bytes that each value takes while its segment is recomputed.
-    """
-    producer_positions = _producer_positions(kind)
+    bytes of the largest segment. `value_bytes` contains the bytes that each value takes while its segment is
+    recomputed."""
+    producer_positions = [value.producer or 0 for value in kind.values]
     live = _live_across(kind, producer_positions)
     live_bytes = [sum(kind.values[value].nbytes for value in values) for values in live]
     positions = _local_minima(live_bytes)
@@ -283,18 +271,14 @@ def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments
         limit = total * 0.75 ** (2 * step)
         boundaries = _cheapest_boundaries(positions, live_bytes, cumulative, limit)
         if boundaries is not None:
-            largest = _largest_segment(boundaries, cumulative)
+            edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
+            largest = max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))
             best = min(best, (largest + sum(live_bytes[p] for p in boundaries), boundaries))
     best_boundaries = list(best[1])
     return Segments(
         of_value=tuple(bisect_left(best_boundaries, position) for position in producer_positions),
         boundary=frozenset(value for p in best_boundaries for value in live[p]),
     )
-
-
-def _producer_positions(kind: KindProfile) -> list[int]:
-    """Return the position of each value's operator in the graph. The position of an input is 0."""
-    return [0 if value.producer is None else value.producer for value in kind.values]
 
 
 def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[list[int]]:
@@ -350,8 +334,3 @@ def _cheapest_boundaries(
         chain.append(positions[index])
         index = previous[index]
     return tuple(reversed(chain))
-
-
-def _largest_segment(boundaries: Sequence[int], cumulative: Sequence[int]) -> int:
-    edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
-    return max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))

@@ -36,10 +36,8 @@ INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
 
 
 def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
-    """Return the indices of the values that must not be compressed lossily.
-
-    These are masks, values computed from masks, statistics, exponents and divisors.
-    """
+    """Return the indices of the values that must not be compressed lossily. These are masks, values computed from
+    masks, statistics, exponents and divisors."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
@@ -60,26 +58,20 @@ def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
 
 def exponents(graph: fx.Graph) -> set[fx.Node]:
     """Return the inputs of operators that amplify errors, such as exp, and the elementwise sources of these inputs."""
-    inputs = {node for node in graph.nodes if any(map(_amplifies_errors, node.users))}
-    return elementwise_sources(graph, inputs)
+    growing = {node for node in graph.nodes if short_name(node) in GROWING and not _is_logistic(node)}
+    return elementwise_sources(graph, {node for node in graph.nodes if not growing.isdisjoint(node.users)})
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes`, and all earlier nodes from which any of `nodes` is computed by elementwise operators only.
-
-    The search stops at matrix products and sums, which average errors out, and at bounded functions, which keep errors
-    small.
-    """
+    """Return `nodes`, and all earlier nodes from which any of `nodes` is computed by elementwise operators only. The
+    search stops at matrix products and sums, which average errors out, and at bounded functions, which keep errors
+    small."""
     sources = set(nodes)
     for node in reversed(graph.nodes):
         for user in node.users:
             if user in sources and short_name(user) not in BOUNDED and _is_elementwise(node, user):
                 sources.add(node)
     return sources
-
-
-def _amplifies_errors(user: fx.Node) -> bool:
-    return short_name(user) in GROWING and not _is_logistic(user)
 
 
 def _is_logistic(node: fx.Node) -> bool:
@@ -90,8 +82,7 @@ def _is_logistic(node: fx.Node) -> bool:
 
 
 def _divisor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that are used as divisors, and the nodes whose zeros would make a divisor 0. The latter are the
-    inputs of operators that compute a divisor and map 0 to 0, such as sqrt."""
+    """Return the nodes that are used as divisors, and the nodes whose zeros would make a divisor 0."""
     return divisors(
         (
             [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
@@ -110,9 +101,7 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
-    """Return True if each element of `user` depends on a single element of `source`. This is assumed in two cases:
-    `user` is a view or a part of `source`, or Inductor can fuse `user`, which has at least as many elements as
-    `source`."""
+    """Return True if each element of `user` depends on a single element of `source`."""
     if is_view(user) or is_getitem(user):
         return True
     tensor, result = source.meta.get("val"), user.meta.get("val")
@@ -173,11 +162,9 @@ class PrecisionNeeds:
 
 
 def precision_needs(joint: JointGraph) -> PrecisionNeeds:
-    """Return the indices of the values that need the precise codec (INT8).
-
-    The result contains the inputs and the result of fused attention, the inputs of exponentials and other operators
-    that amplify errors, and the values that are compared with a constant such as zero.
-    """
+    """Return the indices of the values that need the precise codec (INT8). The result contains the inputs and the
+    result of fused attention, the inputs of exponentials and other operators that amplify errors, and the values that
+    are compared with a constant such as zero."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     factors = _sources_read_by(_is_factor_of, graph)
     # Products average errors out: hardly any element of a product of coarse values becomes zero by an error. So values

@@ -26,12 +26,9 @@ BAR_INCHES = 0.26
 def compiled_report(
     *, policy: CompiledPolicy, history: Sequence[Record] = (), first_steps: Sequence[Record] = ()
 ) -> Report:
-    """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`.
-
-    `first_steps` are the times of the run's first steps, from `AdaccSession.first_steps`.
-
-    Raises ImportError if matplotlib is not installed.
-    """
+    """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`. `first_steps` are the
+    times of the run's first steps, from `AdaccSession.first_steps`. Raises ImportError if matplotlib is not
+    installed."""
     overview = (
         *_region_summary(policy),
         *_compiled_policy_map(policy),
@@ -39,7 +36,11 @@ def compiled_report(
         *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
-    return Report(title=GRAPHS_TITLE, overview=overview, details=(*_graph_tensor_tables(policy), *event_parts(history)))
+    details: list[Part] = [Heading("Tensors")]
+    for plan in policy.regions:
+        title = f"{plan.summary()}{describe_calls(plan)}"
+        details += [Heading(title, level=3), Table(HEADERS, tensor_rows(plan), NUMBERS)]
+    return Report(title=GRAPHS_TITLE, overview=overview, details=(*details, *event_parts(history)))
 
 
 def _region_summary(policy: CompiledPolicy) -> list[Part]:
@@ -108,8 +109,7 @@ def _module_groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
 
 
 def _block_of_module(module: str) -> str:
-    """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0". For a path without
-    a number, which is not in a block, return the first name of the path."""
+    """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0"."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return numbered.group() if numbered else module.partition(".")[0]
 
@@ -131,17 +131,6 @@ def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
         return to_png(figure)
 
 
-def _graph_tensor_tables(policy: CompiledPolicy) -> list[Part]:
-    parts: list[Part] = [Heading("Tensors")]
-    for plan in policy.regions:
-        parts += [Heading(_region_title(plan), level=3), Table(HEADERS, tensor_rows(plan), NUMBERS)]
-    return parts
-
-
-def _region_title(plan: RegionPlan) -> str:
-    return f"{plan.summary()}{describe_calls(plan)}"
-
-
 # Text description of each region's plan, tensor by tensor.
 
 HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
@@ -149,9 +138,7 @@ HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
     """Return the policy as text: a line for the policy, then a line and a table of tensors for each compiled graph.
-
-    Tables are fitted to `columns` characters per line. If `columns` is None, each tensor is described on one line.
-    """
+    Tables are fitted to `columns` characters per line. If `columns` is None, each tensor is described on one line."""
     lines = [describe_compiled(policy)]
     for plan in policy.regions:
         rows = tensor_rows(plan)
@@ -177,10 +164,8 @@ def describe_allowed(policy: CompiledPolicy) -> str:
 
 
 def describe_calls(plan: RegionPlan) -> str:
-    """Return the number of calls of a compiled graph in a step, as the suffix of a line.
-
-    Return "" for one call, and if the calls were not counted.
-    """
+    """Return the number of calls of a compiled graph in a step, as the suffix of a line. Return "" for one call, and if
+    the calls were not counted."""
     if plan.calls in (None, 1):
         return ""
     return "; no longer called" if plan.calls == 0 else f"; called {plan.calls} times"

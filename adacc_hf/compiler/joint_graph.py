@@ -45,17 +45,13 @@ class JointGraph:
     """Node of each operator."""
 
     def value_of(self, node: fx.Node) -> int | None:
-        """Return the index of the forward value that shares its storage with `node`.
-
-        Return None if `node` is not a value of this graph, such as a parameter.
-        """
+        """Return the index of the forward value that shares its storage with `node`. Return None if `node` is not a
+        value of this graph, such as a parameter."""
         return self._index.get(root_of(node))
 
     def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
-        """Return the indices of the values that share their storages with `nodes`.
-
-        For a node of backward, return the forward values that the node is computed from.
-        """
+        """Return the indices of the values that share their storages with `nodes`. For a node of backward, return the
+        forward values that the node is computed from."""
         return {self._index[node] for node in source_nodes(nodes, self._index)}
 
     @cached_property
@@ -69,10 +65,8 @@ class JointGraph:
 
 
 def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterable[fx.Node]) -> JointGraph:
-    """Return the values and operators of the forward in `module`, a joint graph.
-
-    `held_inputs` are not listed as values, because they stay allocated until backward anyway.
-    """
+    """Return the values and operators of the forward in `module`, a joint graph. `held_inputs` are not listed as
+    values, because they stay allocated until backward anyway."""
     static, forward = set(held_inputs), _forward_nodes(module, info)
     nodes = [n for n in forward if _is_value_node(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}
@@ -126,10 +120,8 @@ def _layout(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
 
 
 def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
-    """Search back from `nodes`, through views and operators, and return the first nodes in `ends` on each path.
-
-    A node in `ends` is its own source.
-    """
+    """Search back from `nodes`, through views and operators, and return the first nodes in `ends` on each path. A node
+    in `ends` is its own source."""
     sources, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
     return sources
 
@@ -175,8 +167,7 @@ def _is_value_node(node: fx.Node) -> bool:
 
 
 def _parameter_values(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
-    """Return the values computed only from parameters, buffers and constants: casts of weights, position indices.
-    Random values, which have no inputs either, are not included."""
+    """Return the values computed only from parameters, buffers and constants: casts of weights, position indices."""
     values: set[fx.Node] = set()
     for node in nodes:
         maker = maker_of(node)

@@ -121,18 +121,14 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
     def is_called(self, loss: Tensor) -> bool:
         """Return True if the forward that computed `loss` called a compiled region, False if the forward ran eagerly.
-
         Calls are recognized by the numbers that AOTAutograd gives to graphs. If any region has no number, its calls
-        cannot be recognized, and True is returned.
-        """
+        cannot be recognized, and True is returned."""
         numbers = {graph.number for graph in self._graphs}
         return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 
     def inspect_code(self) -> None:
-        """Measure the peak memory of each region's compiled code, and record it in the region's plan.
-
-        Call this method after `count_calls` and backward.
-        """
+        """Measure the peak memory of each region's compiled code, and record it in the region's plan. Call this method
+        after `count_calls` and backward."""
         self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
 
     def _update(self, change: Callable[[RegionPlan, _RegionGraph], RegionPlan]) -> None:
@@ -164,7 +160,9 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         # graph.
         plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held_inputs})
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
-        recorded_plan = self._recorded_plans.get(plan.digest) or self._from_store(plan, joint)
+        recorded_plan = self._recorded_plans.get(plan.digest)
+        if recorded_plan is None and self._store is not None:
+            recorded_plan = self._store.load(self._decision_key(plan, joint), plan.digest)
         if recorded_plan is None:
             plan = self._decide(joint, plan, plain, joint.source_values(saved))
             if self._store is not None:
@@ -182,20 +180,15 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        """Return the partitioner's key in compile caches: source code, settings, initial policy and example sizes.
-
-        A cache of partitioned graphs returns one graph for all sizes that the graph's guards allow. The graph stays
-        within the budget only at the sizes with which it was traced, so these sizes are part of the key.
-        """
+        """Return the partitioner's key in compile caches: source code, settings, initial policy and example sizes. A
+        cache of partitioned graphs returns one graph for all sizes that the graph's guards allow. The graph stays
+        within the budget only at the sizes with which it was traced, so these sizes are part of the key."""
         settings = [self.config, self._initial_policy, self._example_sizes]
         return f"adacc_hf {_source_digest()} {json.dumps(settings, default=fields_of)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the partitioner without its plans, because Inductor's cache pickles all settings for cache keys."""
         return type(self), (self.config, self._initial_policy, None, self._example_sizes)
-
-    def _from_store(self, plan: RegionPlan, joint: JointGraph) -> RegionPlan | None:
-        return None if self._store is None else self._store.load(self._decision_key(plan, joint), plan.digest)
 
     def _decision_key(self, plan: RegionPlan, joint: JointGraph) -> str:
         """Return the key of the graph's plan in the `PlanStore`, a cache on disk. The key contains the partitioner's
@@ -348,8 +341,7 @@ def _codecs_of_nodes(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[st
 
 @cache
 def _source_digest() -> str:
-    """Return a digest of the source files of this package and its codecs. Cached plans are valid for this digest
-    only."""
+    """Return a digest of the source files of this package and its codecs."""
     package = Path(__file__).parents[1]
     kernels = Path(get_codec.__code__.co_filename).parent
     files = sorted([*package.rglob("*.py"), *kernels.glob("*.py")])

@@ -37,11 +37,9 @@ _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 @contextmanager
 def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
-    """Compute only the first `num_chunks` chunks of each chunked loss inside the `with` block.
-
-    None computes all chunks. The limit is for measurements of memory, not for training. The tensors of a chunk are
-    freed during the next chunk, so all chunks from the third on use the same memory.
-    """
+    """Compute only the first `num_chunks` chunks of each chunked loss inside the `with` block. None computes all
+    chunks. The limit is for measurements of memory, not for training. The tensors of a chunk are freed during the next
+    chunk, so all chunks from the third on use the same memory."""
     token = _most_chunks.set(num_chunks)
     try:
         yield
@@ -50,10 +48,8 @@ def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
 
 
 def chunk_rows(width: int) -> int:
-    """Return the number of rows of logits per chunk, for an output layer whose weight has `width` columns.
-
-    A chunk's float logits then take half the memory of the weight's gradient, which is always needed.
-    """
+    """Return the number of rows of logits per chunk, for an output layer whose weight has `width` columns. A chunk's
+    float logits then take half the memory of the weight's gradient, which is always needed."""
     return max(MIN_CHUNK_ROWS, width // 2)
 
 
@@ -187,8 +183,7 @@ def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
-    """Add `outputs.T @ inputs` to `total` in place. If the GPU has a matrix product that adds to a `total` of a wider
-    dtype, its kernel reads and writes `total` only once."""
+    """Add `outputs.T @ inputs` to `total` in place."""
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)
     elif (is_plain(total) or is_fake(total)) and adds_into_wider(total.device, outputs.dtype, is_fake(total)):

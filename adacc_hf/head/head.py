@@ -22,11 +22,9 @@ _NEXT_STEP = 'train with AdaccConfig(head="plain") or "auto"'
 
 
 class ChunkedHead:
-    """Output layer of `model`, made to return lazy logits, which take no memory, until `remove()` is called.
-
-    The loss of lazy logits is computed in chunks. Raises ChunkedHeadError, with the reason, if the model has no output
-    layer that can be chunked.
-    """
+    """Output layer of `model`, made to return lazy logits, which take no memory, until `remove()` is called. The loss
+    of lazy logits is computed in chunks. Raises ChunkedHeadError, with the reason, if the model has no output layer
+    that can be chunked."""
 
     def __init__(self, model: nn.Module) -> None:
         self.is_on = True
@@ -75,10 +73,8 @@ class ChunkedHead:
 
 
 class HeadForward:
-    """Callable that replaces an output layer's forward, and returns lazy logits (without memory) in training.
-
-    A copied or pickled layer runs its original forward.
-    """
+    """Callable that replaces an output layer's forward, and returns lazy logits (without memory) in training. A copied
+    or pickled layer runs its original forward."""
 
     def __init__(self, head: ChunkedHead | None, layer: nn.Linear) -> None:
         self.head = head

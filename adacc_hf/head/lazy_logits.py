@@ -124,9 +124,7 @@ class LossCall:
 
 def product_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer with this weight computes: autocast's dtype, or the weight's own dtype.
-
-    Autocast does not change float64.
-    """
+    Autocast does not change float64."""
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type) and weight.dtype is not torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -134,13 +132,9 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class LazyLogits(Tensor):
-    """Tensor without memory that stands for the logits of `rows`, or for a view or cast of these logits.
-
-    `compute()` returns the logits as an ordinary tensor.
-
-    Lazy logits are an output of an autograd function, so C++ code that reads the autograd graph (DDP, other autograd
-    functions) can follow the graph back to the layer.
-    """
+    """Tensor without memory that stands for the logits of `rows`, or for a view or cast of these logits. `compute()`
+    returns the logits as an ordinary tensor. Lazy logits are an output of an autograd function, so C++ code that reads
+    the autograd graph (DDP, other autograd functions) can follow the graph back to the layer."""
 
     call: HeadCall
     rows: Tensor
@@ -186,10 +180,8 @@ class LazyLogits(Tensor):
         return self.real_logits
 
     def as_function_output(self) -> LazyLogits:
-        """Return a lazy copy of these logits, to be returned by another autograd function.
-
-        The copy is needed, because an autograd function must not return its input.
-        """
+        """Return a lazy copy of these logits, to be returned by another autograd function. The copy is needed, because
+        an autograd function must not return its input."""
         lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
         lazy.call, lazy.rows, lazy.real_logits = self.call, self.rows, None
         lazy.compute = lambda: self.materialize().detach()
@@ -198,9 +190,7 @@ class LazyLogits(Tensor):
 
     def derive(self, function: Callable[[Tensor], Tensor], rows: Tensor, dtype: torch.dtype) -> LazyLogits:
         """Return the result of `function(logits)` as lazy logits. The function must keep the vocabulary dimension.
-
-        `rows` are the rows of the layer's input that belong to the result.
-        """
+        `rows` are the rows of the layer's input that belong to the result."""
         shape = (*rows.shape[:-1], self.shape[-1])
         sources = (self,)
         derived = LazyLogits._build(
@@ -252,11 +242,9 @@ class LazyLogits(Tensor):
 
 
 class _LazyPlaceholder(torch.autograd.Function):
-    """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias.
-
-    Lazy logits get a gradient only if C++ code uses lazy logits as an input, for example in DDP or another autograd
-    function.
-    """
+    """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias. Lazy
+    logits get a gradient only if C++ code uses lazy logits as an input, for example in DDP or another autograd
+    function."""
 
     @staticmethod
     def forward(ctx: Any, recompute: Callable[..., Tensor], shape: Any, dtype: Any, *sources: Tensor) -> LazyLogits:
@@ -320,8 +308,7 @@ def _is_hook_of_sharding(hook: Any) -> bool:
 
 
 def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
-    """Return NotImplemented, so that the caller computes the logits. Used for all torch functions without a handler of
-    their own."""
+    """Return NotImplemented, so that the caller computes the logits."""
     return NotImplemented
 
 
@@ -348,8 +335,7 @@ def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
-    """Return a clone that is lazy too. If DDP is set to detect unused parameters, its autograd function clones each
-    output."""
+    """Return a clone that is lazy too."""
     return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.as_function_output()
 
 

@@ -58,11 +58,8 @@ class AdaccPlugin(BasePlugin):
 
 
 def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
-    """Return the AdaccConfig made from the settings that begin with "adacc_".
-
-    A setting with the value None keeps its default. Raises ValueError for an unknown setting, and for a value out of
-    its range.
-    """
+    """Return the AdaccConfig made from the settings that begin with "adacc_". A setting with the value None keeps its
+    default. Raises ValueError for an unknown setting, and for a value out of its range."""
     own_settings = {
         name.removeprefix(PREFIX): value
         for name, value in settings.items()

@@ -187,11 +187,9 @@ class LightningLoop(TrainingLoop):
 
 
 def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Module:
-    """Return the submodule of `pl_module` to which the budget applies: `model` or, if None, the only language model.
-
-    A language model inside another language model is ignored. Raises ValueError if `model` is not a submodule, or if
-    `pl_module` has no language model or more than one.
-    """
+    """Return the submodule of `pl_module` to which the budget applies: `model` or, if None, the only language model. A
+    language model inside another language model is ignored. Raises ValueError if `model` is not a submodule, or if
+    `pl_module` has no language model or more than one."""
     peft = sys.modules.get("peft")  # a PeftModel calls the forward of its model, and so not the hooks of its model
     language_models = PreTrainedModel if peft is None else (PreTrainedModel, peft.PeftModel)
     owner = type(pl_module).__name__

@@ -28,11 +28,8 @@ NAME = "adacc"
 
 
 def register(config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any) -> None:
-    """Register an AdaccCallback with these settings under the name "adacc" in ms-swift.
-
-    The arguments are the same as for AdaccCallback, and are checked immediately. Each Trainer gets a callback of its
-    own.
-    """
+    """Register an AdaccCallback with these settings under the name "adacc" in ms-swift. The arguments are the same as
+    for AdaccCallback, and are checked immediately. Each Trainer gets a callback of its own."""
     checked_config = AdaccCallback(config, policy=policy, **overrides).config
 
     def make_callback(args: Any, trainer: Any) -> AdaccCallback:

@@ -34,10 +34,8 @@ class TrainerFinder:
 
 
 def call_after_import(loader, function):
-    """Make `loader` call `function(module)` once, after the loader has executed the module.
-
-    The loader keeps its class, because `inspect` and Transformers read the module's source through the loader.
-    """
+    """Make `loader` call `function(module)` once, after the loader has executed the module. The loader keeps its class,
+    because `inspect` and Transformers read the module's source through the loader."""
     exec_module = loader.exec_module
 
     def execute(module):
@@ -49,10 +47,8 @@ def call_after_import(loader, function):
 
 
 def wrap_train_begin(trainer_module):
-    """Wrap the method `on_train_begin` of the Trainer's CallbackHandler. The wrapper adds an AdaccCallback.
-
-    The callback could be added more simply to the list of default callbacks, but ms-swift replaces this list.
-    """
+    """Wrap the method `on_train_begin` of the Trainer's CallbackHandler. The wrapper adds an AdaccCallback. The
+    callback could be added more simply to the list of default callbacks, but ms-swift replaces this list."""
     record("trainer")
     handler_class = trainer_module.CallbackHandler
     on_train_begin = handler_class.on_train_begin
