@@ -1,4 +1,4 @@
-"""Mutation test of the gate: break the product in 50 places, one at a time, and run the tests on each.
+"""Mutation test of the gate: break the product in 65 places, one at a time, and run the tests on each.
 
     python tests/breakages [--matrix] [NUMBER ...]
 
