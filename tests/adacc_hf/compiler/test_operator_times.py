@@ -8,14 +8,17 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adacc_hf.compiler.graph_cost import OperatorTimes, device_speed, keep_ms
+from adacc_hf.compiler.graph_cost import OperatorTimes, device_speed, function_ms, keep_ms
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def counted_times():
-    """Keep measured times."""
+    """Keep measured times, here alone."""
+    function_ms.cache_clear()
+    yield
+    function_ms.cache_clear()
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
