@@ -1,15 +1,16 @@
 """BlockSample: measures the error of a block's gradient under compression, during the run.
 
 In a tracking step, the inputs of one call of a block, the state of the random generators and the gradients of the
-outputs are recorded. After the step, the block's forward and backward run twice, without and with compression, and the
-gradients are compared.
+outputs are recorded. After the step, the block's traced graph runs forward and backward twice, without and with
+compression, and the gradients are compared. No Python code of the block runs again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,23 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.errors import UnrecordedCallError, UnrestorableError
+from adacc_hf.artifacts.errors import UnrecordedCallError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import RETAIN, Action, Plan
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.compat import forward_needs_all_ranks
 from adacc_hf.torch_glue.memory import is_out_of_memory
-from adacc_hf.torch_glue.model_state import SMALL_COPY, ModelState
-from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
-from adacc_hf.torch_glue.rng_state import RandomStates
-from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
+from adacc_hf.torch_glue.rng_state import RandomStates, preserve_random_states
+from adacc_hf.torch_glue.second_run import measuring
+from adacc_hf.torch_glue.tensors import difference_norm, gradient_leaves, l2_norm, without_gradient_hooks
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import KindProfile
     from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.run.block_executor import BlockExecutor
+    from adacc_hf.tape.guards import GraphOfCall
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +98,15 @@ class _RecordedCall:
         is_autocast = torch.is_autocast_enabled(self.device.type)
         self.autocast_dtype = torch.get_autocast_dtype(self.device.type) if is_autocast else None
         self.gradients: dict[int, Tensor] = {}
-        """Gradients of the outputs, by the output's index in the flattened (pytree) result of the block."""
-        self.state: ModelState | None = None
-        """State, before the call, of the objects that the call changed."""
-        self.graph: Callable[..., Any] | None = None
-        """Function of (fn, args) that runs the traced graph of the call in place of its Python code, or None."""
-        self.obstacle: str | None = None
-        """Reason why the call cannot be run again, or None if the call can be run again."""
+        """Gradients of the outputs, by the output's index in `_outputs`."""
+        self.graph: GraphOfCall | None = None
+        """The traced graph of the call. None if the call cannot be run again."""
+        self.written_places: set[str] = set()
+        """Kinds of places (`Source.place`) of the tensors to which calls of the block write."""
+
+    def writes(self, is_argument: bool) -> bool:
+        """Return True if the call may write to its arguments, or to tensors that are no arguments."""
+        return any((place == "argument") is is_argument for place in self.written_places)
 
 
 class BlockSample:
@@ -128,17 +131,11 @@ class BlockSample:
         """Run a call of the block under `plan` and return its result. Record the call and its outputs' gradients."""
         plan.observer = None
         call = self._call = _RecordedCall(block, fn, args, kwargs)
-        state = ModelState((block, fn, args, kwargs), SMALL_COPY)
         result = plan.run(block, fn, args, kwargs)
-        if plan.plan.tiling is None and not plan.plan.is_checkpointed:
-            call.graph = plan.known_shapes.graph_function()
-        try:
-            call.state = state.changed()
-        except UnrestorableError as error:
-            call.obstacle = str(error)
-        for index, leaf in enumerate(tree_leaves(result)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda gradient, index=index: call.gradients.__setitem__(index, gradient.detach()))
+        call.graph = plan.latest_graph()
+        call.written_places = plan.written_places
+        for index, leaf in enumerate(_outputs(result, (args, kwargs))):
+            leaf.register_hook(lambda gradient, index=index: call.gradients.__setitem__(index, gradient.detach()))
         return result
 
     def close(self) -> None:
@@ -150,20 +147,19 @@ class BlockSample:
         `bypassed`.
 
         Return None if the block was not called, got no gradient, or has a forward that needs all ranks. Warn and return
-        None if memory runs out while the block runs again, or if running the block again would change the model's
-        state.
+        None if memory runs out, or if no graph with the operators of the call was traced.
         """
         call = self._call
         if call is None or not call.gradients or forward_needs_all_ranks(call.block):
             return None
-        if call.obstacle is not None:
-            self._warn_uncompared(call.obstacle)
+        if call.graph is None:
+            self._warn_uncompared("Dynamo has traced no graph with the operators of its call")
             return None
         self.plan.wrap_codec = lambda value, codec: IdentityCodec() if value in bypassed else codec
         try:
             if self._exact is None:
-                self._exact = _rerun_gradients(call, lambda fn, args, kwargs, called: (called or fn)(*args))
-            other = _rerun_gradients(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
+                self._exact = _rerun_gradients(call, lambda graph, *_: graph[0](*graph[1]))
+            other = _rerun_gradients(call, partial(self.plan.run_again, call.block))
         except (_FreedGraphError, UnrecordedCallError) as error:
             self._warn_uncompared(str(error))
             return None
@@ -182,12 +178,12 @@ class BlockSample:
 
     def _warn_uncompared(self, obstacle: str) -> None:
         """Warn that the block's gradient is not compared because of `obstacle`, once per process and obstacle."""
-        if obstacle not in _reported_obstacles:
-            _reported_obstacles.add(obstacle)
+        if obstacle not in reported_obstacles:
+            reported_obstacles.add(obstacle)
             log.warning("Adacc: the gradient of %s is not compared with the exact one: %s", self.plan.name, obstacle)
 
 
-_reported_obstacles: set[str] = set()
+reported_obstacles: set[str] = set()
 """Obstacles to a comparison of gradients for which a warning was logged."""
 
 
@@ -203,35 +199,63 @@ def _detached_arguments(tree: Any) -> Any:
     return tree_map(detach, tree)
 
 
+def _outputs(result: Any, arguments: Any) -> list[Tensor]:
+    """Return the tensors in the result of a block, or of its graph, that get a gradient and are no arguments."""
+    outputs = {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    for leaf in tree_leaves(arguments):
+        outputs.pop(id(leaf), None)
+    return list(outputs.values())
+
+
 def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
-    """Run the forward, by `run_call(fn, args, kwargs, graph)`, and backward of a recorded call again, restore all
-    state, and return the gradients of its inputs and parameters. `torch.autograd.grad` would miss the gradients of a
-    nested backward (tiled layers, reentrant checkpoints), which accumulates into `grad`."""
+    """Run the forward, by `run_call((graph, inputs), args, kwargs)`, and backward of a recorded call's graph, and
+    return the gradients of the call's inputs and parameters. `torch.autograd.grad` would miss the gradients of a nested
+    backward, which accumulates into `grad`."""
     args, kwargs = _detached_arguments(call.args), _detached_arguments(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
+    parameters = [parameter for parameter in call.block.parameters() if parameter.requires_grad]
     sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    sources += [parameter for parameter in call.block.parameters() if parameter.requires_grad]
     autocast = torch.autocast(call.device.type, dtype=call.autocast_dtype, enabled=call.autocast_dtype is not None)
-    with NoTrace((call.block, fn, args), lambda: RandomStates([call.device]), SMALL_COPY) as run:
-        if call.state is not None:
-            call.state.restore()
+    with preserve_random_states([call.device]), measuring(), torch.enable_grad():
         call.random_states.restore()
+        assert call.graph is not None  # checked by the caller
+        graph, inputs = call.graph(fn, args)
+        arguments = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        inputs = tuple(_copy(each) if call.writes(id(each) in arguments) else each for each in inputs)
         with autocast:
-            graph = call.graph
-            called = None if graph is None else lambda *args: graph(fn, args)
-            leaves = tree_leaves(run_call(fn, args, kwargs, called))
-        outputs = [leaves[index] for index in call.gradients]
-        run.protect_gradients_of(outputs)
-        try:
-            torch.autograd.backward(outputs, list(call.gradients.values()))
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            raise _FreedGraphError(
-                "the block reads tensors that require a gradient and are not its arguments, and their graph is freed "
-                'after the step; set tracking="off", or pass them as arguments'
-            ) from None
-        return [leaf.grad for leaf in sources]
+            result = run_call((graph, inputs), args, kwargs)
+        outputs = _outputs(result, (args, kwargs))
+        outputs = [outputs[index] for index in call.gradients]
+        del result
+        with _gradients_set_aside([*gradient_leaves(outputs), *parameters]):
+            try:
+                torch.autograd.backward(outputs, list(call.gradients.values()))
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise _FreedGraphError(
+                    "the block reads tensors that require a gradient and are not its arguments, and their graph is "
+                    'freed after the step; set tracking="off", or pass them as arguments'
+                ) from None
+            return [leaf.grad for leaf in [*sources, *parameters]]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+
+
+@contextmanager
+def _gradients_set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Set the gradients of `leaves` to None, and disable their hooks, inside the `with` block."""
+    gradients = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
+    for leaf, _ in gradients:
+        leaf.grad = None
+    try:
+        with without_gradient_hooks([leaf for leaf, _ in gradients]):
+            yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
 
 
 # Memory of a comparison: the block's input is kept from its forward, and the gradient of its output from its backward,

@@ -29,11 +29,13 @@ from adacc_hf.run.entries import (
 )
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
+from adacc_hf.tape.guards import GraphOfCall
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import run_in_tiles
 from adacc_hf.torch_glue.compat import checkpoint_call
+from adacc_hf.torch_glue.distributed import is_sharded
 
 
 class Observer(Protocol):
@@ -86,6 +88,10 @@ class BlockExecutor:
         None if nothing is measured."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
+        self._latest: Entry | None = None
+        """Entry of the block's latest call that ran on a tape, until the next call."""
+        self._checkpointed_graph: GraphOfCall | None = None
+        """Traced graph of the latest call under torch's checkpoint, or None."""
         self._has_filled_table = False
         """True if the block's last call computed a table that later calls reuse, such as a table of positions."""
 
@@ -102,8 +108,11 @@ class BlockExecutor:
         """
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
+        self._latest = None
         if self.plan.is_checkpointed:
-            return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders())
+            graph = self._checkpointed_graph = self._find_graph(block, fn, args)
+            called = None if graph is None else graph(fn, args)
+            return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders(), called)
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(fn, *args, block=block)
@@ -113,6 +122,11 @@ class BlockExecutor:
         if key is None:
             return self._run_untraced(block, fn, args)
         return self._run_as(key, block, fn, args, kwargs)
+
+    def _find_graph(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
+        """Return the traced graph of a call under torch's checkpoint. A graph would not gather sharded parameters."""
+        is_whole = self.plan.tiling is None and not is_sharded(block)
+        return self.known_shapes.find_graph(block, fn, args) if is_whole else None
 
     def _run_untraced(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
@@ -147,6 +161,7 @@ class BlockExecutor:
             return self._first_call(key, block, self._in_tiles(block, fn), args, kwargs)
         self._has_filled_table = False
         self._count_fallback(entry)
+        self._latest = entry
         plan = entry.execution_plan
         if plan is None:
             return self._run_unplanned([entry.known_shape.tape], block, self._in_tiles(block, fn), args)
@@ -174,42 +189,46 @@ class BlockExecutor:
         self.entries.sized.clear()
         return True
 
+    def latest_graph(self) -> GraphOfCall | None:
+        """Return the traced graph of the block's latest call, for `run_again`. None if no graph has its operators."""
+        if self.plan.is_checkpointed:
+            return self._checkpointed_graph
+        return None if self._latest is None or self.plan.tiling else self.known_shapes.graph_function()
+
+    @property
+    def written_places(self) -> set[str]:
+        """Kinds of places (`Source.place`) of the tensors that existed before a call, and to which the call writes."""
+        tapes = self.tape_cache.tapes_of_kind(self.plan.kind)
+        return {value.source.place for tape in tapes for value in tape.values if value.overwritten and value.source}
+
     def run_again(
         self,
         block: nn.Module,
-        fn: Callable[..., Any],
+        graph: tuple[Callable[..., Any], tuple[Any, ...]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        called: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run a call of the block once more under the plan, to measure the call. If given, `called(*args)` runs in
-        place of `fn(*args)`, with the same operators.
+        """Run (traced graph, its inputs) of the block's latest call once more under the plan, to measure the call.
+        `args` and `kwargs` are the call's arguments.
 
         This call is not counted, because the number of calls decides which of the training's calls are checked.
-        Raises UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record
-        it.
+        Raises UnrecordedCallError if the tape of the latest call does not apply any more.
         """
+
+        def run(*_: Any) -> Any:
+            return graph[0](*graph[1])
+
         if self.plan.is_checkpointed:
-            return self.run(block, fn, args, kwargs)
-        key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
-        if key is None:
-            return self._run_untraced(block, fn, args)
-        entry = self.entries.latest(key)
-        if entry is None and not self.tape_cache.may_record():
-            current_key = self.known_shapes.with_current_layout(key, block)
-            if self.entries.find(current_key) is None:
-                raise UnrecordedCallError(
-                    f"the budget has no room to record another traced path of {self.name}: increase memory_budget, or "
-                    'set tracking="off"'
-                )
+            return run_checkpointed(block, run, args, kwargs, self._input_coders(), graph)
+        entry = self._latest
         plan = None if entry is None else entry.execution_plan
         if entry is None or plan is None or plan.is_plain:
-            return self.run(block, fn, args, kwargs)
+            return run()
         externals = plan.fetch(block, args, kwargs)
         if externals is None:
-            return self.run(block, fn, args, kwargs)
+            raise UnrecordedCallError(f"tensors of {self.name} were replaced or removed after its call")
         self._learn_order(entry)
-        return self._call(entry, plan, externals, block, called or self._in_tiles(block, fn), args)
+        return self._call(entry, plan, externals, block, run, args)
 
     def _is_due(self, entry: Entry) -> bool:
         """Return True if this call is checked: backward compares what it recomputes with what the forward saved."""
@@ -325,7 +344,7 @@ class BlockExecutor:
         self.tape_cache.compare_with_symbolic_tape(tape, key, self.name)
         self.known_shapes.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
-        entry = self.entries.add(key, KnownShape(tape))
+        entry = self._latest = self.entries.add(key, KnownShape(tape))
         self._count_fallback(entry)
         if entry.execution_plan is not None and not entry.execution_plan.is_plain:
             entry.unpacked_slots = recording.hand_over(entry.execution_plan, self._codecs(entry))

@@ -24,41 +24,48 @@ def run_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     codecs: Mapping[Place, tuple[Codec, Coder]],
+    graph: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
 ) -> Any:
     """Run a block's call `fn(*args)` under torch's checkpoint, and store some of its inputs as payloads until backward.
 
     `codecs` contains (codec, coder) for each of these inputs, by the input's place among the arguments. The coder is
     the codec itself or, in a tracking step, a wrapper that measures errors. An input is stored without encoding if the
-    codec does not support it, or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`.
+    codec does not support it, or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`. If
+    (traced graph, its inputs) of the call is given, backward runs the graph instead of the block's Python code.
     """
     inputs = {place: tensor for place in codecs if (tensor := _argument_at(place, args, kwargs)) is not None}
     compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
-    if not compressible:
+    if not compressible and graph is None:
         return checkpoint_call(fn, *args, block=block)
     versions = {place: version_of(tensor) for place, tensor in compressible.items()}
-    repeatable_call = _RepeatableCall(fn, args, kwargs)
-    del fn, args, kwargs, inputs
+    has_same_inputs = not compressible
+    repeatable_call = _RepeatableCall(fn, args, kwargs) if graph is None else _RepeatableCall(*graph, {})
 
     def hold() -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
         for place, tensor in compressible.items():
             if version_of(tensor) == versions[place]:
-                repeatable_call.encode(place, tensor, codecs[place][1])
+                repeatable_call.encode(tensor, codecs[place][1])
         compressible.clear()
         return repeatable_call.call
 
-    return checkpoint_call(repeatable_call.fn, *repeatable_call.args, block=block, hold=hold)
+    return checkpoint_call(fn, *args, block=block, hold=hold, has_same_inputs=has_same_inputs)
 
 
 class _RepeatableCall:
-    """Call of a block that torch's checkpoint repeats in backward, with some arguments stored as payloads."""
+    """Call that torch's checkpoint repeats in backward, with some arguments stored as payloads. `kwargs` are the
+    keyword arguments bound in `fn`."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.fn = fn
-        self.args = args
-        self._kwargs = kwargs
-        self._decoders: dict[Place, Decode] = {}
+        self._fn = partial(fn.func, *fn.args) if isinstance(fn, partial) and kwargs else fn
+        self._arguments: dict[int | str, Any] = dict(enumerate(args))
+        self._arguments.update(kwargs)
+        self._decoders: list[tuple[list[int | str], Decode]] = []
 
-    def encode(self, place: Place, tensor: torch.Tensor, coder: Coder) -> None:
+    def encode(self, tensor: torch.Tensor, coder: Coder) -> None:
+        """Store the argument `tensor` as a payload."""
+        places = [place for place, argument in self._arguments.items() if argument is tensor]
+        if not places:  # the graph does not read it
+            return
         payload, requires_grad, device_type = coder.encode(tensor.detach()), tensor.requires_grad, tensor.device.type
 
         def decode() -> torch.Tensor:
@@ -66,26 +73,17 @@ class _RepeatableCall:
                 decoded = coder.decode(payload)
             return decoded.requires_grad_(requires_grad)
 
-        self._decoders[place] = decode
-        self.fn, self.args, self._kwargs = self._with({place: None})
+        self._decoders.append((places, decode))
+        self._arguments |= dict.fromkeys(places)
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Decode the payloads, and return (function, arguments) to run the call again."""
-        fn, args, _ = self._with({place: decode() for place, decode in self._decoders.items()})
-        return fn, args
-
-    def _with(self, arguments: Mapping[Place, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return (fn, args, kwargs) of this call. The arguments at the places in `arguments` are replaced by the values
-        in `arguments`."""
-        args, kwargs, fn = list(self.args), dict(self._kwargs), self.fn
-        for (first,), argument in arguments.items():
-            if isinstance(first, int):
-                args[first] = argument
-            else:
-                kwargs[first] = argument
-        if isinstance(fn, partial):
-            fn = partial(fn.func, *fn.args, **kwargs)
-        return fn, tuple(args), kwargs
+        arguments = dict(self._arguments)
+        for places, decode in self._decoders:
+            arguments |= dict.fromkeys(places, decode())
+        kwargs = {name: argument for name, argument in arguments.items() if isinstance(name, str)}
+        args = tuple(argument for place, argument in arguments.items() if isinstance(place, int))
+        return partial(self._fn, **kwargs), args
 
 
 def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
+from adacc_hf.tape.guards import BlockPaths, GraphOfCall, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
 from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
@@ -139,10 +139,17 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`."""
         return None if self._paths is None else self._paths.graph_of(tape, fn, args)
 
-    def graph_function(self) -> Callable[..., Any] | None:
-        """Return a function of (fn, args) that runs the traced graph of the latest call in place of `fn(*args)`. None
-        if a recorded call had other operators than its graph."""
+    def graph_function(self) -> GraphOfCall | None:
+        """Return a function from (fn, args) of a call like the latest one to (traced graph, its inputs). None if a
+        recorded call had other operators than its graph."""
         return None if self._paths is None else self._paths.graph_function()
+
+    def find_graph(self, block: nn.Module, fn: Callable[..., Any], args: Args) -> GraphOfCall | None:
+        """Return `graph_function` of a call `fn(*args)` of `block` that was not passed to `key`, if it is traced."""
+        if self._paths is None:
+            self._paths = BlockPaths(block, self._untraceable)
+            self._note_layout(block)
+        return self._paths.find_graph(fn, args)
 
     def compare_graph(self, tape: Tape, fn: Callable[..., Any], args: Args) -> None:
         """Compare the traced graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""

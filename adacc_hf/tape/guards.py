@@ -121,6 +121,17 @@ class Untraceable(OrderedDict[Hashable, str]):
     """
 
 
+GraphOfCall = Callable[[Callable[..., Any], tuple[Any, ...]], tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Function from (fn, args) of a block's call to (traced graph, its inputs)."""
+
+
+def _graph_function(path: TracedPath | None) -> GraphOfCall | None:
+    if path is None or not path.is_witness or not all(path.is_witness.values()):
+        return None
+    guards = path.guards
+    return lambda fn, args: (guards.graph, guards.inputs(scope_of(fn, args)))
+
+
 class BlockPaths:
     """Traced paths through the code of one block. Finds or traces the path of each call."""
 
@@ -202,14 +213,14 @@ class BlockPaths:
             return None
         return path.guards.graph, path.guards.inputs(scope_of(fn, args))
 
-    def graph_function(self) -> Callable[..., Any] | None:
-        """Return a function that runs the traced graph of the latest call's path in place of a call `fn(*args)`, which
-        it gets as (fn, args). Return None if a call on this path had other operators than its graph."""
-        path = self._latest
-        if path is None or not path.is_witness or not all(path.is_witness.values()):
-            return None
-        guards = path.guards
-        return lambda fn, args: guards.graph(*guards.inputs(scope_of(fn, args)))
+    def graph_function(self) -> GraphOfCall | None:
+        """Return a function from (fn, args) of a call like the latest one to (traced graph, its inputs). Return None if
+        a call on this path had other operators than its graph."""
+        return _graph_function(self._latest)
+
+    def find_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
+        """Return `graph_function` of a call `fn(*args)` that may not be the latest one. Dynamo traces nothing."""
+        return _graph_function(self._find_path(scope_of(fn, args)) if self._has_memory else None)
 
     def _graph_has(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         guards = None if self._latest is None else self._latest.guards

@@ -235,7 +235,11 @@ forward."""
 
 
 def checkpoint_call(
-    fn: Callable[..., Any], *args: Any, block: nn.Module | None = None, hold: Callable[[], SecondCall] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    block: nn.Module | None = None,
+    hold: Callable[[], SecondCall] | None = None,
+    has_same_inputs: bool = True,
 ) -> Any:
     """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
 
@@ -251,7 +255,8 @@ def checkpoint_call(
 
     By default, `fn` and `args` stay alive until backward, and the second run is `fn(*args)`. If `hold` is given,
     `hold()` is called after the first run, and the returned `SecondCall` stays alive in place of `fn` and `args`. In
-    backward, the `SecondCall` returns the function and the arguments of the second run.
+    backward, the `SecondCall` returns the function and the arguments of the second run. Set `has_same_inputs` to False
+    if these are decoded from lossy payloads.
     """
     errors: list[BaseException] = []
     in_forward = True
@@ -279,7 +284,7 @@ def checkpoint_call(
             errors.append(error)
             return None
 
-    compared = SecondRun(block, has_same_inputs=hold is None) if block is not None and must_compare(block) else None
+    compared = SecondRun(block, has_same_inputs) if block is not None and must_compare(block) else None
     with record_state_changes(block, fn, args) as changed_states, set_checkpoint_early_stop(may_end_early(block)):
         result = checkpoint(run, *_tensor_on_each_device(fn, args), use_reentrant=False)
     in_forward = False
