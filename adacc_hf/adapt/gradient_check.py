@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
 from adacc_hf.torch_glue.rng_state import RandomStates, preserve_random_states
 from adacc_hf.torch_glue.second_run import measuring
-from adacc_hf.torch_glue.tensors import difference_norm, gradient_leaves, l2_norm, without_gradient_hooks
+from adacc_hf.torch_glue.tensors import difference_norm, gradient_leaves, gradients_set_aside, l2_norm
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import KindProfile
@@ -227,7 +226,7 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
         outputs = _outputs(result, (args, kwargs))
         outputs = [outputs[index] for index in call.gradients]
         del result
-        with _gradients_set_aside([*gradient_leaves(outputs), *parameters]):
+        with gradients_set_aside([*gradient_leaves(outputs), *parameters]):
             try:
                 torch.autograd.backward(outputs, list(call.gradients.values()))
             except RuntimeError as error:
@@ -242,20 +241,6 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
-
-
-@contextmanager
-def _gradients_set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Set the gradients of `leaves` to None, and disable their hooks, inside the `with` block."""
-    gradients = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
-    for leaf, _ in gradients:
-        leaf.grad = None
-    try:
-        with without_gradient_hooks([leaf for leaf, _ in gradients]):
-            yield
-    finally:
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
 
 
 # Memory of a comparison: the block's input is kept from its forward, and the gradient of its output from its backward,

@@ -90,12 +90,11 @@ class CheckpointMismatchError(AdaccError, RuntimeError):
 
 
 class UnrestorableError(AdaccError, RuntimeError):
-    """Error raised if a measurement run changed state of the model that cannot be restored."""
+    """Error raised if a block, or a profile by hand, changed state that cannot be restored before a second run."""
 
 
 class UnrecordedCallError(AdaccError, RuntimeError):
-    """Error raised if a block's call cannot be run again, because it was not recorded and the budget has no room to
-    record it."""
+    """Error raised if a block's call cannot be run again, because its tape does not apply any more."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
@@ -215,22 +216,77 @@ def measure_block(
     return BlockMemory(forward=forward, backward=_backward_events(meter.points, slots, survivors))
 
 
+def measure_by_other_graph(
+    graph: RepeatedCall, tape: Tape, dead_slots: frozenset[int], measurement: Measurement, has_gradients: bool
+) -> BlockMemory:
+    """Return the memory events of a call that was recorded on `tape`, and whose traced `graph` has somewhat other
+    operators. Those of forward are those of the tape, and those of backward are the graph's. The saved tensors of both
+    are matched in their order."""
+    keys: list[Any] = []
+
+    @torch.compiler.disable
+    def note(tensor: torch.Tensor) -> None:
+        keys.append((tuple(tensor.shape), tensor.dtype))
+
+    with garbage_collection_disabled():
+        with torch.autograd.graph.saved_tensors_hooks(note, refuse_backward):
+            graph.run()
+        matcher = SequenceMatcher(None, [(ref.geometry[0], ref.dtype) for ref in tape.slots], keys, autojunk=False)
+        numbers = [-1] * len(keys)
+        for on_tape, in_graph, size in matcher.get_matching_blocks():
+            numbers[in_graph : in_graph + size] = range(on_tape, on_tape + size)
+        with measurement.meter(tape.values[0].device) as meter:
+            slots = _Slots(tape, dead_slots, meter, numbers)
+            _run_backward(graph, slots, measurement, has_gradients)
+        events = list(_backward_events(meter.points, slots, set()))
+    graph.free()
+    for slot in sorted(set(range(len(tape.slots))) - set(numbers) - dead_slots, reverse=True) if events else ():
+        unpacked = {event.slot: place for place, event in enumerate(events) if not event.release}
+        place = 1 + unpacked[min((later for later in unpacked if later > slot), default=events[0].slot)]
+        event = events[place - 1]
+        events[place:place] = [replace(event, slot=slot, release=release) for release in (False, True)]
+    return BlockMemory(forward=_forward_of_tape(tape, dead_slots), backward=tuple(events))
+
+
+def _forward_of_tape(tape: Tape, dead_slots: frozenset[int]) -> tuple[ForwardEvent, ...]:
+    """Return the events of a forward in which each value lives from its operator to its last reader on the tape."""
+    saved = {ref.value for slot, ref in enumerate(tape.slots) if slot not in dead_slots}
+    inputs = [value for value in saved if tape.values[value].producer is None]
+    events = [ForwardEvent(value=value, death=False, extra_bytes=0) for value in (-1, *inputs)]
+    live: dict[int, int] = {}
+    for operator in tape.operators:
+        computed = [value for _, value in operator.outputs]
+        live |= {value: tape.values[value].nbytes for value in computed}
+        live |= {new: live.pop(old) for old, new in operator.mutations if old in live}
+        events[-1] = replace(events[-1], extra_bytes=max(events[-1].extra_bytes, sum(live.values())))
+        events += [ForwardEvent(value=v, death=False, extra_bytes=sum(live.values())) for v in computed if v in saved]
+        for value in dict.fromkeys([*operator.inputs(), *computed]):
+            if value in live and max(tape.consumers(value), default=len(tape.operators)) == operator.index:
+                del live[value]
+                if value in saved:
+                    events.append(ForwardEvent(value=value, death=True, extra_bytes=sum(live.values())))
+    return tuple(events)
+
+
 class _Slots:
     """Saved tensors of a running call, by the values on its tape."""
 
-    def __init__(self, tape: Tape, dead_slots: frozenset[int], meter: MemoryMeter) -> None:
+    def __init__(
+        self, tape: Tape, dead_slots: frozenset[int], meter: MemoryMeter, numbers: Iterable[int] | None = None
+    ) -> None:
         self.values = [-1 if tape.is_held_elsewhere(ref.value) else ref.value for ref in tape.slots]
         self.dead = dead_slots
         self.nbytes = {v: tape.values[v].nbytes for v in self.values if v >= 0 and tape.values[v].producer is not None}
         """Bytes of each saved value that the call computes."""
         self.meter = meter
         self.storages: dict[int, StorageWeakRef] = {}
-        self._numbers = iter(range(len(tape.slots)))
+        self._numbers = iter(range(len(tape.slots)) if numbers is None else numbers)
 
     def next(self, tensor: torch.Tensor) -> tuple[int, int, bool]:
-        """Return (slot, value, True if the value is new) of the next saved tensor."""
+        """Return (slot, value, True if the value is new) of the next saved tensor. The slot is -1 if the tape has no
+        such tensor."""
         slot = next(self._numbers)
-        value = self.values[slot]
+        value = self.values[slot] if slot >= 0 else -1
         is_new = value >= 0 and value not in self.storages
         if is_new:
             self.storages[value] = StorageWeakRef(local_of(tensor).untyped_storage())
@@ -318,11 +374,12 @@ def _run_backward(call: RepeatedCall, slots: _Slots, measurement: Measurement, h
 
     @torch.compiler.disable
     def pack(tensor: torch.Tensor) -> TrackedTensor:
-        return TrackedTensor(slots.next(tensor)[0], tensor, mark)
+        slot = slots.next(tensor)[0]
+        return TrackedTensor(slot, tensor, mark if slot >= 0 else _ignore)
 
     @torch.compiler.disable
     def unpack(packed: TrackedTensor) -> torch.Tensor:
-        mark(("unpack", packed.slot))
+        packed.mark(("unpack", packed.slot))
         return saved_tensor(packed.tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(slots.mark_tiles):
@@ -334,6 +391,10 @@ def _run_backward(call: RepeatedCall, slots: _Slots, measurement: Measurement, h
         # A module in tiles runs again. Its graph must not reach the hooks with which the model's forward is recorded.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
             measurement.backward(loss)
+
+
+def _ignore(label: Any) -> None:
+    """Mark nothing."""
 
 
 class _Loss(torch.autograd.Function):

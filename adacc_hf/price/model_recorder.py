@@ -20,12 +20,13 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import unpack_order
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block
+from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block, measure_by_other_graph
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_profile import StepLayout
 from adacc_hf.price.model_recording import ModelRecording
+from adacc_hf.price.preserved_values import preserved_block
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of
 from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_inputs
 from adacc_hf.run.call import Recording
@@ -38,8 +39,7 @@ from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import in_tiles
-from adacc_hf.torch_glue.model_state import SMALL_COPY
-from adacc_hf.torch_glue.no_trace import NoTrace
+from adacc_hf.torch_glue.block_state import BlockState, changes_in_place
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import storage_of
 
@@ -50,9 +50,10 @@ class ModelRecorder:
     """Recorder of one forward of a model: all blocks' operators, the tensors that blocks share, and times and codecs.
 
     The forward trains: each recorded call follows a plan that recomputes all it can. `tilings` maps block calls to the
-    tiles (groups of rows) in which modules of the block run. If `repeats_blocks`, the memory of forward is measured on
-    each kind of block's own code, which runs once more, else on its traced graph, if it has one. The strategies that
-    run the model's blocks refer to the recorder. The recorder does not refer to the model, to avoid a reference cycle.
+    tiles (groups of rows) in which modules of the block run. The memory of a block is measured on its traced graph, or
+    computed from its tape. In tiles, or if `repeats_blocks`, it is measured on the block's own code, which runs once
+    more for each kind of block. The strategies that run the model's blocks refer to the recorder. The recorder does not
+    refer to the model, to avoid a reference cycle.
     """
 
     def __init__(
@@ -172,8 +173,10 @@ class ModelRecorder:
         called = in_tiles(block, tiling, fn)
         arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         recording = Recording(name, block, args, kwargs, self._measurement.rng_use)
-        self._is_checkpointed = key is None or type(block) in self._untrusted
+        state = BlockState(block, (args, kwargs)) if self._repeats_blocks else None
+        self._is_checkpointed = (key is None or type(block) in self._untrusted) and not changes_in_place(block)
         result = self._run(recording, called)
+        may_repeat = state is not None and state.find_changes() is None
         if key is None and known_shapes.leave_out(recording.recorder.function_results):
             key = known_shapes.key(block, fn, args, kwargs, tiling)
         for tensor in arguments.values():
@@ -187,8 +190,10 @@ class ModelRecorder:
             tape.untrusted = f"Dynamo, which reads the code of blocks, stops: {known_shapes.untraced}"
         if key is not None:
             known_shapes.compare_graph(tape, fn, args)
-        graph = known_shapes.graph_of(tape, fn, args) if key is not None and tiling is None else None
-        graph = None if graph is None else _on_copies(graph, recorder, tape)
+        is_traced = key is not None and tiling is None and tape.untrusted is None
+        any_graph = known_shapes.graph_of(tape, fn, args, may_differ=True) if is_traced else None
+        any_graph = None if any_graph is None else _on_copies(any_graph, recorder, tape)
+        graph = None if known_shapes.graph_of(tape, fn, args) is None else any_graph
         outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder, outliers, graph)
@@ -206,19 +211,24 @@ class ModelRecorder:
         notes = {value: TensorNote.of(recorder.bases[value]) for value in input_values}
         internal_storages = _internal_storages(recorder, tape, outputs.keys() | casts.keys())
         slot_refs = recording.references()
-        kept_values = self._release(recording, tape)
+        changes_state = changes_in_place(block)
+        kept_values = self._release(recording, tape, changes_state)
         if tape.untrusted is not None:
             self._untrusted.add(type(block))
         recording.close()
         del recorder, tensors
         if tape.untrusted is None:
             overwrites = any(tape.values[value].overwritten for value in input_values)
+            may_repeat = may_repeat or any_graph is None  # in tiles, or on fake tensors
             of_block = partial(RepeatedCall.of_block, block, fn, args, tiling, num_results, overwrites)
-            repeated = of_block() if graph is None else RepeatedCall.of_graph(*graph, num_results, overwrites)
-            forward = repeated if graph is not None and not self._repeats_blocks else of_block(is_forward=True)
-            roots = () if forward is repeated else (block, fn)
-            is_later = split_call(name)[1] > 1
-            self._measure_memory(partial(measure_block, forward, repeated, tape), tape, roots, slot_refs, is_later)
+            of_graph = partial(RepeatedCall.of_graph, num_results=num_results, overwrites=overwrites)
+            if graph is None and any_graph is not None and not may_repeat:
+                measure = partial(measure_by_other_graph, of_graph(*any_graph), tape)
+            else:
+                repeated = of_block() if graph is None else of_graph(*graph)
+                measure = partial(measure_block, of_block(is_forward=True) if may_repeat else repeated, repeated, tape)
+            with preserved_block(block, (args, kwargs)) if may_repeat else nullcontext():
+                self._measure_memory(measure, tape, slot_refs, split_call(name)[1] > 1)
             recording.reschedule()
         self.blocks.append(
             RecordedBlock(
@@ -234,6 +244,7 @@ class ModelRecorder:
                 kept_values=kept_values,
                 is_retained=tape.untrusted is not None and not self._is_checkpointed,
                 is_checkpointed=self._is_checkpointed,
+                changes_state=changes_state,
                 outliers=outliers,
                 errors=errors,
                 uses_previous_result=not previous_keys.isdisjoint(map(storage_key_of, arguments.values())),
@@ -251,11 +262,11 @@ class ModelRecorder:
         self._run_ms = 1e3 * (self._measurement.seconds_at(self._device) - started)
         return result
 
-    def _release(self, recording: Recording, tape: Tape) -> frozenset[int]:
+    def _release(self, recording: Recording, tape: Tape, changes_state: bool) -> frozenset[int]:
         """Hand the saved tensors of a recorded call over to a plan that recomputes all it can. Return the values that
-        the call itself keeps."""
+        the call itself keeps. A call that `changes_state` must not run again."""
         all_saved = frozenset(tape.saved_values())
-        if self._is_checkpointed and (not tape.verified or is_reproducible(tape)):
+        if self._is_checkpointed and not changes_state and (not tape.verified or is_reproducible(tape)):
             recording.discard()
             return frozenset()
         self._is_checkpointed = False
@@ -291,7 +302,6 @@ class ModelRecorder:
         self,
         measure: Callable[..., BlockMemory],
         tape: Tape,
-        roots: tuple[Any, ...],
         slot_refs: list[Any],
         is_later: bool,
     ) -> None:
@@ -301,16 +311,14 @@ class ModelRecorder:
         for has_gradients in {self.leaves_gradients, self.leaves_gradients or is_later}:
             if (tape.digest, has_gradients) not in self._memory:
                 run = partial(measure, dead_slots, self._measurement, has_gradients)
-                self._memory[tape.digest, has_gradients] = self._measured(run, tape, roots)
+                self._memory[tape.digest, has_gradients] = self._measured(run, tape)
 
-    def _measured(self, measure: Callable[[], BlockMemory], tape: Tape, roots: tuple[Any, ...]) -> BlockMemory:
+    def _measured(self, measure: Callable[[], BlockMemory], tape: Tape) -> BlockMemory:
         device = tape.values[0].device if tape.values else self._device
-        states = partial(self._measurement.random_states, [device])
         memory = BlockMemory()
         with self._measurement.meter(device) as meter:
             if tape.values:
-                with NoTrace(roots, states, SMALL_COPY) if roots else nullcontext():
-                    memory = measure()
+                memory = measure()
             meter.mark(("end",))
         if torch.is_autocast_enabled(device.type):
             self._leftovers.append((len(self.blocks), meter.points[-1].live_bytes))
@@ -325,8 +333,7 @@ class ModelRecorder:
         memory: dict[str, TileMemory] = {}
         for path, rows in tiled_inputs(tape, tiling).items():
             tensor = view(recorder.bases[rows.value], rows)
-            states = partial(self._measurement.random_states, [tensor.device])
-            with NoTrace((recorder.block, run_again), states, SMALL_COPY):
+            with preserved_block(recorder.block, ()):
                 tile = measure_tile(recorder.block.get_submodule(path), tensor, self._measurement)
             if tile is not None:
                 memory[path] = tile

@@ -23,16 +23,18 @@ from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_profile import gradient_bytes
+from adacc_hf.price.preserved_values import PreservedValues
 from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
+from adacc_hf.tape.inputs import block_layout
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.compat import without_layerdrop
 from adacc_hf.torch_glue.distributed import reshard
 from adacc_hf.torch_glue.memory import forward_loss
-from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import tree_leaves
+from adacc_hf.torch_glue.tensors import gradient_leaves
 
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 """Function of (model, batch) that calls the model and returns the loss to train on. The function may change the
@@ -62,10 +64,11 @@ def profile_model(
     """Profile the blocks of `model` on `batch`, the keyword arguments of the model's forward, labels included.
 
     The model must be in train mode, and may be under autocast. One forward and backward run, in which every block is
-    recomputed as under gradient checkpointing, and each kind of block runs once more by itself. With gradient
-    accumulation another micro-batch runs before, and one more runs if modules may run in tiles. Afterwards the state of
-    the model is restored: its gradients, buffers and random generators. A run of training is profiled by its first step
-    instead (`AdaccSession`), in which nothing runs twice.
+    recomputed as under gradient checkpointing. With gradient accumulation another micro-batch runs before. One more
+    runs if blocks have made tables for later calls, or if modules may run in tiles. Afterwards gradients, buffers and
+    the default random generators are as before. Python state (counters, lists, generators of your own) has changed as
+    in these steps of training: profile a copy of the model if that matters. A run of training is profiled by its first
+    step instead (`AdaccSession`), in which nothing runs twice.
 
     If a step calls a block several times, because layers share weights or the loss calls the model again, the profile
     lists the block once per call. A block that runs only without gradients needs no decision.
@@ -86,8 +89,8 @@ def profile_model(
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
     the model cannot have, UncalledBlocksError for a batch on which some blocks do not run, ProfilerConflictError on a
-    CPU while a torch profiler is active, UnrestorableError for a model whose forward changes state that cannot be
-    restored, ValueError for a batch without a loss, and torch.OutOfMemoryError, or a library's own out-of-memory error,
+    CPU while a torch profiler is active, UnrestorableError for a model whose forward changes parameters in place,
+    ValueError for a batch without a loss, and torch.OutOfMemoryError, or a library's own out-of-memory error,
     if the batch does not fit.
     """
     check_type("profile_model: model", model, nn.Module, "pass the torch.nn.Module to train")
@@ -110,11 +113,10 @@ def profile_model(
     own_bytes = static_bytes() - gradient_bytes(model)
     with _profiling_lock, without_layerdrop(model):
         installation = Installation(model, config.block_classes)
-        roots = (model, compute_loss, whole.tensors)
         try:
-            with NoTrace(roots, lambda: measurement.random_states(devices)) as no_trace:
+            with PreservedValues(model, lambda: measurement.random_states(devices)) as values:
                 aside_bytes = static_bytes() - own_bytes  # of gradients, which are set aside
-                return _Profiler(installation, whole, config, step, measurement, run, no_trace, aside_bytes).profile()
+                return _Profiler(installation, whole, config, step, measurement, run, values, aside_bytes).profile()
         finally:
             installation.remove()
             reshard(model)
@@ -134,7 +136,7 @@ class _Profiler:
     step: TrainingStep
     measurement: Measurement
     run: Callable[[], torch.Tensor]
-    no_trace: NoTrace
+    values: PreservedValues
     aside_bytes: int
 
     def profile(self) -> Profile:
@@ -144,7 +146,7 @@ class _Profiler:
             for function in self.installation.blocks.values():
                 function.strategy = CheckpointStrategy()
             self.measurement.backward(self.run())
-            self.no_trace.start_over()
+            self.values.start_over()
         live = self._recorded_step(tape_cache)
         profile = live.profile(self.step.optimizer_step_bytes, self.step.optimizer_state_bytes)
         tiles = TiledKinds(profile, live.recording, self.installation, self.config)
@@ -162,25 +164,19 @@ class _Profiler:
 
         Raises UncalledBlocksError if no step calls all blocks.
         """
-        tables: frozenset[Any] = frozenset()
-        earlier_structures: set[str] = set()
+        modules, earlier_structures = self.installation.modules, set[str]()
         for num_left in reversed(range(MAX_STEPS)):
-            with ExecutedBlocks(self.installation.modules) as executed:
+            layouts = [block_layout(block) for block in modules.values()]
+            with ExecutedBlocks(modules) as executed:
                 live = self._record(tape_cache, self.measurement)
-            modules = self.installation.modules
             missing = [name for name in modules if name not in executed.names or not live.called]
-            if missing:
-                if not (num_left and self.no_trace.has_drawn()):
-                    raise UncalledBlocksError(
-                        describe_uncalled(self.installation, missing, "with this batch", executed)
-                    )
-                self.no_trace.continue_random_states()
-                continue
-            tables, tables_before = self.no_trace.start_over(), tables
+            if missing and not (num_left and self.values.has_drawn()):
+                raise UncalledBlocksError(describe_uncalled(self.installation, missing, "with this batch", executed))
+            self.values.start_over(keeps_random_states=bool(missing))
             structures = {block.tape.structure for block in live.recording.blocks}
-            if tables == tables_before:
+            if not missing and layouts == [block_layout(block) for block in modules.values()]:
                 break
-            earlier_structures |= structures
+            earlier_structures |= set() if missing else structures
         tape_cache.preliminary |= earlier_structures - structures
         return live
 
@@ -197,6 +193,7 @@ class _Profiler:
             try:
                 live.begin(self.batch, self.step, self.aside_bytes)
                 loss = self.run()
+                self.values.set_gradients_aside(gradient_leaves([loss]))
                 live.leave_forward(loss)
                 live.end_forward()
                 measurement.backward(loss)

@@ -74,6 +74,8 @@ class RecordedBlock:
     """Values that the call itself keeps until its backward."""
     is_checkpointed: bool = False
     """True if the call trained under torch's checkpoint."""
+    changes_state: bool = False
+    """True if the block must not run twice, because its calls change Python state (`changes_in_place`)."""
     is_retained: bool = False
     """True if the call keeps all its saved tensors, although its operators cannot be replayed."""
     dead_slots: frozenset[int] = frozenset()

@@ -30,7 +30,8 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
         for index, tensor in enumerate(block.argument_tensors.values(), start=SAVED + 1)
     ]
     actions = (BlockAction.CHECKPOINT,) if block.tape.has_collectives else (BlockAction.PLAIN, BlockAction.CHECKPOINT)
-    if block.tape.verified and not is_reproducible(block.tape):  # only Dynamo stops at it
+    is_reproduced = not block.tape.verified or is_reproducible(block.tape)  # else only Dynamo stops at it
+    if not is_reproduced or any(each.changes_state for each in group):
         actions = (BlockAction.PLAIN,)
     return KindProfile(
         digest=block.tape.kind,

@@ -394,7 +394,8 @@ class Recording:
     def run_checkpointed(self, fn: Callable[..., Any]) -> Any:
         """Run and record a block's call under torch's checkpoint, and return its result.
 
-        Until `discard`, the saved tensors stay stored. Afterwards, backward runs the call again.
+        Until `discard`, the saved tensors stay stored. Afterwards, backward runs the call again. Do not call `discard`
+        if the call shows that the block must not run twice (`changes_in_place`).
         """
         has_run = False
 
@@ -406,7 +407,7 @@ class Recording:
             self._checkpoint = outer_hooks()
             return self.run(fn)
 
-        return checkpoint_call(run, *self._arguments[0], block=self.block)
+        return checkpoint_call(run, *self._arguments[0], block=self.block, is_held=True)
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """Run and record a block's call under the plan, and return its result."""

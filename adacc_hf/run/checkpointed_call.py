@@ -38,7 +38,7 @@ def run_checkpointed(
     if not compressible and graph is None:
         return checkpoint_call(fn, *args, block=block)
     versions = {place: version_of(tensor) for place, tensor in compressible.items()}
-    has_same_inputs = not compressible
+    has_same_inputs, repeats_code = not compressible, graph is None
     repeatable_call = _RepeatableCall(fn, args, kwargs) if graph is None else _RepeatableCall(*graph, {})
 
     def hold() -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -48,7 +48,8 @@ def run_checkpointed(
         compressible.clear()
         return repeatable_call.call
 
-    return checkpoint_call(fn, *args, block=block, hold=hold, has_same_inputs=has_same_inputs)
+    options = {"has_same_inputs": has_same_inputs, "repeats_code": repeats_code}
+    return checkpoint_call(fn, *args, block=block, hold=hold, **options)
 
 
 class _RepeatableCall:

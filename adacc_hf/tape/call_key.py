@@ -134,10 +134,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return self._paths is not None and self._paths.is_partial
 
     def graph_of(
-        self, tape: Tape, fn: Callable[..., Any], args: Args
+        self, tape: Tape, fn: Callable[..., Any], args: Args, may_differ: bool = False
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`."""
-        return None if self._paths is None else self._paths.graph_of(tape, fn, args)
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`. If
+        `may_differ`, the graph may have somewhat other operators."""
+        return None if self._paths is None else self._paths.graph_of(tape, fn, args, may_differ)
 
     def graph_function(self) -> GraphOfCall | None:
         """Return a function from (fn, args) of a call like the latest one to (traced graph, its inputs). None if a

@@ -205,11 +205,12 @@ class BlockPaths:
         return is_witness and not self._graph_has(tape, fn, args)
 
     def graph_of(
-        self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]
+        self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...], may_differ: bool = False
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`."""
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`. If
+        `may_differ`, the graph may have somewhat other operators."""
         path = self._latest
-        if path is None or not path.is_witness.get(tape.structure, False):
+        if path is None or not (may_differ or path.is_witness.get(tape.structure, False)):
             return None
         return path.guards.graph, path.guards.inputs(scope_of(fn, args))
 

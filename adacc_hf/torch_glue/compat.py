@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, UnrestorableError
+from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
 from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
-from adacc_hf.torch_glue.model_state import ModelState
-from adacc_hf.torch_glue.no_trace import record_state_changes
 from adacc_hf.torch_glue.private import (
     CHECKPOINTED,
     forward_hooks,
@@ -29,7 +29,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
 )
 from adacc_hf.torch_glue.rng_state import PythonStates
-from adacc_hf.torch_glue.second_run import SecondRun, may_end_early, must_compare
+from adacc_hf.torch_glue.second_run import SecondRun, is_measuring, may_end_early, must_compare
 
 FLAG = "gradient_checkpointing"
 FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
@@ -240,15 +240,20 @@ def checkpoint_call(
     block: nn.Module | None = None,
     hold: Callable[[], SecondCall] | None = None,
     has_same_inputs: bool = True,
+    is_held: bool = False,
+    repeats_code: bool = True,
 ) -> Any:
     """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
 
     The first call of each block is compared: the second run must save the tensors of the first (`SecondRun`).
 
-    Before the second run, state that the first run changed gets the values that it had before the first run. After the
-    second run, this state gets back the values that it had before the second run. So buffers and counters change once
-    per call, lists get each item once, and random generators give the same numbers in both runs. torch itself restores
-    only its own default generators.
+    Before the second run, buffers and attributes that the first run changed get the values that they had before the
+    first run, and afterwards those that they had before the second run (`BlockState`). So buffers and counters change
+    once per call, and random generators give the same numbers in both runs. torch itself restores only its own default
+    generators. If the first call changes other state, such as a list, its tensors are kept, and this call and all later
+    ones run once. If a later call is the first that does so, raise UnrestorableError, unless `is_held`: then the caller
+    keeps the call's tensors until it has asked `changes_in_place`. Set `repeats_code` to False if the second run runs a
+    traced graph.
 
     torch's hooks are removed even if `fn` raises. Before torch 2.13 the hooks would stay active as long as the error is
     referenced.
@@ -258,10 +263,12 @@ def checkpoint_call(
     backward, the `SecondCall` returns the function and the arguments of the second run. Set `has_same_inputs` to False
     if these are decoded from lossy payloads.
     """
+    if repeats_code and changes_in_place(block):
+        return fn(*args)
     errors: list[BaseException] = []
     in_forward = True
-    python_states = PythonStates()
-    states_to_restore: list[ModelState | PythonStates] = []
+    python_states, state = PythonStates(), BlockState(block, (args, keyword_arguments(fn)))
+    states_to_restore: list[BlockState | PythonStates] = []
     # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
     calls: list[SecondCall] = [lambda: (fn, args)]
 
@@ -285,14 +292,26 @@ def checkpoint_call(
             return None
 
     compared = SecondRun(block, has_same_inputs) if block is not None and must_compare(block) else None
-    with record_state_changes(block, fn, args) as changed_states, set_checkpoint_early_stop(may_end_early(block)):
+    with set_checkpoint_early_stop(may_end_early(block)):
         result = checkpoint(run, *_tensor_on_each_device(fn, args), use_reentrant=False)
     in_forward = False
-    if python_states.have_advanced():  # else they are freed: 23 KiB per block
-        states_to_restore.append(python_states)
-    states_to_restore += changed_states
     if errors:
         raise errors.pop()
+    if python_states.have_advanced():  # else they are freed: 23 KiB per block
+        states_to_restore.append(python_states)
+    lost = state.find_changes(repeats_code)
+    if state.changed or state.written:
+        states_to_restore.append(state)
+    if compared is not None:
+        compared.end_first_run(keeps_tensors=lost is not None)
+    if lost is not None and compared is None and not (is_held or is_measuring()):
+        raise UnrestorableError(
+            f"forward of block class {type(block).__name__} changes {lost} in place, but did not in its first call, "
+            f"and there is no copy to restore it from, while torch's checkpoint runs the block again in backward: "
+            f"assign a new value to the attribute, change it from the first step on, or, {BLOCK_CLASSES_HINT}"
+        )
+    if lost is not None and block is not None:
+        report_change(block, lost)
     if hold is not None:
         calls[0] = hold()
     return result

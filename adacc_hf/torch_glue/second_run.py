@@ -23,8 +23,16 @@ from torch.utils.checkpoint import CheckpointError
 
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError
 from adacc_hf.kernels._layout import is_dense
-from adacc_hf.torch_glue.private import outer_hooks, viewed_tensor, without_modes
-from adacc_hf.torch_glue.tensors import Checksum, bytes_in_order, checksum_of_bytes, is_fake, is_plain, local_of
+from adacc_hf.torch_glue.private import outer_hooks, version_of, viewed_tensor, without_modes
+from adacc_hf.torch_glue.tensors import (
+    Checksum,
+    bytes_in_order,
+    checksum_of_bytes,
+    is_fake,
+    is_plain,
+    local_of,
+)
+from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,11 @@ def measuring() -> Iterator[None]:
         yield
     finally:
         _is_measuring.reset(token)
+
+
+def is_measuring() -> bool:
+    """Return True inside `measuring`."""
+    return _is_measuring.get()
 
 
 def must_compare(block: nn.Module | None) -> bool:
@@ -74,19 +87,26 @@ class SecondRun:
         """Tensors that the present run has saved, None for tensors that are not compared."""
         self._at_last: list[Checksum | None] = []
         """Checksums at the moment in which the second run saves its last tensor."""
+        self._packed: list[_Packed] = []
+        """Saved tensors of the first run, until `end_first_run`."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
         hooks = outer_hooks()
         assert hooks is not None  # those of torch's checkpoint
         pack, unpack = hooks
 
-        def pack_noted(tensor: torch.Tensor) -> Any:
+        def pack_noted(tensor: torch.Tensor) -> _Packed:
             self._note(tensor)
-            return pack(tensor)
+            packed = _Packed(pack(tensor), tensor)
+            if self._expected is None:
+                self._packed.append(packed)
+            return packed
 
-        def unpack_compared(packed: Any) -> torch.Tensor:
+        def unpack_compared(packed: _Packed) -> torch.Tensor:
+            if packed.tensor is not None:
+                return packed.unpack()
             try:
-                tensor = unpack(packed)  # the first one runs the call again
+                tensor = unpack(packed.checkpointed)  # the first one runs the call again
             except CheckpointError as error:
                 raise CheckpointMismatchError(self._describe("saves other tensors")) from error
             self._compare()
@@ -98,6 +118,12 @@ class SecondRun:
             self._expected = _checksums(self._tensors)
             self._tensors.clear()
         return result
+
+    def end_first_run(self, keeps_tensors: bool) -> None:
+        """Free the tensors that the first run saved, or keep them, so that no second run follows."""
+        for packed in () if keeps_tensors else self._packed:
+            packed.tensor = None
+        self._packed = []
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._tensors.append(tensor.detach() if _is_compared(tensor) else None)
@@ -128,6 +154,22 @@ class SecondRun:
             f"after backward, call torch.use_deterministic_algorithms(True), or leave the class out: "
             f"{BLOCK_CLASSES_HINT}"
         )
+
+
+class _Packed:
+    """Saved tensor of a compared call: what torch's checkpoint stores, and the tensor itself until it may be freed."""
+
+    __slots__ = ("checkpointed", "tensor", "version")
+
+    def __init__(self, checkpointed: Any, tensor: torch.Tensor) -> None:
+        self.checkpointed = checkpointed
+        self.tensor: Any = without_gathered_memory(tensor)
+        self.version = version_of(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError("a saved tensor was changed in place after the forward: change it after backward")
+        return saved_tensor(self.tensor)
 
 
 def report_other_bits(error: Exception, is_on_gpu: bool) -> None:

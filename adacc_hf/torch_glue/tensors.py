@@ -256,6 +256,20 @@ def without_gradient_hooks(
             hooks.update(before)
 
 
+@contextmanager
+def gradients_set_aside(leaves: Iterable[torch.Tensor], module_hooks: Iterable[dict[int, Any]] = ()) -> Iterator[None]:
+    """Set the gradients of `leaves` to None, and disable hooks (`without_gradient_hooks`), inside the `with` block."""
+    gradients = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
+    for leaf, _ in gradients:
+        leaf.grad = None
+    try:
+        with without_gradient_hooks([leaf for leaf, _ in gradients], module_hooks):
+            yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+
+
 def _do_nothing(*args: Any) -> None:
     """Return None, by which a backward hook leaves the gradients as they are."""
 

@@ -1,4 +1,7 @@
-"""Calls of the user's code with the callback: as many as in plain training, and in the same order."""
+"""Calls of the user's code with the callback: as many as in plain training, and in the same order.
+
+A block that Dynamo cannot trace runs its Python once more in backward, under torch's checkpoint.
+"""
 
 from contextlib import nullcontext
 from functools import wraps
@@ -60,15 +63,43 @@ def counted_model(calls: list[str]) -> torch.nn.Module:
     return model
 
 
-def calls_of(make_trainer: Any, callbacks: list[Any], resume: Any = None, **arguments: Any) -> list[str]:
-    """Train, and return the calls of the user's code in their order."""
+def calls_of(
+    make_trainer: Any, callbacks: list[Any], resume: Any = None, in_backward: list[str] | None = None, **arguments: Any
+) -> list[str]:
+    """Train, and return the calls of the user's code in their order. If `in_backward` is given, blocks cannot be
+    traced, and their calls in backward are added to it."""
     calls: list[str] = []
-    trainer = make_trainer(callbacks, model=counted_model(calls), trainer_class=CountedTrainer, **arguments)
+    model = counted_model(calls)
+    if in_backward is not None:
+        refuse_traces(model, calls, in_backward)
+    trainer = make_trainer(callbacks, model=model, trainer_class=CountedTrainer, **arguments)
     trainer.calls, trainer.data_collator = calls, collate_into(calls)
     trainer.create_optimizer()
     trainer.optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer.step"))
     trainer.train(resume_from_checkpoint=resume)
     return calls
+
+
+def refuse_traces(model: torch.nn.Module, calls: list[str], in_backward: list[str]) -> None:
+    """Let the blocks of `model` note their calls, by hooks at which Dynamo stops."""
+
+    def note(*_: Any) -> None:
+        torch._dynamo.graph_break()
+        (calls if torch._C._current_autograd_node() is None else in_backward).append("block")
+
+    for block in model.transformer.h:
+        block.mlp.register_forward_pre_hook(note)
+
+
+@pytest.mark.parametrize("budget", [0.6, "3MiB"])
+def test_a_block_that_cannot_be_traced_runs_once_more_in_backward_at_most(make_trainer, budget):
+    plain = calls_of(make_trainer, [], in_backward=(none := []), max_steps=4)
+    callback = AdaccCallback(memory_budget=budget, exact=True)
+    assert calls_of(make_trainer, [callback], in_backward=(again := []), max_steps=4) == plain
+    assert callback.policy is not None
+    num_blocks = plain.count("block") // 4
+    assert not none
+    assert num_blocks <= len(again) <= 4 * num_blocks
 
 
 @pytest.mark.parametrize("budget", [0.6, "3MiB"])
