@@ -8,7 +8,7 @@ node. A node's saved tensors are freed with the node.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,10 @@ class FakeBackward:
         self._calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]] = {}
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Register a callback for the next `run`, to be called when the gradient of `tensor` is complete."""
+        """Register a callback for the `run` of a graph with `tensor`, called when the gradient of `tensor` is complete.
+
+        A `run` of another graph before, such as a block's that is measured alone, keeps it.
+        """
         key = ("leaf", id(tensor)) if tensor.grad_fn is None else _node_key(tensor.grad_fn)
         self._calls.setdefault((key, tensor.output_nr), []).append(call)
 
@@ -38,11 +41,12 @@ class FakeBackward:
         """Run backward from `loss`, and accumulate the gradients of all leaves. `loss` is detached, and its graph is
         freed."""
         backward_pass = _FakeBackwardPass(graph_owner(loss), self._calls)
-        self._calls = {}
+        nodes = set(backward_pass.nodes)
         loss_gradient = torch.ones_like(loss)
         loss.detach_()
         with torch.no_grad():
             backward_pass.run(loss_gradient)
+        self._calls = {key: calls for key, calls in self._calls.items() if key[0] not in nodes}
 
 
 def fake_gradients(
@@ -78,6 +82,11 @@ class _FakeBackwardPass:
         """For each node of autograd's graph, the earlier nodes that keep it alive. Nodes with Python objects of their
         own are left out, because these objects keep them alive."""
         self._root = root
+
+    @property
+    def nodes(self) -> Iterable[EdgeKey]:
+        """Keys of the nodes of autograd's graph."""
+        return self._waiting.keys()
 
     def run(self, loss_gradient: torch.Tensor) -> None:
         root, self._root = self._root, None

@@ -250,7 +250,8 @@ def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
 class FakeMemoryMeter(MemoryMeter):
     """Meter of the live bytes of fake tensors' storages. An operator's internal temporaries are not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_mark: Callable[[tuple[Any, ...]], None] = lambda label: None) -> None:
+        self._on_mark = on_mark
         self._live_bytes = self._bytes_at_mark = self._peak_bytes = 0
         self._label: tuple[Any, ...] | None = None
         self._storages: set[int] = set()
@@ -270,6 +271,7 @@ class FakeMemoryMeter(MemoryMeter):
 
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._close()
+        self._on_mark(label)
         self._label = label
         # `dying_bytes` are still counted: a storage's finalizers run newest first, and the meter's is the oldest.
         self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class FakeMeasurement(Measurement):
         self.rng_use = DeclaredRngUse
         self.head_shares = (1, 2)
         self._times = SumOfTimes(device)
+        self._ms_at: dict[str, float] = {}
+        """Time of the step at the begin of each block's backward."""
         self._backward = FakeBackward()
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
@@ -152,7 +155,16 @@ class FakeMeasurement(Measurement):
         return times.total_ms
 
     def meter(self, device: torch.device) -> MemoryMeter:
-        return FakeMemoryMeter()
+        return FakeMemoryMeter(self._note_mark)
+
+    def _note_mark(self, label: tuple[Any, ...]) -> None:
+        if label[0] == "backward":
+            self._ms_at.setdefault(label[1], self._times.total_ms)
+
+    @property
+    def backward_ms(self) -> dict[str, float]:
+        """Milliseconds of each block's backward in the step, up to the next block's. The last block is left out."""
+        return {name: end - begin for (name, begin), (_, end) in pairwise(self._ms_at.items())}
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
         self._backward.on_gradient(tensor, call)
@@ -162,7 +174,7 @@ class FakeMeasurement(Measurement):
             self._backward.run(loss)
 
     def clock(self) -> AbstractContextManager[Any]:
-        self._times = SumOfTimes(self.device)
+        self._times, self._ms_at = SumOfTimes(self.device), {}
         return self._times
 
     def seconds_at(self, device: torch.device) -> float:
@@ -190,17 +202,6 @@ class FakeMeasurement(Measurement):
 
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
         return RandomStates([])
-
-
-class FakeMemoryMeasurement(FakeMeasurement):
-    """Measurement on fake tensors for memory only. Times of the step and of the heads, which no peak needs, are
-    skipped."""
-
-    def clock(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        return 0.0
 
 
 class SumOfTimes(TorchDispatchMode):

@@ -54,14 +54,13 @@ def longest_sequences(request: Request) -> list[LongestSequence]:
     log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
         planner = TrainingPlanner(request, model)
-        log.info("tracing a step of %d x %d tokens", request.batch_size, request.seq_len)
-        planner.trace()
+        planner.check_budget()
         found: list[LongestSequence] = []
         for method in LONGEST_METHODS:
             log.info("searching for the longest sequence: %s", method)
             start = max([request.seq_len, *(each.seq_len for each in found)])
             seq_len = planner.longest_seq_len(method, start)
-            profile = planner.profile_at(seq_len if seq_len >= 2 else request.seq_len)
+            profile = planner.profile_at(request.batch_size, seq_len if seq_len >= 2 else request.seq_len)
             found.append(
                 LongestSequence(
                     method=method,

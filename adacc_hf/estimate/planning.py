@@ -162,15 +162,12 @@ class TrainingPlanner:
         )
         self.static = replace(static, gradients_bytes=static.gradients_bytes + model.whole_gradient_bytes)
         self._traced: dict[tuple[int, int], Profile] = {}
-        """Profiles by (batch size, sequence length). Profiles that were traced for methods other than "adacc" may lack
-        the chunked head (output layer and loss) and the tiles (groups of rows)."""
-        self._for_policies: set[tuple[int, int]] = set()
-        """Keys of `_traced` whose profiles contain all heads (output layer and loss) and tiles (groups of rows)."""
+        """Profiles by (batch size, sequence length)."""
         self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
         request = self.request
-        _check_budget(request, self.static)
+        self.check_budget()
         _check_profile(request, self.model)
         log.info(
             "tracing a step of %d x %d tokens in %d blocks", request.batch_size, request.seq_len, len(self.model.blocks)
@@ -181,7 +178,6 @@ class TrainingPlanner:
         log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
-            self._add_traced(profile)
             forecasts = self._add_largest(forecasts)
         return TrainingPlan(
             request=request,
@@ -194,30 +190,32 @@ class TrainingPlanner:
             phases=_phase_peaks(fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
 
-    def trace(self) -> None:
-        """Trace the requested batch shape, from which the searches for larger shapes start.
+    def check_budget(self) -> None:
+        """Raise ValueError for a budget below the memory that training takes without any activation."""
+        request, static = self.request, self.static
+        required_bytes = max(static.resting_bytes, static.update_peak_bytes)
+        if request.budget_bytes is not None and request.budget_bytes < required_bytes:
+            raise ValueError(
+                f"--budget={format_bytes(request.budget_bytes)} is below the {format_bytes(required_bytes)} that "
+                f"training takes without any activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
+                f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}): raise "
+                f"the budget, shard the model with --fsdp N or --zero 3 N, choose a smaller --optimizer, --dtype or "
+                f"--model, or use --peft lora"
+            )
 
-        Raise ValueError for a budget below the static memory (parameters, gradients and optimizer state), which
-        training needs in addition to activations.
-        """
-        _check_budget(self.request, self.static)
-        self._add_traced(self.profile())
-
-    def profile_at(self, seq_len: int) -> Profile:
-        """Return the profile of one step at the sequence length `seq_len`, with times."""
-        return self._for_training(self.model.profile(self.request.batch_size, seq_len))
-
-    def _add_traced(self, profile: Profile) -> None:
-        """Make `profile` available to the searches for the largest shapes. `profile` is for the requested batch shape,
-        and contains all heads (plain and chunked) and tiles."""
-        shape = (self.request.batch_size, self.request.seq_len)
-        self._traced[shape] = profile
-        self._for_policies.add(shape)
+    def profile_at(self, batch_size: int, seq_len: int) -> Profile:
+        """Return the profile of one step at a batch size and a sequence length, which is traced if necessary."""
+        shape = (batch_size, seq_len)
+        if shape not in self._traced:
+            self._traced[shape] = self._for_training(self.model.profile(*shape))
+        return self._traced[shape]
 
     def profile(self) -> Profile:
         """Return the profile of one step at the requested batch size and sequence length."""
         request = self.request
-        return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
+        if request.profile is not None:
+            return self._for_training(request.profile)
+        return self.profile_at(request.batch_size, request.seq_len)
 
     def _for_training(self, profile: Profile) -> Profile:
         """Return `profile` with the memory of one device's parameters, gradients and optimizer state in the run."""
@@ -308,8 +306,8 @@ class TrainingPlanner:
     def longest_seq_len(self, method: str, start: int) -> int:
         """Return the longest sequence, in tokens, whose peak under `method` is within the budget, or 0.
 
-        The batch size is that of `self.request`. The search begins at `start` tokens. Call `trace` first, because the
-        search uses the peaks of batch shapes that were traced already.
+        The batch size is that of `self.request`. The search begins at `start` tokens, and uses the peaks of batch
+        shapes that were traced already.
         """
         request = self.request
         longest = request.longest_seq_len or SEARCH_LIMIT
@@ -327,14 +325,10 @@ class TrainingPlanner:
         return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
 
     def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
-        """Return peak minus budget in bytes under `method`, by (batch size, sequence length) of each traced shape. The
-        search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the bytes
-        that stay allocated during the whole step, minus the budget. For method "adacc", a shape is left out if its
-        profile lacks the plain or the chunked head (output layer and loss), because the shape would have to be traced
-        again."""
-        shapes = list(self._for_policies if method in ("adacc", EXACT, TILED) else self._traced)
+        """Return peak minus budget in bytes, by (batch size, sequence length) of each traced shape. The number at
+        (0, 0) is an estimate from the bytes that stay allocated."""
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
-        return estimate | {shape: self._excess(method, *shape) for shape in shapes}
+        return estimate | {shape: self._excess(method, *shape) for shape in list(self._traced)}
 
     def config_of(self, method: str) -> AdaccConfig:
         """Return the config that the solver uses for `method`, one of the methods with a policy from the solver."""
@@ -345,21 +339,16 @@ class TrainingPlanner:
         return self._peak(method, batch_size, seq_len) - self.request.budget
 
     def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
-        """Return the smallest peak in bytes that `method` can reach at this batch shape, which is traced if necessary.
-        For method "adacc", a peak that is far from the budget is an estimate."""
-        shape, is_adacc = (batch_size, seq_len), method in ("adacc", EXACT, TILED)
-        if shape not in (self._for_policies if is_adacc else self._traced):
-            self._traced[shape] = self._for_training(self.model.estimate(*shape, for_policies=is_adacc))
-            if is_adacc:
-                self._for_policies.add(shape)
-        profile = self._traced[shape]
-        if method == TILED:
-            return tiled_checkpointing(profile).peak_bytes
-        if is_adacc:
-            return least_peak_bytes(profile, self.request.budget, self.config_of(method))
+        """Return the smallest peak in bytes that `method` can reach at this batch shape. For a method with a policy, a
+        peak that is far from the budget is an estimate."""
+        profile = self.profile_at(batch_size, seq_len)
         if method == "plain":
             return uniform_policy(profile, "retain").predicted_peak_bytes
-        return fully_recomputed(profile).peak_bytes
+        if method == "full recomputation":
+            return fully_recomputed(profile).peak_bytes
+        if method == TILED:
+            return tiled_checkpointing(profile).peak_bytes
+        return least_peak_bytes(profile, self.request.budget, self.config_of(method))
 
 
 def fully_recomputed(profile: Profile) -> Outcome:
@@ -412,18 +401,6 @@ def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -
     return reserved_bytes(
         model, request.batch_size, request.seq_len, request.optimizer, request.accumulates, is_checkpointed
     )
-
-
-def _check_budget(request: Request, static: StaticMemory) -> None:
-    required_bytes = max(static.resting_bytes, static.update_peak_bytes)
-    if request.budget_bytes is not None and request.budget_bytes < required_bytes:
-        raise ValueError(
-            f"--budget={format_bytes(request.budget_bytes)} is below the {format_bytes(required_bytes)} that training "
-            f"takes without any activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
-            f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}): raise the "
-            f"budget, shard the model with --fsdp N or --zero 3 N, choose a smaller --optimizer, --dtype or --model, "
-            f"or use --peft lora"
-        )
 
 
 def _check_profile(request: Request, model: FakeModel) -> None:

@@ -32,6 +32,19 @@ def test_backward_without_memory_unpacks_for_the_nodes_that_the_engine_does() ->
     assert [name for _, name in names] == ["SigmoidBackward0", "SquareBackward", "ExpBackward0"]
 
 
+def test_a_callback_outlives_the_backward_of_another_graph() -> None:
+    """While a step is recorded, blocks and heads run backwards of their own."""
+    order = []
+    with fake_tensors("cpu"):
+        backward = FakeBackward()
+        result = torch.ones(2, requires_grad=True).exp()
+        backward.on_gradient(result, lambda: order.append("gradient"))
+        backward.run(torch.ones(2, requires_grad=True).sum())
+        order.append("other graph")
+        backward.run(result.sum())
+    assert order == ["other graph", "gradient"]
+
+
 def test_the_engines_own_backward_inside_goes_first() -> None:
     node = torch.ones(2, requires_grad=True).exp().grad_fn
     with calling_node(node):
