@@ -8,8 +8,8 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from adacc_hf.estimate.static_memory import COMPACT, OPTIMIZERS, Sharding, check
 from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from adacc_hf.estimate.planning import Request, TrainingPlan
 
 log = logging.getLogger(__name__)
@@ -162,14 +160,14 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Compute the prediction that `arguments` ask for, and return it as text or JSON. Progress is printed on stderr."""
-    options = _check_plan_options(arguments)
+    _convert_options(arguments)
     with _progress_on_stderr(), torchao_imported_silently():
         log.info("loading torch and Transformers")
         from adacc_hf.estimate.longest import longest_json, longest_sequences, longest_text
         from adacc_hf.estimate.plan_report import to_json, to_text
         from adacc_hf.estimate.planning import plan
 
-        request = _plan_request(arguments, options)
+        request = _plan_request(arguments)
         if arguments.longest:
             longest = longest_sequences(request)
             as_json = longest_json(request, longest)
@@ -181,29 +179,22 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 _OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
-"""Loggers whose messages are dropped while torchao is imported, with the beginning of these messages.
-
-Transformers imports torchao if it is installed. The messages are about torchao's own code. They do not concern a plan,
-because a plan does not run torchao.
-"""
+"""Loggers whose messages are dropped while Transformers imports torchao, with the beginning of these messages, which
+are about torchao's own code."""
 
 
 @contextmanager
 def torchao_imported_silently() -> Iterator[None]:
-    """Drop torchao's messages that are listed in `_OF_TORCHAO` inside the `with` block. All other messages are
-    logged."""
+    """Drop torchao's messages about its own code inside the `with` block."""
 
     def is_kept(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(_OF_TORCHAO[record.name])
 
-    loggers = [logging.getLogger(name) for name in _OF_TORCHAO]
-    for logger in loggers:
-        logger.addFilter(is_kept)
-    try:
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, _OF_TORCHAO):
+            logger.addFilter(is_kept)
+            stack.callback(logger.removeFilter, is_kept)
         yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_kept)
 
 
 @contextmanager
@@ -228,103 +219,79 @@ def _progress_on_stderr() -> Iterator[None]:
 
 # Checks of the options, which need no torch, and their conversion.
 
+_NEEDS = {
+    "--rank": f"--optimizer {COMPACT}",
+    "--host-bandwidth": "--host-memory",
+    **dict.fromkeys(
+        ("--lora-rank", "--lora-targets", "--lora-dropout", "--modules-to-save", "--load-in-4bit"), "--peft lora"
+    ),
+}
+"""Options that have no effect without another one, which may have a value."""
+_EXCLUDED = {
+    "--liger": ("--sp", "--tp", "--peft", "--images", "--image-tokens", "--profile"),
+    "--tp": ("--ddp", "--zero", "--peft", "--images", "--image-tokens", "--profile"),
+    "--longest": ("--profile",),
+    "--host-bandwidth": ("--profile",),
+}
+"""Options that are not planned together with others."""
+_RANGES = {
+    "--outlier-share": (lambda share: 0 <= share <= 1, "0 to 1: a share of the channels"),
+    "--image-tokens": (lambda number: number >= 1, "at least 1: the tokens of a sequence's images"),
+    "--images": (lambda number: number >= 1, "at least 1: the images in each sequence"),
+    "--lora-rank": (lambda number: number >= 1, "at least 1"),
+    "--lora-dropout": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
+    "--tp": (lambda number: number >= 2, "at least 2: the number of devices that share each layer"),
+}
+"""Condition on an option's value, as code and as text."""
 
-@dataclass(frozen=True, kw_only=True)
-class _PlanOptions:
-    """Options of `adacc plan` that argparse does not convert, after they are checked and converted."""
 
-    sharding: Sharding
-    budget_bytes: int | None
-    host_bytes: int | None
-    host_bandwidth_bytes: int | None
-
-
-def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
+def _convert_options(arguments: argparse.Namespace) -> None:
+    """Check the options, and replace sizes by bytes. `arguments.sharding` is the sharding of all options for it."""
     for option, reason in _NOT_PLANNED.items():
-        if getattr(arguments, _option_attribute(option)) is not None:
+        if _value_of(arguments, option) is not None:
             raise ValueError(f"{option}: {reason}")
     if arguments.device != "cpu":  # whose rates are measured
         find_device(arguments.device).check_dtype(COMPUTED_IN[arguments.dtype])
     check_optimizer(arguments.optimizer)
-    if arguments.rank is not None and arguments.optimizer != COMPACT:
-        raise ValueError(f"--rank={arguments.rank} needs --optimizer {COMPACT}: pass both options, or neither")
-    if not 0 <= arguments.outlier_share <= 1:
-        raise ValueError(
-            f"--outlier-share={arguments.outlier_share} is outside 0 to 1: the value is a share of the channels"
-        )
-    if arguments.image_tokens is not None and arguments.image_tokens < 1:
-        raise ValueError(
-            f"--image-tokens={arguments.image_tokens} must be at least 1: the tokens of a sequence's images"
-        )
-    if arguments.images is not None and arguments.images < 1:
-        raise ValueError(f"--images={arguments.images} must be at least 1: the images in each sequence")
-    _check_adapters(arguments)
-    _check_sequence_ranks(arguments)
-    _check_layer_ranks(arguments)
-    if arguments.liger:
-        _check_combination(arguments, "--liger", ("--sp", "--tp", "--peft", "--images", "--image-tokens", "--profile"))
-    options = _PlanOptions(
-        sharding=_plan_sharding(arguments),
-        budget_bytes=_option_bytes(arguments.budget, "--budget"),
-        host_bytes=_option_bytes(arguments.host_memory, "--host-memory"),
-        host_bandwidth_bytes=_option_bytes(arguments.host_bandwidth, "--host-bandwidth"),
-    )
-    if options.host_bandwidth_bytes is not None and options.host_bytes is None:
-        raise ValueError(
-            f"--host-bandwidth={arguments.host_bandwidth} needs --host-memory: pass both options, or neither"
-        )
-    if options.host_bandwidth_bytes is not None and arguments.profile is not None:
-        raise ValueError(
-            f"--host-bandwidth={arguments.host_bandwidth} has no effect with --profile, which has measured the rates "
-            f"of copies: leave out one of the two"
-        )
-    if arguments.longest and arguments.profile is not None:
-        raise ValueError("--longest traces several lengths, and --profile has one: leave out one of the two")
-    if options.host_bytes is not None and arguments.device == "cpu":
-        raise ValueError(f"--host-memory={arguments.host_memory}: a CPU has no other memory; choose a GPU as --device")
-    check_model(arguments.model)
-    return options
-
-
-def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
-    if arguments.sp is None:
-        return
+    for option, needed in _NEEDS.items():
+        name, _, value = needed.partition(" ")
+        has_needed = _value_of(arguments, name) == value if value else _value_of(arguments, name) is not None
+        if _value_of(arguments, option) is not None and not has_needed:
+            raise ValueError(f"{option} needs {needed}: pass both options, or neither")
+    for option, (is_allowed, rule) in _RANGES.items():
+        number = _value_of(arguments, option)
+        if number is not None and not is_allowed(number):
+            raise ValueError(f"{option}={number} must be {rule}")
+    for option, others in _EXCLUDED.items():
+        for other in others:
+            if _value_of(arguments, option) is not None and _value_of(arguments, other) is not None:
+                raise ValueError(f"{option} is not planned with {other}: leave out one of the two")
+    if arguments.tp is not None and arguments.optimizer == COMPACT:
+        raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
     num_devices = 0 if arguments.zero is None else arguments.zero[1]
-    if arguments.sp < 2 or num_devices % arguments.sp or not num_devices:
+    if arguments.sp is not None and (arguments.sp < 2 or num_devices % arguments.sp or not num_devices):
         raise ValueError(
             f"--sp={arguments.sp} must be at least 2, and divide the number of devices: Ulysses is DeepSpeed's, so "
             f"pass --zero STAGE N too, for example --zero 3 {max(2, arguments.sp)}"
         )
-    if arguments.attn == "eager":
+    if arguments.sp is not None and arguments.attn == "eager":
         raise ValueError("--sp needs fused attention: leave out --attn eager")
+    arguments.sharding = _plan_sharding(arguments)
+    for option in ("--budget", "--host-memory", "--host-bandwidth"):
+        setattr(arguments, _attribute(option), _option_bytes(_value_of(arguments, option), option))
+    if arguments.host_memory is not None and arguments.device == "cpu":
+        raise ValueError("--host-memory: a CPU has no other memory; choose a GPU as --device")
+    check_model(arguments.model)
 
 
-def _check_layer_ranks(arguments: argparse.Namespace) -> None:
-    if arguments.tp is None:
-        return
-    if arguments.tp < 2:
-        raise ValueError(f"--tp={arguments.tp} must be at least 2: the number of devices that share each layer")
-    _check_combination(arguments, "--tp", ("--ddp", "--zero", "--peft", "--images", "--image-tokens", "--profile"))
-    if arguments.optimizer == COMPACT:
-        raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
+def _value_of(arguments: argparse.Namespace, option: str) -> Any:
+    """Return the value of an option, or None if it was not passed."""
+    value = getattr(arguments, _attribute(option))
+    return None if value is False else value
 
 
-def _check_combination(arguments: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
-    for other in others:
-        if getattr(arguments, _option_attribute(other)) is not None:
-            raise ValueError(f"{option} is not planned with {other}: leave out one of the two")
-
-
-def _check_adapters(arguments: argparse.Namespace) -> None:
-    if arguments.peft is None:
-        for option in ("--lora-rank", "--lora-targets", "--lora-dropout", "--modules-to-save", "--load-in-4bit"):
-            value = getattr(arguments, _option_attribute(option))
-            if value is not None and value is not False:
-                raise ValueError(f"{option} needs --peft lora: pass both options, or neither")
-    if arguments.lora_rank is not None and arguments.lora_rank < 1:
-        raise ValueError(f"--lora-rank={arguments.lora_rank} must be at least 1")
-    if arguments.lora_dropout is not None and not 0 <= arguments.lora_dropout < 1:
-        raise ValueError(f"--lora-dropout={arguments.lora_dropout} must be at least 0 and below 1")
+def _attribute(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _option_bytes(text: str | None, option: str) -> int | None:
@@ -340,45 +307,46 @@ def _option_bytes(text: str | None, option: str) -> int | None:
     return num_bytes
 
 
-def _option_attribute(option: str) -> str:
-    """Return argparse's attribute name for an option: "--batch-size" -> "batch_size"."""
-    return option.removeprefix("--").replace("-", "_")
-
-
-def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Request:
+def _plan_request(arguments: argparse.Namespace) -> Request:
     from adacc_hf.artifacts.profile import Profile
+    from adacc_hf.estimate.adapters import Adapters
     from adacc_hf.estimate.fake_model import PRECISIONS, Workload
+    from adacc_hf.estimate.images import tokens_of_images
     from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
     from adacc_hf.estimate.planning import Request
     from adacc_hf.estimate.quantized_weights import Quantization, quantization_of
 
-    device = find_device(arguments.device)
-    if options.host_bandwidth_bytes is not None:
-        device = replace(device, host_bandwidth_bytes=options.host_bandwidth_bytes)
+    device, sharding = find_device(arguments.device), arguments.sharding
+    if arguments.host_bandwidth is not None:
+        device = replace(device, host_bandwidth_bytes=arguments.host_bandwidth)
     config = load_config(arguments.model)
     quantization = quantization_of(config, arguments.model)
-    if arguments.load_in_4bit and quantization is None:
-        quantization = Quantization()
+    adapters = Adapters(
+        rank=arguments.lora_rank,
+        targets=None if arguments.lora_targets is None else tuple(arguments.lora_targets),
+        dropout=arguments.lora_dropout,
+        modules_to_save=None if arguments.modules_to_save is None else tuple(arguments.modules_to_save),
+    )
     workload = Workload(
         config=config,
         device=device,
         precision=PRECISIONS[arguments.dtype],
         attention=arguments.attn,
-        adapters=_plan_adapters(arguments),
-        quantization=quantization,
+        adapters=None if arguments.peft is None else adapters,
+        quantization=quantization or (Quantization() if arguments.load_in_4bit else None),
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
         ranks_per_layer=arguments.tp or 1,
         liger=arguments.liger,
-        image_tokens=_plan_image_tokens(arguments, config),
+        image_tokens=arguments.image_tokens or (tokens_of_images(config, arguments.images) if arguments.images else 0),
         trace=arguments.trace or device.trace,
-        sharding=options.sharding,
+        sharding=sharding,
         outlier_share=arguments.outlier_share,
         # ZeRO 3 has the output layer's weight only during the layer's forward, before the loss is computed.
         adacc=AdaccConfig(
             exact=arguments.exact,
-            host_memory=options.host_bytes,
-            head="plain" if options.sharding.method == "zero3" else "auto",
+            host_memory=arguments.host_memory,
+            head="plain" if sharding.method == "zero3" else "auto",
         ),
     )
     return Request(
@@ -388,36 +356,11 @@ def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Reque
         seq_len=checked_seq_len(arguments.seq_len, config, option="--seq-len"),
         optimizer=arguments.optimizer,
         accumulates=arguments.accumulate,
-        budget_bytes=options.budget_bytes,
+        budget_bytes=arguments.budget,
         longest_seq_len=context_length(config),
         find_largest=arguments.largest,
         profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
-
-
-def _plan_image_tokens(arguments: argparse.Namespace, config: PretrainedConfig) -> int:
-    from adacc_hf.estimate.images import tokens_of_images
-
-    if arguments.images is None:
-        return arguments.image_tokens or 0
-    return tokens_of_images(config, arguments.images)
-
-
-def _plan_adapters(arguments: argparse.Namespace) -> Any:
-    from adacc_hf.estimate.adapters import Adapters
-
-    if arguments.peft is None:
-        return None
-    return Adapters(
-        rank=arguments.lora_rank,
-        targets=_option_names(arguments.lora_targets),
-        dropout=arguments.lora_dropout,
-        modules_to_save=_option_names(arguments.modules_to_save),
-    )
-
-
-def _option_names(names: list[str] | None) -> tuple[str, ...] | None:
-    return None if names is None else tuple(names)
 
 
 def _option_rank(text: str | None) -> float | int:
@@ -450,14 +393,7 @@ def _write_plan_report(folder: Path, plan: TrainingPlan) -> None:
 
     policy = plan.policy or uniform_policy(plan.profile, "recompute")
     comparison = [
-        {
-            "method": name,
-            "fits": "yes" if forecast.fits else "no",
-            "peak_bytes": forecast.peak_bytes,
-            "step_ms": forecast.step_ms,
-            "largest_batch": forecast.largest_batch,
-            "longest_seq_len": forecast.longest_seq_len,
-        }
+        {"method": name, **vars(forecast), "fits": "yes" if forecast.fits else "no"}
         for name, forecast in plan.forecasts.items()
     ]
     policy_report(profile=plan.profile, policy=policy, comparison=comparison, remarks=remarks(plan)).save(folder)

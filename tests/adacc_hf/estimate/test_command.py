@@ -22,7 +22,7 @@ REFUSED = {
     "budget": ("--budget 1MiB", "--budget=1.00 MiB is below the .* MiB that training takes .*--fsdp N"),
     "budget form": ("--budget much", "--budget='much'"),
     "optimizer": ("--optimizer adam", "--optimizer=adam is not known: choose from adamw"),
-    "rank": ("--rank 8", "--rank=8 needs --optimizer compact: pass both"),
+    "rank": ("--rank 8", "--rank needs --optimizer compact: pass both"),
     "rank form": ("--optimizer compact --rank half", "--rank=half must be a fraction of a layer's inputs"),
     "rank range": ("--optimizer compact --rank 1.5", "rank=1.5 must be a fraction of a layer's inputs"),
     "lora": ("--lora-rank 0", "--lora-rank needs --peft lora: pass both"),
@@ -46,14 +46,14 @@ REFUSED = {
         "--host-memory 64",
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
     ),
-    "host bandwidth alone": ("--host-bandwidth 25GB", "--host-bandwidth=25GB needs --host-memory: pass both"),
+    "host bandwidth alone": ("--host-bandwidth 25GB", "--host-bandwidth needs --host-memory: pass both"),
     "host bandwidth with measured rates": (
         "--host-memory 64GiB --host-bandwidth 25GB --profile profile.json",
-        "--host-bandwidth=25GB has no effect with --profile, which has measured the rates",
+        "--host-bandwidth is not planned with --profile: leave out one",
     ),
-    "host memory of a CPU": ("--device cpu --host-memory 64GiB", "--host-memory=64GiB: a CPU has no other memory"),
-    "longest of a profile": ("--longest --profile p.json", "--longest traces several lengths, and --profile"),
-    "outliers": ("--outlier-share 2", "--outlier-share=2.0 is outside 0 to 1"),
+    "host memory of a CPU": ("--device cpu --host-memory 64GiB", "--host-memory: a CPU has no other memory"),
+    "longest of a profile": ("--longest --profile p.json", "--longest is not planned with --profile"),
+    "outliers": ("--outlier-share 2", "--outlier-share=2.0 must be 0 to 1"),
 }
 
 
