@@ -79,10 +79,9 @@ share a switch get less. For them, set `adacc plan --host-bandwidth`.
 """
 
 
-def _gpu_device(
+def _gpu(
     name: str,
     title: str,
-    source: str,
     memory_gb: float,
     bandwidth_gb: float,
     tera_flops: Mapping[str, float],
@@ -91,8 +90,8 @@ def _gpu_device(
 ) -> Device:
     return Device(
         name=name,
-        title=title,
-        source=source,
+        title=f"NVIDIA {title}",
+        source=f"NVIDIA's data sheet or white paper on {title.partition(' GB')[0].rpartition(' ')[0]}",
         memory_bytes=int(memory_gb * GB),
         bandwidth_bytes=bandwidth_gb * GB,
         flops={dtype: tera * TERA for dtype, tera in tera_flops.items()},
@@ -103,58 +102,21 @@ def _gpu_device(
     )
 
 
-# float32 rates are without TF32, which torch disables by default. Published sparse rates are halved.
+# float32 rates are without TF32, which torch disables by default. Published sparse rates are halved. The white paper's
+# 16-bit rates of the RTX 4090 are those with float32 accumulation.
 _H100 = {"float32": 67, "float16": 989, "bfloat16": 989}
 _A100 = {"float32": 19.5, "float16": 312, "bfloat16": 312}
+_L4 = {"float32": 30.3, "float16": 121, "bfloat16": 121}
+_RTX_4090 = {"float32": 82.6, "float16": 165.2, "bfloat16": 165.2}
 
 _DEVICES = (
-    _gpu_device(
-        "h100",
-        "NVIDIA H100 SXM 80 GB",
-        "NVIDIA H100 Tensor Core GPU data sheet",
-        80,
-        3350,
-        _H100,
-        _HOPPER_ATTENTION,
-        pcie=5,
-    ),
-    _gpu_device(
-        "h200",
-        "NVIDIA H200 SXM 141 GB",
-        "NVIDIA H200 Tensor Core GPU data sheet",
-        141,
-        4800,
-        _H100,
-        _HOPPER_ATTENTION,
-        pcie=5,
-    ),
-    _gpu_device("a100", "NVIDIA A100 SXM 80 GB", "NVIDIA A100 Tensor Core GPU data sheet", 80, 2039, _A100),
-    _gpu_device("a100-40gb", "NVIDIA A100 SXM 40 GB", "NVIDIA A100 Tensor Core GPU data sheet", 40, 1555, _A100),
-    _gpu_device(
-        "v100",
-        "NVIDIA V100 SXM2 32 GB",
-        "NVIDIA V100 Tensor Core GPU data sheet",
-        32,
-        900,
-        {"float32": 15.7, "float16": 125},
-        pcie=3,
-    ),
-    _gpu_device(
-        "l4",
-        "NVIDIA L4 24 GB",
-        "NVIDIA L4 Tensor Core GPU data sheet",
-        24,
-        300,
-        {"float32": 30.3, "float16": 121, "bfloat16": 121},
-    ),
-    _gpu_device(
-        "rtx4090",
-        "NVIDIA GeForce RTX 4090 24 GB",
-        "NVIDIA Ada GPU Architecture white paper (float16 and bfloat16 with float32 accumulation)",
-        24,
-        1008,
-        {"float32": 82.6, "float16": 165.2, "bfloat16": 165.2},
-    ),
+    _gpu("h100", "H100 SXM 80 GB", 80, 3350, _H100, _HOPPER_ATTENTION, pcie=5),
+    _gpu("h200", "H200 SXM 141 GB", 141, 4800, _H100, _HOPPER_ATTENTION, pcie=5),
+    _gpu("a100", "A100 SXM 80 GB", 80, 2039, _A100),
+    _gpu("a100-40gb", "A100 SXM 40 GB", 40, 1555, _A100),
+    _gpu("v100", "V100 SXM2 32 GB", 32, 900, {"float32": 15.7, "float16": 125}, pcie=3),
+    _gpu("l4", "L4 24 GB", 24, 300, _L4),
+    _gpu("rtx4090", "GeForce RTX 4090 24 GB", 24, 1008, _RTX_4090),
 )
 
 NAMES = (*(device.name for device in _DEVICES), "cpu")

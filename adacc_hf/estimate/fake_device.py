@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -30,6 +30,8 @@ from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key
 from adacc_hf.torch_glue.rng_state import replace_generators
 
+DEVICE_QUERY = torch.ops.prim.device.default
+"""Operator by which torch queries the device of each fake tensor, more often than it computes."""
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 """Largest size of an attention head that the flash kernel supports."""
@@ -248,7 +250,13 @@ def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
 
 
 class FakeMemoryMeter(MemoryMeter):
-    """Meter of the live bytes of fake tensors' storages. An operator's internal temporaries are not counted."""
+    """Meter of the live bytes of fake tensors' storages. An operator's internal temporaries are not counted.
+
+    Inside the `with` block of another meter, this meter's peaks stand still, as a `CpuMemoryMeter`'s do.
+    """
+
+    _open: ClassVar[list[FakeMemoryMeter]] = []
+    """Meters whose `with` blocks are open, the innermost last."""
 
     def __init__(self, on_mark: Callable[[tuple[Any, ...]], None] = lambda label: None) -> None:
         self._on_mark = on_mark
@@ -261,6 +269,7 @@ class FakeMemoryMeter(MemoryMeter):
         self.points = []
         self.is_open = True
         self.mark(("start",))
+        self._open.append(self)
         self._mode.__enter__()
         return self
 
@@ -268,6 +277,9 @@ class FakeMemoryMeter(MemoryMeter):
         self._mode.__exit__(*exception)
         self.is_open = False
         self._close()
+        self._open.remove(self)
+        for outer in self._open[-1:]:
+            outer._peak_bytes = max(outer._peak_bytes, outer._live_bytes)
 
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._close()
@@ -289,7 +301,8 @@ class FakeMemoryMeter(MemoryMeter):
             return
         self._storages.add(key)
         self._live_bytes += nbytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        if self in self._open[-1:]:
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
         self._on_allocate(key, nbytes)
         weakref.finalize(storage, self._remove, key, nbytes).atexit = False
 
@@ -319,10 +332,11 @@ class _StorageObserver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_QUERY:
+            return args[0].device
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # Torch queries the device of each fake tensor by an operator. Views have the storage of an input.
-        if func.namespace == "prim" or func.is_view:
+        if func.is_view:  # which has the storage of an input
             return result
         input_keys: set[int] | None = None
         for tensor in _operator_tensors((result,)):

@@ -27,7 +27,7 @@ from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_backward import FakeBackward
-from adacc_hf.estimate.fake_device import FakeMemoryMeter
+from adacc_hf.estimate.fake_device import DEVICE_QUERY, FakeMemoryMeter
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
@@ -215,6 +215,8 @@ class SumOfTimes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_QUERY:
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         self.total_ms += operator_ms(self.device, func, args, kwargs or {}, result)
         return result
@@ -275,7 +277,6 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     The work takes max(operations / peak, bytes moved / bandwidth). Tensors among `args`, `kwargs` and `results` may be
     fake or on meta. Views and allocations take no time.
     """
-    # Torch queries the device of each fake tensor by an operator, prim::device, more often than it computes.
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
     read_kwargs = {name: argument for name, argument in kwargs.items() if name != "out"}  # `out` is only written

@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.compact import CompactFactory
 from adacc_hf.estimate.adapters import Adapters, lora_model
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
@@ -153,6 +152,8 @@ class FakeModel:
         if workload.liger:
             use_kernels(self.model)
         if workload.compact_rank is not None:
+            from adacc_hf.compact import CompactFactory  # which imports Transformers' Trainer
+
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
                 layer.clear_core()  # the state after the first step
         named_blocks = find_blocks(self.model, workload.adacc.block_classes)

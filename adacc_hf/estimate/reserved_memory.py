@@ -1,15 +1,15 @@
 """Simulation of torch's caching allocator, to predict the GPU memory that training reserves. The model is fake.
 
 The driver and `nvidia-smi` see the segments that the allocator reserved, which are more than the live bytes. The
-difference depends on the order of allocations and frees. Therefore whole steps run on fake tensors, including gradients
-and the optimizer's state, and a simulated allocator serves every storage.
+difference depends on the order of allocations and frees. Therefore a whole step runs on fake tensors, including
+gradients and the optimizer's state, and a simulated allocator serves every storage.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,34 +38,38 @@ def reserved_bytes(
     """
     module = model.model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    meter = AllocatorMeter(model.workload.device.memory_bytes)
+    log = AllocationLog()
     for tensor in (*module.parameters(), *module.buffers()):
-        meter.add(tensor.untyped_storage())
+        log.add(tensor.untyped_storage())
     state: list[torch.Tensor] = []  # keeps the optimizer's state alive
-    with ExitStack() as stack:
-        if is_checkpointed:
-            stack.enter_context(_checkpointed_fake_blocks(model))
-        stack.enter_context(meter)
-        for _ in range(STEPS):
-            if meter.can_repeat:
-                meter.repeat()
-                continue
-            meter.begin_recording()
+    with _checkpointed_fake_blocks(model) if is_checkpointed else nullcontext(), log:
+        for _ in range(STEPS if keeps_gradients else 1):
+            begin = len(log.events)
             batch = model.batch(batch_size, seq_len)
             with fake_autocast(model.workload.trace, model.autocast):
                 loss = forward_loss(module, batch)
             FakeBackward().run(loss)
             del loss, batch
+            step = log.events[begin:]
             if not state:
-                with meter.not_recorded():
-                    state = [part for p in trained for part in _allocate_state(state_bytes(optimizer, p), p)]
+                state = [part for p in trained for part in _allocate_state(state_bytes(optimizer, p), p)]
+            begin = len(log.events)
             _allocate_update_temporaries(optimizer, trained)
             if not keeps_gradients:
                 module.zero_grad(set_to_none=True)
-                meter.end_recording()
-        reserved = meter.allocator.most_reserved_bytes
+            step += log.events[begin:]
+        events = list(log.events)
     module.zero_grad(set_to_none=True)
-    return reserved
+    if not keeps_gradients:  # all is freed, and the next steps allocate and free the same sizes in the same order
+        freed = {number for number, nbytes in step if nbytes is None}
+        events += (STEPS - 1) * [event for event in step if event[0] in freed]
+    allocator = CachingAllocator(model.workload.device.memory_bytes)
+    for number, nbytes in events:
+        if nbytes is None:
+            allocator.free(number)
+        else:
+            allocator.allocate(number, nbytes)
+    return allocator.most_reserved_bytes
 
 
 def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]) -> None:
@@ -87,62 +91,21 @@ def _tensor_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-class AllocatorMeter(FakeMemoryMeter):
-    """Meter of fake tensors that passes every allocation and every free to a simulated allocator.
+class AllocationLog(FakeMemoryMeter):
+    """Meter of fake tensors that lists every allocation and every free."""
 
-    If all allocations of a step are freed at its end, the step is repeated without running the model: the next step
-    would allocate and free the same sizes in the same order. If a tensor of the step stays alive, for example a
-    gradient, the next step may differ, so the step cannot be repeated.
-    """
-
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.allocator = CachingAllocator(memory_bytes)
-        self.can_repeat = False
-        """True if repeating the recorded allocations has the same effect as another step of the model."""
-        self._events: list[tuple[int, int | None]] = []
-        """Recorded events. An allocation is (number of the allocation in the step, bytes), and a free is (number of the
-        freed allocation, None)."""
+        self.events: list[tuple[int, int | None]] = []
+        """(number of the allocation, its bytes, or None when it is freed)."""
         self._numbers: dict[int, int] = {}
-        """Numbers of the recorded allocations that are live, by the key of the allocated storage."""
-        self._is_recording = False
-
-    def begin_recording(self) -> None:
-        self._events, self._numbers, self._is_recording = [], {}, True
-
-    def end_recording(self) -> None:
-        self._is_recording = False
-        self.can_repeat = not self._numbers
-
-    @contextmanager
-    def not_recorded(self) -> Iterator[None]:
-        """Do not record the allocations inside the `with` block as part of the step."""
-        self._is_recording = False
-        try:
-            yield
-        finally:
-            self._is_recording = True
-
-    def repeat(self) -> None:
-        """Pass the recorded allocations and frees to the allocator once more."""
-        for number, nbytes in self._events:
-            key = ("repeated", number)
-            if nbytes is None:
-                self.allocator.free(key)
-            else:
-                self.allocator.allocate(key, nbytes)
 
     def _on_allocate(self, key: int, nbytes: int) -> None:
-        self.allocator.allocate(key, nbytes)
-        if self._is_recording:
-            self._numbers[key] = len(self._events)
-            self._events.append((self._numbers[key], nbytes))
+        self._numbers[key] = len(self.events)
+        self.events.append((len(self.events), nbytes))
 
     def _on_free(self, key: int) -> None:
-        self.allocator.free(key)
-        number = self._numbers.pop(key, None)
-        if number is not None:
-            self._events.append((number, None))
+        self.events.append((self._numbers.pop(key), None))
 
 
 # Replacement for torch's checkpoint, which needs torch's autograd engine. Fake tensors use `FakeBackward` instead.
@@ -164,10 +127,7 @@ class _RecomputedError(Exception):
 
 
 class _FakeCheckpoint:
-    """Forward of a block of fake tensors under a checkpoint, as torch runs it.
-
-    Backward runs the forward again, up to the last tensor that autograd saves.
-    """
+    """Forward of a block under a checkpoint: backward runs it again, up to the last tensor that autograd saves."""
 
     def __init__(self, model: FakeModel, forward: Callable[..., Any]) -> None:
         self._model = model
@@ -292,8 +252,7 @@ class CachingAllocator:
         self._add_to_pool(block)
 
     def _take_best_fit(self, size: int, is_small: bool) -> _SegmentBlock | None:
-        """Remove the smallest free block of at least `size` bytes from its pool, and return the block. Return None if
-        no free block is large enough."""
+        """Remove the smallest free block of at least `size` bytes from its pool, and return it, or None."""
         pool = self.free_blocks[is_small]
         position = bisect_left(pool, (size,))
         if position == len(pool):

@@ -25,64 +25,51 @@ GROUP = "ranks of a tensor"
 """Name of a process group that does not exist. Collectives on fake tensors exchange nothing, so no group is needed."""
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity whose backward sums the gradient over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_reduce(gradient.contiguous(), GROUP)
+Collective = Callable[[Tensor, int], Tensor]
+"""Function of (a rank's tensor, number of ranks)."""
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over the ranks, whose gradient is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return all_reduce(tensor.contiguous(), GROUP)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.view_as(gradient)
+def _copied(tensor: Tensor, num_ranks: int) -> Tensor:
+    return tensor.view_as(tensor)
 
 
-class _Gather(torch.autograd.Function):
-    """Concatenation of the ranks' shards of the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, num_ranks: int) -> Tensor:
-        ctx.num_ranks = num_ranks
-        by_rank = all_gather(tensor.contiguous(), num_ranks, GROUP)
-        return torch.cat(by_rank.chunk(num_ranks), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.chunk(ctx.num_ranks, dim=-1)[0].clone(memory_format=torch.contiguous_format), None
+def _summed(tensor: Tensor, num_ranks: int) -> Tensor:
+    return all_reduce(tensor.contiguous(), GROUP)
 
 
-class _Scatter(torch.autograd.Function):
-    """This rank's shard of the last dimension. Backward gathers the ranks' gradients."""
+def _gathered(shard: Tensor, num_ranks: int) -> Tensor:
+    """Return the concatenation of the ranks' shards of the last dimension."""
+    return torch.cat(all_gather(shard.contiguous(), num_ranks, GROUP).chunk(num_ranks), dim=-1)
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, num_ranks: int) -> Tensor:
-        ctx.num_ranks = num_ranks
-        return tensor.chunk(num_ranks, dim=-1)[0].clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        by_rank = all_gather(gradient.contiguous(), ctx.num_ranks, GROUP)
-        return torch.cat(by_rank.chunk(ctx.num_ranks), dim=-1), None
+def _own_shard(tensor: Tensor, num_ranks: int) -> Tensor:
+    return tensor.chunk(num_ranks, dim=-1)[0].clone(memory_format=torch.contiguous_format)
+
+
+def _differentiable(forward: Collective, backward: Collective) -> Collective:
+    """Return `forward` with `backward` as the collective of its gradient."""
+
+    class CollectiveFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, num_ranks: int) -> Tensor:
+            ctx.num_ranks = num_ranks
+            return forward(tensor, num_ranks)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return backward(gradient, ctx.num_ranks), None
+
+    return CollectiveFunction.apply
+
+
+_sum_gradient = _differentiable(_copied, _summed)
+_sum = _differentiable(_summed, _copied)
+_gather = _differentiable(_gathered, _own_shard)
+_scatter = _differentiable(_own_shard, _gathered)
 
 
 class _LookUp(torch.autograd.Function):
-    """Embedding whose vocabulary is sharded. Each rank looks up its own tokens, and the ranks sum their rows.
-
-    In backward, DTensor computes the gradient of the whole vocabulary on each rank, and keeps it as the parameter's
-    gradient. The optimizer reads this rank's shard.
-    """
+    """Embedding whose vocabulary is sharded. As DTensor, backward computes the whole gradient on each rank."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, num_ranks: int) -> Tensor:
@@ -100,59 +87,45 @@ class _LookUp(torch.autograd.Function):
         return None, whole[: ctx.shard_rows], None
 
 
-Forward = Callable[[Tensor], Tensor]
-
-
-def _colwise(layer: nn.Module, num_ranks: int) -> Forward:
-    forward = _own_forward(layer)
-    return lambda input: forward(_SumGradient.apply(input))
-
-
-def _colwise_gather(layer: nn.Module, num_ranks: int) -> Forward:
-    forward = _own_forward(layer)
-    return lambda input: _Gather.apply(forward(_SumGradient.apply(input)), num_ranks)
-
-
-def _rowwise(layer: nn.Module, num_ranks: int) -> Forward:
-    forward = _own_forward(layer)
-    return lambda input: _Sum.apply(forward(input))
-
-
-def _rowwise_split(layer: nn.Module, num_ranks: int) -> Forward:
-    forward = _own_forward(layer)
-    return lambda input: _Sum.apply(forward(_Scatter.apply(input, num_ranks)))
-
-
-def _vocabulary(layer: nn.Module, num_ranks: int) -> Forward:
-    return lambda ids: _LookUp.apply(ids, layer.weight, num_ranks)
-
-
-def _own_forward(layer: nn.Module) -> Forward:
-    return partial(type(layer).forward, layer)
-
-
 @dataclass(frozen=True)
 class _Style:
-    """Style of a layer in a plan: the dimension of the weight that is sharded, and the forward of a rank."""
+    """Style of a layer in a plan: the dimension of the weight that is sharded, and collectives around the forward."""
 
-    dimension: int | None
+    dimension: int | None = None
     """Sharded dimension of the weight. None if each rank has the whole weight."""
-    shards_bias: bool
-    forward: Callable[[nn.Module, int], Forward] | None
-    """Function that returns the forward of a layer on one of N ranks. None if the layer's own forward runs."""
+    shards_bias: bool = False
+    before: Collective = _copied
+    after: Collective = _copied
+    is_embedding: bool = False
+
+    def forward_of(self, layer: Any, num_ranks: int) -> Callable[[Tensor], Tensor]:
+        """Return the forward of `layer` on a rank."""
+        if self.is_embedding:
+            return lambda ids: _LookUp.apply(ids, layer.weight, num_ranks)
+        own_forward = partial(type(layer).forward, layer)
+
+        def forward(states: Tensor) -> Tensor:
+            states = states if self.before is _copied else self.before(states, num_ranks)
+            states = own_forward(states)
+            return states if self.after is _copied else self.after(states, num_ranks)
+
+        return forward
 
 
+_COLWISE = _Style(0, shards_bias=True, before=_sum_gradient)
+_COLWISE_GATHER = _Style(0, shards_bias=True, before=_sum_gradient, after=_gather)
+_ROWWISE_SPLIT = _Style(1, before=_scatter, after=_sum)
 _STYLES: Mapping[str, _Style] = {
-    "colwise": _Style(0, True, _colwise),
-    "colwise_gather_output": _Style(0, True, _colwise_gather),
-    "colwise_rep": _Style(0, True, _colwise_gather),
-    "packed_colwise": _Style(0, True, _colwise),
-    "rowwise": _Style(1, False, _rowwise),
-    "rowwise_split_input": _Style(1, False, _rowwise_split),
-    "rowwise_rep": _Style(1, False, _rowwise_split),
-    "embedding_rowwise": _Style(0, False, _vocabulary),
-    "replicated_with_grad_allreduce": _Style(None, False, None),  # sums gradients in place
-    "replicate": _Style(None, False, None),
+    "colwise": _COLWISE,
+    "packed_colwise": _COLWISE,
+    "colwise_gather_output": _COLWISE_GATHER,
+    "colwise_rep": _COLWISE_GATHER,
+    "rowwise": _Style(1, after=_sum),
+    "rowwise_split_input": _ROWWISE_SPLIT,
+    "rowwise_rep": _ROWWISE_SPLIT,
+    "embedding_rowwise": _Style(0, is_embedding=True),
+    "replicated_with_grad_allreduce": _Style(),  # sums gradients in place
+    "replicate": _Style(),
 }
 """Styles of Transformers that are planned, by their names in a plan."""
 
@@ -180,12 +153,12 @@ def shard_model(model: PreTrainedModel, num_ranks: int) -> int:
                 if parameter not in shards:
                     shards[parameter] = _shard(parameter, dimension, num_ranks)
                 parameters_of(layer)[parameter_name] = shards[parameter]
-        if style.forward is not None:
+        if style.dimension is not None:
             # A layer whose forward is replaced has no chunked head, as on a rank of Transformers.
-            layer.__dict__["forward"] = style.forward(layer, num_ranks)
+            layer.__dict__["forward"] = style.forward_of(layer, num_ranks)
     # Autograd adds the gradient of another layer that has the same weight, and the sum is a shard.
     weights = [layer.weight for layer in layers.values() if isinstance(layer, nn.Linear)]
-    embeddings = [layers[name].weight for name, style in styles.items() if style.forward is _vocabulary]
+    embeddings = [layers[name].weight for name, style in styles.items() if style.is_embedding]
     untied = [embedding for embedding in embeddings if all(weight is not embedding for weight in weights)]
     return (num_ranks - 1) * distinct_bytes(untied)
 
@@ -208,7 +181,7 @@ def _layer_styles(model: PreTrainedModel, num_ranks: int) -> dict[str, _Style]:
                 f"--tp={num_ranks}: the plan of {type(model).__name__} has the style {style} for {name}, and only "
                 f"{', '.join(_STYLES)} are planned: use --fsdp N or --zero 3 N"
             )
-        kind = nn.Embedding if _STYLES[style].forward is _vocabulary else nn.Linear
+        kind = nn.Embedding if _STYLES[style].is_embedding else nn.Linear
         if _STYLES[style].dimension is not None and type(module).forward is not kind.forward:
             raise ValueError(
                 f"--tp={num_ranks}: {name} is of {type(module).__name__}, and only {kind.__name__} is planned for "

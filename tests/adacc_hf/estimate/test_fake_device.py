@@ -41,3 +41,15 @@ def test_a_copy_of_a_storage_is_counted_until_it_dies() -> None:
         del original, copy, viewed
         meter.mark(("end",))
     assert meter.points[-1].live_bytes == 0
+
+
+def test_an_inner_meter_stops_the_peaks_of_the_outer_one() -> None:
+    """What a recorded step measures aside is no part of the step's peaks."""
+    with fake_tensors("cpu"), FakeMemoryMeter() as outer:
+        with FakeMemoryMeter() as inner:
+            kept = torch.empty(1000, dtype=torch.uint8)
+            torch.empty(5000, dtype=torch.uint8)
+        outer.mark(("end",))
+        del kept
+    assert inner.peak_bytes == 6000
+    assert outer.peak_bytes == outer.points[-1].live_bytes == 1000

@@ -50,12 +50,6 @@ def test_a_preset_has_no_pretrained_weights():
         build_model("demo", load_config("demo"), 300, 0, "sdpa", pretrained=True)
 
 
-def test_an_unknown_model_names_the_presets():
-    message = r"--model=no-such/model is not a preset \(demo, gpt2-117m, gpt2-345m, gpt2-4\.7b,"
-    with pytest.raises(ValueError, match=message):
-        load_config("no-such/model")
-
-
 def test_sequence_length_defaults_to_the_context():
     assert context_length(BloomConfig()) is None
     assert checked_seq_len(None, GPT2Config(n_positions=48)) == 48

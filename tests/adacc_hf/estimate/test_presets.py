@@ -37,8 +37,3 @@ def test_a_preset_and_a_folder_are_known(tmp_path: Path):
     GPT2Config().save_pretrained(tmp_path)
     check_model("llama3-8b")
     check_model(str(tmp_path))
-
-
-def test_an_unknown_model_is_refused_with_the_presets(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"is not a preset \(demo, gpt2-117m, .*could not be loaded as"):
-        check_model(str(tmp_path / "none"))

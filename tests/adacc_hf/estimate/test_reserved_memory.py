@@ -3,16 +3,14 @@
 import random
 
 import pytest
-import torch
 from transformers import GPT2Config, LlamaConfig
 
 from adacc_hf.estimate import reserved_memory
 from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_device import fake_tensors
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plan, training_profile
-from adacc_hf.estimate.reserved_memory import AllocatorMeter, CachingAllocator
+from adacc_hf.estimate.reserved_memory import CachingAllocator
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -89,34 +87,6 @@ def test_kept_gradients_and_larger_states_are_reserved_too():
     assert reserved_between_steps(
         optimizer="adamw", adapters=Adapters(rank=4, dtype="float32")
     ) < reserved_between_steps(optimizer="sgd")
-
-
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
-def test_a_repeated_step_reserves_as_a_second_run_does(is_checkpointed, monkeypatch):
-    repeats = []
-    repeat = AllocatorMeter.repeat
-    monkeypatch.setattr(AllocatorMeter, "repeat", lambda meter: repeats.append(repeat(meter)))
-    request = request_for("gpt2", "bf16-amp")
-    reserved = allocator_bytes(request, is_checkpointed)
-    assert len(repeats) == 1
-    monkeypatch.setattr(AllocatorMeter, "end_recording", lambda meter: None)
-    assert allocator_bytes(request, is_checkpointed) == reserved
-    assert len(repeats) == 1
-
-
-def test_a_step_whose_tensors_stay_alive_is_not_repeated():
-    meter = AllocatorMeter(2**30)
-    meter.begin_recording()
-    with fake_tensors("cpu"), meter:
-        tensor = torch.empty(1024)
-        meter.end_recording()
-        assert not meter.can_repeat
-        meter.begin_recording()
-        other = torch.empty(1024)
-        del other
-        meter.end_recording()
-        assert meter.can_repeat
-        del tensor
 
 
 def test_nothing_is_said_of_shared_models():

@@ -31,7 +31,6 @@ def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -
     for name in ("blocks", "kinds", "shared", "static_bytes", "outside_stored_bytes", "loss_peak_bytes"):
         assert getattr(of_a_few, name) == getattr(of_all, name), name
     assert of_a_few.step_ms == pytest.approx(of_all.step_ms)
-    # The two peaks may have been reached before the first block, without the bytes of others.
     assert of_a_few.outside_peak_bytes >= of_all.outside_peak_bytes
     assert of_a_few.tail_peak_bytes >= of_all.tail_peak_bytes
     if precision == "fp32":
@@ -77,6 +76,3 @@ def test_dequantized_weights_of_blocks_left_out_are_not_counted() -> None:
         of_a_few, of_all = model.profile(2, 32), profile_of_all(model)
     assert of_a_few.blocks == of_all.blocks
     assert of_a_few.outside_peak_bytes == of_all.outside_peak_bytes
-    for action in ("retain", "recompute"):
-        peaks = [uniform_policy(profile, action).predicted_peak_bytes for profile in (of_a_few, of_all)]
-        assert peaks[0] == peaks[1]
