@@ -10,7 +10,7 @@ from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.kernels.codecs import baseline_codec
-from adacc_hf.solve.baselines import quantize_everything
+from adacc_hf.solve.simple_policies import quantize_everything
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 

@@ -19,8 +19,7 @@ from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.integer_search import largest_fitting
 from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
-from adacc_hf.solve.baselines import simulate_checkpointed
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
 from adacc_hf.solve.solver import least_peak_bytes, solve_policy
 from adacc_hf.solve.tiling import most_tiled
 from adacc_hf.torch_glue.compat import attention_of

@@ -18,10 +18,8 @@ from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
-from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import build_block_model
-from adacc_hf.solve.minimum_peak import PeakOracle
+from adacc_hf.solve.plan_pools import PlanPools
+from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
@@ -243,6 +241,8 @@ def unit_of(num_bytes: int) -> tuple[float, str]:
 
 # Third picture of a report: the least overhead at each peak, compared with other methods.
 
+NUM_BUDGETS = 32
+"""Number of budgets on the curve."""
 Point = tuple[int, float]
 """Peak memory of the step in bytes, and overhead compared with plain training in ms."""
 
@@ -260,14 +260,11 @@ class Mark:
 def trade_off(profile: Profile) -> list[Point]:
     """Return (peak, overhead) of Pareto-optimal policies, in order of increasing peak memory.
 
-    All actions and all codecs with known costs are allowed. The policies come from `solve.frontier.chain`. The solver's
-    integer program can find further policies between two points.
+    All actions and all codecs with known costs are allowed. The solver refines its policies, and so can find further
+    ones between two points.
     """
-    profile = profile.untiled
-    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
-    oracle = PeakOracle(profile)
-    policies = chain([block.kind for block in profile.blocks], frontiers(SolverLog(), models))
-    points = [(oracle.peak_bytes(policy), overhead_ms(policy) + profile.head_overhead_ms) for policy in policies]
+    search = PolicySearch(profile, PlanPools(profile, AdaccConfig(), limits_peak=True, host_limit=0))
+    points = search.trade_off(NUM_BUDGETS)
     best: list[Point] = []
     for point in sorted(points):
         if not best or point[1] < best[-1][1]:

@@ -125,10 +125,6 @@ class SolverLog:
     """Statistics of the HiGHS runs of a search."""
 
     num_solves: int = 0
-    num_unproven: int = 0
-    """Number of runs that ended at a limit of time or nodes."""
-    worst_gap: float = 0.0
-    """Largest remaining gap of an integer program."""
 
 
 class Solver:
@@ -168,10 +164,10 @@ class Solver:
         """Replace the bounds of row number `row`: the row's weighted sum must be between `low` and `high`."""
         self._highs.changeRowBounds(self._rows[row], low, high)
 
-    def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:
+    def minimize(self, costs: Terms) -> Sequence[float] | None:
         """Return the values of all variables that minimise `costs`, pairs of a variable's number and its cost.
 
-        Return None if no solution with a sum below `limit` is found.
+        Return None if no solution is found.
         """
         import highspy
         import numpy
@@ -183,22 +179,13 @@ class Solver:
         if self._integer:
             # HiGHS's run time accumulates over all its runs.
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + SOLVER_SECONDS)
-            # Cut off branches that cannot get below the limit.
-            self._highs.setOptionValue("objective_bound", limit)
         self._highs.run()
         self._log.num_solves += 1
         # PuLP's own status would say "optimal" for a run that ended at the time limit.
         status, information = self._highs.getModelStatus(), self._highs.getInfo()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return None
-        is_proven = status == highspy.HighsModelStatus.kOptimal
-        self._log.num_unproven += not is_proven
         has_solution = information.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        if information.objective_function_value >= limit:
-            # HiGHS returns this solution although the objective is not below the limit.
-            return None
-        if self._integer:
-            self._log.worst_gap = max(self._log.worst_gap, information.mip_gap)
         if not has_solution:
             return None
         return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist()

@@ -69,20 +69,6 @@ class KindModel:
         codecs = sum(store.ms for menu in self.menus.values() for store in menu)
         return runs + codecs + sum(plan.ms for plan in self.checkpoints)
 
-    @cached_property
-    def neighbor_plans(self) -> dict[PricedPlan, tuple[PricedPlan, ...]]:
-        """Cache of the neighbours of plans in the local search for the least peak."""
-        return {}
-
-    @property
-    def host_limit_bytes(self) -> int | None:
-        """Maximum number of bytes that a block of this kind may store in host memory, or None if there is no limit."""
-        return _host_limit_bytes(self.profiled_kind)
-
-    def fits_host(self, host_bytes: int) -> bool:
-        """Return True if a block of this kind may store `host_bytes` in host memory."""
-        return _fits_host_memory(self.profiled_kind, host_bytes)
-
     def recompute(self, value: int) -> int | None:
         """Return the operator whose replay computes `value`, or None if `value` must not be recomputed."""
         record = self.kind.values[value]
@@ -282,7 +268,7 @@ class BlockVariables:
                 if lossy:
                     program.constrain([*self._stored(value), *lossy], low=0.0)
         # [Host] the payloads in host memory are within the block's limit. Half a byte absorbs rounding errors.
-        limit = self.model.host_limit_bytes
+        limit = _host_limit_bytes(self.model.profiled_kind)
         if limit is not None:
             terms = [(x, self.model.menus[v][o].host_bytes / (limit + 1)) for (v, o), x in self.store.items()]
             terms = [(x, share) for x, share in terms if share]

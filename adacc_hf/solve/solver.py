@@ -1,17 +1,12 @@
 """Policy solver (paper, section 3.3): the fastest policy within a memory budget.
 
-First, `frontiers` computes the frontier of plans of each kind of block, once for all budgets. For one kind and a budget
-on stored bytes, one integer program (`MixtureProgram`) gives the policy. For several kinds, or a budget on the peak of
-the step, the solver walks along a `chain` of policies, each of which stores fewer bytes than the previous one. It takes
-the first policy that fits, and refines this policy with the same program.
+First, each kind of block gets a pool of plans (`PlanPools`): mainly its frontier, from an integer program. Then
+`PolicySearch` gives each block one of these plans, such that the step fits the budget in the least time. It refines the
+policy with further plans of the same program, and repeats this for each output head.
 
 The frontiers also give a lower bound on the time of any policy. The relative distance of the solver's policy from this
 bound is the policy's `gap`. At the end every policy is simulated, in whole bytes, by code that is independent of the
-program.
-
-If the fastest policy stores more in host memory than allowed, the limit is divided among the blocks: each block's
-program contains a bound on its bytes in host memory. The candidates divide the limit among all blocks, among half of
-the blocks, among a quarter, and so on. The lower bound on the time is then computed without a limit on host memory.
+program. The lower bound on the time is computed without a limit on host memory.
 """
 
 from __future__ import annotations
@@ -23,21 +18,14 @@ from dataclasses import replace
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
-from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.solve.kinds import Kinds
-from adacc_hf.solve.milp import PricedPlan
-from adacc_hf.solve.search import PolicySearch
+from adacc_hf.solve.budget_errors import infeasible_budget
+from adacc_hf.solve.plan_pools import PlanPools
+from adacc_hf.solve.search import Limits, PolicySearch
 from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
-from adacc_hf.solve.tiling import tiled_profiles, with_fewest_tiles
-
-FAR = 0.1
-"""Relative distance of a peak from the budget above which `least_peak_bytes` returns an estimate.
-
-The search for the least peak lowers the estimate by a few percent. Nearer to the budget, an estimate could therefore be
-on the other side of the budget than the least peak."""
+from adacc_hf.solve.tiling import with_fewest_tiles
 
 
 @settings_in_config(AdaccConfig)
@@ -57,27 +45,25 @@ def solve_policy(
         raise TypeError("solve_policy: memory_budget is an AdaccConfig: write solve_policy(profile, config=...)")
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
-    # If the budget does not limit the peak, tiles are of no use: recomputation lowers the stored bytes at less cost.
-    profiles = tiled_profiles(profile, config if budget.limits_peak else config.for_rows(0))
-    searches = _searches(profiles, config)
     host_limit = config.host_limit(profile.host_free_bytes)
-    search, plans = _fastest_within_host(profiles, config, searches, budget, host_limit)
-    gap = _gap(searches, search.rank(plans)[0], budget)
+    searches = _searches(profile, config, Limits(budget, host_limit))
+    search, plans = _fastest(searches, config, Limits(budget, host_limit))
+    if budget.limits_peak:
+        plans = with_fewest_tiles(search.profile, plans, budget.nbytes)
+    policy = policy_of_plans(search.profile, plans)
+    gap = _gap(searches, policy.predicted_overhead_ms, budget)
     facts = {
         "memory_budget": budget.setting,
         "budget_bytes": budget.nbytes,
         "budget_of": "peak" if budget.limits_peak else "stored",
         "plain_stored_bytes": profile.plain_stored_bytes,
         **({} if config.host_memory is None else {"host_limit_bytes": host_limit}),
-        "status": "plain" if plans is searches[0].plain else "optimal" if gap == 0.0 else "feasible",
+        "status": "plain" if policy.is_plain and search is searches[0] else "optimal" if gap == 0.0 else "feasible",
         "gap": gap,
-        "solves": search.log.num_solves,
+        "solves": search.pools.log.num_solves,
         "seconds": time.perf_counter() - start,
     }
-    block_plans, final_profile = [priced_plan.plan for priced_plan in plans], search.profile
-    if budget.limits_peak:
-        final_profile, block_plans = with_fewest_tiles(search.profile, block_plans, budget.nbytes)
-    policy = policy_of_plans(final_profile, block_plans, facts)
+    policy = replace(policy, facts=tuple(facts.items()))
     needed_bytes = budget.needed_bytes(policy)
     assert needed_bytes <= budget.nbytes, (
         f"the solver's policy needs {needed_bytes} bytes, more than the budget of {budget.nbytes}"
@@ -89,41 +75,28 @@ def solve_policy(
 
 
 def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return the fastest policy among those with the lowest peak that the solver finds."""
+    """Return the fastest policy found among those with the lowest peak that the solver finds."""
     return solve_policy(profile, quick_least_policy(profile, config).predicted_peak_bytes, config)
 
 
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy with the same peak as `least_policy`, in half the solver time. Training steps may be slower."""
+    """Return a policy with the lowest peak that the solver finds. `least_policy` may be faster, and has at most this
+    peak."""
     return _within_or_least(profile, 1, config)
 
 
 def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
-    """Return the peak of `least_policy`, or an estimate of this peak, for a comparison with `budget_bytes`.
-
-    The result is always on the same side of the budget as the least peak. A result far from the budget is an estimate,
-    because the search for the least peak takes seconds. Heads (output layer and loss) and numbers of tiles are searched
-    one after the other, the most promising first. The search ends with the first peak within the budget. Heads and
-    numbers of tiles with a lower bound above the budget are skipped.
-    """
+    """Return the peak of `least_policy`, or a peak within `budget_bytes` if there is a policy with it, which takes less
+    time to find."""
     config = config or AdaccConfig()
-    if config.host_memory is not None:
-        return quick_least_policy(profile, config).predicted_peak_bytes
-    budget = Budget(budget_bytes, budget_bytes, limits_peak=True)
-    profiles = tiled_profiles(profile, config)
-    searches = sorted(_searches(profiles, config), key=lambda search: search.quick_peak_bytes)
-    least = searches[0].quick_peak_bytes
-    if least <= (1 - FAR) * budget_bytes:
-        return least
-    bounds = [search.least_bytes_bound(budget) for search in searches]
-    if least > (1 + FAR) * budget_bytes and min(bounds) > budget_bytes:
-        return least
-    for bound, search in zip(bounds, searches, strict=True):
-        if bound <= budget_bytes:
-            least = min(least, search.least_peak_bytes)
+    limits = Limits(Budget(budget_bytes, budget_bytes, limits_peak=True), config.host_limit(profile.host_free_bytes))
+    least = math.inf
+    for search in _searches(profile, config, limits):
+        policy = search.fitting(limits) or search.least(limits)
+        least = min(least, search.needed_bytes([candidate.plan for candidate in policy], limits.budget))
         if least <= budget_bytes:
             break
-    return least
+    return int(least)
 
 
 def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
@@ -166,98 +139,40 @@ def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) 
     return least
 
 
-def _searches(profiles: Sequence[Profile], config: AdaccConfig) -> list[PolicySearch]:
-    """Return a search for each pair of a profile and a head that the config allows. `profiles` come from
-    `tiled_profiles`. The first search is for blocks without tiles (groups of rows), and for the plain head (output
-    layer and loss)."""
-    heads = [name for name in config.heads if name in profiles[0].heads] or config.heads[:1]
-    every_kind: list[Kinds] = []
-    for profile in profiles:
-        every_kind.append(Kinds.of(profile, config, every_kind))
-    pairs = list(zip(profiles, every_kind, strict=True))
-    return [PolicySearch(profile.with_head(name), config, kinds) for profile, kinds in pairs for name in heads]
+def _searches(profile: Profile, config: AdaccConfig, limits: Limits) -> list[PolicySearch]:
+    """Return a search for each head (output layer and loss) that the config allows, the plain head first."""
+    heads = [name for name in config.heads if name in profile.heads] or config.heads[:1]
+    pools = PlanPools(profile, config, limits_peak=limits.budget.limits_peak, host_limit=limits.host_bytes)
+    return [PolicySearch(profile.with_head(name), pools) for name in heads]
 
 
-def _fastest_within_host(
-    profiles: Sequence[Profile], config: AdaccConfig, searches: Sequence[PolicySearch], budget: Budget, host_limit: int
-) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget that also keeps a limit on host memory. The policy
-    stores at most `host_limit` bytes in host memory. `searches` have no limit on host memory. Raises
-    InfeasibleBudgetError if no policy fits."""
-    if config.host_memory is None or all(kind.host_link is None for kind in profiles[0].kinds):
-        return _fastest(searches, budget)
-    # Neither search is exact: the one without host memory may find a faster policy. Host memory never costs time.
-    without_host = _searches([profile.with_host_memory(0, 0) for profile in profiles], config)
-    bound = min(search.least_bytes_bound(budget) for search in searches)
-    try:
-        search, plans = _fastest([*searches, *without_host], budget, bound)
-        if sum(plan.host_bytes for plan in plans) <= host_limit:
-            return search, plans
-    except InfeasibleBudgetError as error:
-        if error.least is not None and error.least.predicted_host_bytes <= host_limit:
-            raise
-    num_blocks = len(profiles[0].blocks)
-    limited_searches = []
-    for number in (num_blocks >> halvings for halvings in range(num_blocks.bit_length())):
-        limited = [profile.with_host_memory(number, host_limit) for profile in profiles]
-        movable = list(filter(_may_move, limited))
-        limited_searches += _searches(movable, config) if movable else []
-    return _fastest([*without_host, *limited_searches], budget, bound)
-
-
-def _may_move(profile: Profile) -> bool:
-    """Return True if a block may store some payload in host memory within its limit."""
-    return any(
-        0 < option.host_bytes <= (kind.host_link.limit_bytes or 0)
-        for kind in profile.kinds
-        if kind.host_link is not None
-        for value in kind.activations
-        for option in kind.codec_options(value.index)
-    )
-
-
-def _fastest(
-    searches: Sequence[PolicySearch], budget: Budget, bound_bytes: int | None = None
-) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget. Each of `searches` covers the policies with one
-    head (output layer and loss), and possibly with one limit on the host memory of each block. Raises
-    InfeasibleBudgetError if no policy fits. The error reports `bound_bytes`, a lower bound on the budget that any
-    policy needs. If `bound_bytes` is None, the lowest bound of the searches is reported."""
-    candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
-    errors: list[InfeasibleBudgetError] = []
-    for search in sorted(searches, key=lambda search: search.fixed_ms):
-        incumbent_ms = min((other.rank(plans)[0] for other, plans in candidates), default=math.inf)
-        # Compare the fixed time first: the bound needs the blocks' frontiers, which may not be needed otherwise.
-        if candidates and (search.fixed_ms >= incumbent_ms or search.bound_ms(budget) >= incumbent_ms):
+def _fastest(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limits) -> tuple[PolicySearch, list[Plan]]:
+    """Return (search, plans) of the fastest policy found within `limits`. Raises InfeasibleBudgetError if no policy
+    fits."""
+    best: tuple[PolicySearch, list[Plan]] | None = None
+    most_ms = math.inf
+    for search in sorted(searches, key=lambda search: search.head_ms):
+        if search.head_ms >= most_ms:
+            break
+        if search.needed_bytes(search.plain, limits.budget) <= limits.budget.nbytes:
+            best, most_ms = (search, search.plain), search.head_ms
             continue
-        try:
-            plans = search.within(budget, incumbent_ms)
-        except InfeasibleBudgetError as error:
-            # Without the traceback, whose frames would keep all tensors of a step alive.
-            errors.append(error.with_traceback(None))
-            continue
-        if plans is not None:
-            candidates.append((search, plans))
-    if not candidates:
-        raise _with_bound(errors, bound_bytes)
-    return min(candidates, key=lambda pair: pair[0].rank(pair[1]))
+        policy = search.within(limits, most_ms)
+        if policy is not None and search.ms(policy) < most_ms:
+            best, most_ms = (search, [candidate.plan for candidate in policy]), search.ms(policy)
+    # A policy that fits only with the measured times would not fit in another process.
+    if best is None or (best[1] is not best[0].plain and not any(search.fitting(limits) for search in searches)):
+        raise _refusal(searches, config, limits)
+    return best
 
 
-def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None) -> InfeasibleBudgetError:
-    """Return an error that reports the lowest feasible budget in `errors`, and a lower bound on all feasible budgets.
-    The lower bound is `bound_bytes` or, if this is None, the lowest bound in `errors`."""
-    least = min(errors, key=lambda error: error.smallest_budget_bytes)
-    bounds = [error.bound_bytes for error in errors]
-    floor, bound = least.smallest_budget_bytes, min(bounds) if bound_bytes is None else bound_bytes
-    if bound >= floor:
-        return InfeasibleBudgetError(str(least), floor, least=least.least)
-    return InfeasibleBudgetError(
-        f"{least}. This is the least of all policies that were tried; no policy needs less than {bound} bytes "
-        f"({format_bytes(bound)})",
-        floor,
-        bound,
-        least.least,
-    )
+def _refusal(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limits) -> InfeasibleBudgetError:
+    """Return the error that reports the lowest feasible budget, and a lower bound on all feasible budgets."""
+    budget = limits.budget
+    least = {search: [candidate.plan for candidate in search.least(limits)] for search in searches}
+    search = min(searches, key=lambda search: search.needed_bytes(least[search], budget))
+    bound = min(search.bound_bytes(budget) for search in searches)
+    return infeasible_budget(search.profile, config, budget, policy_of_plans(search.profile, least[search]), bound)
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:

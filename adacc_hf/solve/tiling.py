@@ -1,9 +1,7 @@
-"""Choice of the blocks that run their row-wise modules in tiles, and of the number of tiles.
+"""Number of tiles of the blocks that run their row-wise modules in tiles.
 
-The last blocks of a model need tiles first, because their backward begins while all earlier blocks store activations.
-So the candidates run all blocks, the last half, or the last quarter in tiles, with as many tiles as lower the peak. The
-integer program then chooses the actions of all activations for each candidate. At the end, each block gets the fewest
-tiles with which the step still fits the budget, because every further tile costs launches of kernels.
+The search may give a block plans with as many tiles as lower the peak. At the end, each block gets the fewest tiles
+with which the step still fits the budget, because every further tile costs launches of kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.tiles import most_tiles
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.kind_profile import KindProfile
     from adacc_hf.artifacts.policy import Plan
     from adacc_hf.artifacts.profile import Profile
@@ -26,37 +23,15 @@ if TYPE_CHECKING:
 ENOUGH = 0.01
 """Relative difference of two peaks of a block. If more tiles reduce the peak by less than this fraction, fewer tiles
 are enough."""
-SHARES = (1, 2, 4)
-"""One divisor for each candidate: the candidate runs the last 1/1, 1/2 or 1/4 of the blocks in tiles."""
-
-
-def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
-    """Return `profile` without tiles, followed by its copies in which some blocks run in tiles."""
-    most = _most_tiles(profile) if config.allows_tiles else []
-    profiles = {(0,) * len(profile.blocks): profile.untiled}
-    for share in SHARES if any(most) else ():
-        first = len(most) - max(1, len(most) // share)
-        numbers = tuple(number if index >= first else 0 for index, number in enumerate(most))
-        if numbers not in profiles:
-            profiles[numbers] = profile.with_tiles(numbers)
-    return list(profiles.values())
 
 
 def most_tiled(profile: Profile) -> Profile:
     """Return a copy in which every block with row-wise modules runs them in as many tiles as lower the peak."""
-    return profile.with_tiles(_most_tiles(profile))
+    tiled = [profile.kind_of(block).tiled for block in profile.blocks]
+    return profile.with_tiles([0 if kind is None else most_tiles_of(profile.kinds[kind]) for kind in tiled])
 
 
-def _most_tiles(profile: Profile) -> list[int]:
-    """Return the largest useful number of tiles of each block: a power of two, or 0 for a block without tiles."""
-    numbers = {
-        kind.tiled: _most_tiles_of(profile.kinds[kind.tiled]) for kind in profile.kinds if kind.tiled is not None
-    }
-    indices = [profile.kind_of(block).tiled for block in profile.blocks]
-    return [0 if index is None else numbers[index] for index in indices]
-
-
-def _most_tiles_of(kind: KindProfile) -> int:
+def most_tiles_of(kind: KindProfile) -> int:
     """Return the smallest number of tiles that saves nearly as much memory as the most tiles. With this number, the
     peak of a recomputing block of `kind` is at most the fraction ENOUGH above the peak with the most tiles."""
     assert kind.tiles is not None  # the caller passes kinds with tiles
@@ -75,16 +50,15 @@ def _working_bytes(kind: KindProfile, number: int) -> int:
     return max(outcome.working_bytes, outcome.forward_working_bytes)
 
 
-def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> tuple[Profile, list[Plan]]:
-    """Return (profile, plans) with the number of tiles of each block reduced as far as the peak still fits
-    `budget_bytes`.
+def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> list[Plan]:
+    """Return `plans` with the number of tiles of each block reduced as far as the peak still fits `budget_bytes`, as it
+    does under `plans`.
 
-    Row-wise modules run on one tile (group of rows) at a time. `profile` and `plans` must have the same numbers of
-    tiles, with which the peak fits `budget_bytes`. Numbers of tiles are powers of two.
+    Row-wise modules run on one tile (group of rows) at a time. Numbers of tiles are powers of two.
     """
     most = [0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans]
     if not any(most):
-        return profile, list(plans)
+        return list(plans)
     number = 2
     while not _fits(profile, plans, [min(number, each) for each in most], budget_bytes):
         number *= 2
@@ -97,7 +71,7 @@ def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int
                 counts = numbers
                 break
             fewer *= 2
-    return profile.with_tiles(counts), _with_tiles(plans, counts)
+    return _with_tiles(plans, counts)
 
 
 def _fits(profile: Profile, plans: Sequence[Plan], num_tiles: Sequence[int], budget_bytes: int) -> bool:

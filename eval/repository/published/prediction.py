@@ -27,8 +27,7 @@ from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, train
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Pair, Row, Setting, model_config
-from adacc_hf.solve.baselines import simulate_checkpointed
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
 
 # Behaviours of earlier versions of torch and Transformers, for runs that were measured with them.
 

@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.cli import main
 from adacc_hf.compact import CompactFactory
-from adacc_hf.solve.baselines import simulate_checkpointed
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)

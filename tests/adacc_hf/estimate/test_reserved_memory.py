@@ -12,8 +12,7 @@ from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plan, training_profile
 from adacc_hf.estimate.reserved_memory import CachingAllocator
 from adacc_hf.estimate.static_memory import Sharding
-from adacc_hf.solve.baselines import simulate_checkpointed
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
 
 KIB, MIB = 2**10, 2**20
 SIZES = {"vocab_size": 500, "bos_token_id": None, "eos_token_id": None}

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.block_outcome import rerun_ms, run_block
 from adacc_hf.artifacts.memory_simulator import simulate_policy
-from adacc_hf.solve.baselines import simulate_checkpointed
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.private import TorchDispatchMode
 

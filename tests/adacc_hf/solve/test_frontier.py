@@ -1,4 +1,4 @@
-"""The frontier against the convex hull of all plans, and its chain of policies."""
+"""The frontier against the convex hull of all plans, and the fastest plan within a limit."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from profile_builders import SLOW_EXAMPLES, every_outcome_of
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.solve.frontier import chain, frontiers
+from adacc_hf.solve.frontier import BlockProgram
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 
@@ -30,7 +30,7 @@ def on_line(columns, nbytes):
 @given(data=st.data())
 def test_no_plan_is_better_than_the_frontier(profiles, data):
     kind = data.draw(profiles()).kinds[0]
-    (columns,) = frontiers(SolverLog(), [build_block_model(kind, AdaccConfig())])
+    columns = BlockProgram(SolverLog(), build_block_model(kind, AdaccConfig())).frontier()
     points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
@@ -47,7 +47,7 @@ def test_no_plan_is_better_than_the_frontier(profiles, data):
 def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, attention):
     kind = gpt2_like_profile(attention=attention).kinds[0]
     log = SolverLog()
-    (columns,) = frontiers(log, [build_block_model(kind, AdaccConfig())])
+    columns = BlockProgram(log, build_block_model(kind, AdaccConfig())).frontier()
     assert columns[0].plan.is_plain
     slopes = [(right.ms - left.ms) / (left.nbytes - right.nbytes) for left, right in pairwise(columns)]
     assert slopes == sorted(slopes)
@@ -57,24 +57,18 @@ def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, 
     assert log.num_solves <= 2 + 2 * len(columns)
 
 
-def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_like_profile):
-    models = [build_block_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
-    columns = frontiers(SolverLog(), models)
-    kinds = [0, 1, 1, 0, 0]
-    policies = list(chain(kinds, columns))
-    assert policies[0] == [columns[kind][0] for kind in kinds]
-    assert policies[-1] == [columns[kind][-1] for kind in kinds]
-    slopes = []
-    for before, after in pairwise(policies):
-        changed_blocks = [i for i in range(5) if before[i] is not after[i]]
-        assert len(changed_blocks) == 1
-        left, right = before[changed_blocks[0]], after[changed_blocks[0]]
-        slopes.append((right.ms - left.ms) / (left.nbytes - right.nbytes))
-    assert slopes == sorted(slopes)
-    for policy in policies:
-        for kind in (0, 1):
-            stored_bytes = [column.nbytes for column, k in zip(policy, kinds, strict=True) if k == kind]
-            assert stored_bytes == sorted(stored_bytes)
+@SOLVING
+@given(data=st.data())
+def test_no_plan_within_a_limit_is_faster(profiles, data):
+    kind = data.draw(profiles()).kinds[0]
+    program = BlockProgram(SolverLog(), build_block_model(kind, AdaccConfig()))
+    points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
+    least = min(nbytes for nbytes, _ in points)
+    limit = data.draw(st.sampled_from([nbytes for nbytes, _ in points]))
+    plan = program.fastest_within(max(least, limit))
+    assert plan.nbytes <= max(least, limit)
+    # Times are multiples of 1/8: any plan but the fastest differs by 0.125.
+    assert plan.ms == pytest.approx(min(ms for nbytes, ms in points if nbytes <= limit), abs=1e-9)
 
 
 def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec):
@@ -86,7 +80,7 @@ def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_build
     tape.operator("second", [start], [("other", 8)], 1.0, save=[-1])
     tape.values[exactness_dependents]["replay_error"] = 1.0
     kind = tape.kind()
-    (columns,) = frontiers(SolverLog(), [build_block_model(kind, AdaccConfig())])
+    columns = BlockProgram(SolverLog(), build_block_model(kind, AdaccConfig())).frontier()
     points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     assert columns[-1].nbytes == min(nbytes for nbytes, _ in points) == 8
     assert all(ms >= on_line(columns, nbytes) - 1e-9 for nbytes, ms in points)

@@ -14,7 +14,6 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.memory_simulator import simulate_policy
-from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import quick_least_policy, solve_policy
 
@@ -53,16 +52,18 @@ def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, data):
     allowed = [(size, ms) for size, host, ms in points if host <= limit]
     sizes = sorted({size for size, _ in allowed})
     profile, config = limited(profile, limit)
-    for nbytes in {sizes[0], sizes[len(sizes) // 2], data.draw(st.sampled_from(sizes))}:
-        best_ms = min(ms for size, ms in allowed if size <= nbytes)
+    (shared_bytes,) = [shared.nbytes for shared in profile.shared if not shared.saved]
+    for size in {sizes[0], sizes[len(sizes) // 2], data.draw(st.sampled_from(sizes))}:
+        nbytes = size + shared_bytes  # as in test_solver.py
+        best_ms, known_ms = (min(ms for size, ms in allowed if size <= limit) for limit in (nbytes, size))
         policy = solve_policy(profile, min(1.0, nbytes / profile.plain_stored_bytes), config)
         assert policy.predicted_stored_bytes <= nbytes
         assert policy.predicted_host_bytes <= limit
-        assert policy.predicted_overhead_ms == pytest.approx(best_ms, abs=MS_ROUNDING)
+        assert best_ms - MS_ROUNDING <= policy.predicted_overhead_ms <= known_ms + MS_ROUNDING
     assume(sizes[0] > 1)
     with pytest.raises(InfeasibleBudgetError) as error:
         solve_policy(profile, (sizes[0] - 1) / profile.plain_stored_bytes, config)
-    assert error.value.smallest_budget_bytes == sizes[0]
+    assert sizes[0] <= error.value.smallest_budget_bytes <= sizes[0] + shared_bytes
     assert error.value.least.predicted_host_bytes <= limit
 
 
@@ -145,25 +146,6 @@ def test_host_memory_is_used_where_copies_are_faster_than_replay_and_codecs(gpt2
     assert solve_policy(fast, 0.3, config).predicted_host_bytes > 0.6 * profile.plain_stored_bytes
     assert solve_policy(slow, 0.3, config).predicted_host_bytes == 0
     assert solve_policy(fast, 0.3, config).predicted_overhead_ms < solve_policy(slow, 0.3, config).predicted_overhead_ms
-
-
-def test_a_device_without_host_memory_is_searched_once(gpt2_like_profile, monkeypatch):
-    """On a CPU, or on a GPU that shares the host's memory, the setting costs no solver time."""
-    config, profile = AdaccConfig(host_memory="1TiB"), gpt2_like_profile(num_blocks=2)
-    calls = []
-    monkeypatch.setattr(PolicySearch, "within", record_calls(PolicySearch.within, calls))
-    assert solve_policy(profile, 0.3, config).plans == solve_policy(profile, 0.3).plans
-    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
-
-
-def record_calls(function, calls):
-    """Return `function`, which appends the head of each search to `calls`."""
-
-    def run(search, *args, **kwargs):
-        calls.append(search.profile.head)
-        return function(search, *args, **kwargs)
-
-    return run
 
 
 def test_without_the_setting_nothing_moves(gpt2_like_profile):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.solve.baselines import quantize_everything
+from adacc_hf.solve.simple_policies import quantize_everything
 
 
 def test_a_profile_without_the_codec_is_refused(gpt2_like_profile) -> None:

@@ -6,7 +6,8 @@ import torch
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.solve.tiling import tiled_profiles, with_fewest_tiles
+from adacc_hf.solve.solver import quick_least_policy, solve_policy
+from adacc_hf.solve.tiling import with_fewest_tiles
 
 
 @pytest.fixture
@@ -16,17 +17,18 @@ def profile(one_thread, few_rows, tiny_llama):
     return profile_model(model, {"input_ids": ids, "labels": ids}, AdaccConfig())
 
 
-def numbers_of(profile):
-    tilings = [profile.kind_of(block).tiling for block in profile.blocks]
-    return [tiling.num_tiles if tiling else 0 for tiling in tilings]
+def numbers_of(policy):
+    return [tiling.num_tiles if (tiling := policy.plan_of(name).tiling) else 0 for name, _ in policy.blocks]
 
 
 def test_the_last_blocks_get_tiles_first(profile):
-    numbers = [numbers_of(each) for each in tiled_profiles(profile, AdaccConfig())]
-    assert numbers == [[0, 0, 0, 0], [32] * 4, [0, 0, 32, 32], [0, 0, 0, 32]]
-    exact = AdaccConfig(actions=("retain", "recompute"))
-    assert [numbers_of(each) for each in tiled_profiles(profile, exact)] == [[0] * 4]
-    assert [numbers_of(each) for each in tiled_profiles(profile, AdaccConfig(max_error=0.0))] == [[0] * 4]
+    least, exact = (quick_least_policy(profile, AdaccConfig(**settings)) for settings in ({}, {"max_error": 0.0}))
+    assert numbers_of(exact) == [0] * 4
+    assert least.predicted_peak_bytes < exact.predicted_peak_bytes
+    budget = (least.predicted_peak_bytes + exact.predicted_peak_bytes) // 2
+    numbers = numbers_of(solve_policy(profile, budget))
+    assert 0 < sum(map(bool, numbers)) < 4
+    assert numbers == sorted(numbers)
 
 
 def test_each_block_gets_the_fewest_tiles_that_fit(profile):
@@ -38,9 +40,9 @@ def test_each_block_gets_the_fewest_tiles_that_fit(profile):
     )
     assert least < most
     for budget in (least, (least + most) // 2, most, 2 * most):
-        chosen, chosen_plans = with_fewest_tiles(tiled, plans, budget)
-        numbers = numbers_of(chosen)
-        assert simulate(profile, chosen_plans).peak_bytes <= budget
+        chosen = with_fewest_tiles(profile, plans, budget)
+        numbers = [plan.tiling.num_tiles for plan in chosen]
+        assert simulate(profile, chosen).peak_bytes <= budget
         for index, number in enumerate(numbers):
             if number > 2:
                 fewer = [*numbers[:index], number // 2, *numbers[index + 1 :]]

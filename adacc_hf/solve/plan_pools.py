@@ -1,0 +1,232 @@
+"""Pools of plans for the blocks of a profile, with the simulated memory and time of each plan.
+
+A pool contains the plans that the search may give to the blocks of one kind: the frontier of the kind, and the plans
+under torch's checkpoint. If these need much more time than the lower bound, or do not fit the budget, the pool is
+extended by a frontier with prices in bytes, and by the same frontiers with row-wise modules in tiles.
+
+The least peak is that of plans that do not depend on measured times. It is the same in each process, so that a budget
+that one process could use can be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from adacc_hf.artifacts.block_outcome import run_block
+from adacc_hf.artifacts.policy import RETAIN
+from adacc_hf.solve.bounds import TimeBound
+from adacc_hf.solve.frontier import BlockProgram
+from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.solve.milp import KindModel, build_block_model, retain_all
+from adacc_hf.solve.tiling import most_tiles_of
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.block_walk import BlockOutcome
+    from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.kind_profile import KindProfile, Operator
+    from adacc_hf.artifacts.policy import Plan
+    from adacc_hf.artifacts.profile import Profile
+    from adacc_hf.solve.milp import StoredForm
+
+    Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+NO_PEAK = -(1 << 60)
+"""Working bytes of a backward that unpacks no saved tensor, so that its peak never counts."""
+NS_PER_MS = 1e6
+
+
+@dataclass(eq=False)
+class Candidate:
+    """Plan that a block may have, with the block's simulated memory and time under the plan."""
+
+    plan: Plan
+    outcome: BlockOutcome
+    variant: int
+    """Index, in the pool's variants, of the variant of the kind that runs the plan."""
+    is_timed: bool
+    """True if the choice of the plan depends on measured times."""
+
+
+class Columns(NamedTuple):
+    """Numbers of the candidates of a pool, one array per number."""
+
+    number: Ints
+    """Index of the candidate in the pool."""
+    stored: Ints
+    live: Ints
+    host: Ints
+    ns: Ints
+    forward: Ints
+    backward: Ints
+    reads: Ints
+    """Bit masks of the shared tensors that a candidate's replay reads."""
+
+
+class PlanPool:
+    """Candidates for the blocks of one kind, which has several variants: without and with host memory or tiles."""
+
+    def __init__(self, variants: Sequence[KindProfile], config: AdaccConfig, log: SolverLog, limits_peak: bool) -> None:
+        self.variants: list[KindProfile] = []
+        self.candidates: list[Candidate] = []
+        self._config, self._log = config, log
+        self._models: list[KindModel] = []
+        self._programs: list[BlockProgram] = []
+        self._columns: dict[bool, Columns] = {}
+        # The fewest stored bytes do not depend on times, but the least peak of plans on a frontier does.
+        self._is_timed = limits_peak
+        self._add_variants(variants)
+
+    def _add_variants(self, variants: Sequence[KindProfile]) -> None:
+        for variant in variants:
+            model = build_block_model(variant, self._config)
+            number = len(self.variants)
+            self.variants.append(variant)
+            self._models.append(model)
+            self._programs.append(BlockProgram(self._log, model))
+            for plan in (retain_all(model), *model.checkpoints):
+                self._add(number, plan.plan, is_timed=False)
+            for plan in self._programs[number].frontier():
+                self._add(number, plan.plan, is_timed=self._is_timed)
+
+    def extend(self, variants: Sequence[KindProfile]) -> None:
+        """Add the candidates of more variants, and for all variants the frontiers with prices in bytes."""
+        self._add_variants(variants)
+        for number, model in enumerate(self._models):
+            for plan in BlockProgram(self._log, price_by_bytes(model)).frontier():
+                self._add(number, plan.plan, is_timed=False)
+
+    def refine(self, variant: int, nbytes: int) -> Candidate:
+        """Add the fastest plan of a variant that stores at most `nbytes`."""
+        return self._add(variant, self._programs[variant].fastest_within(nbytes).plan, is_timed=True)
+
+    def _add(self, variant: int, plan: Plan, *, is_timed: bool) -> Candidate:
+        same = next((each for each in self.candidates if each.plan == plan), None)
+        if same is None:
+            same = Candidate(plan, run_block(self.variants[variant], plan), variant, is_timed)
+            self.candidates.append(same)
+        same.is_timed &= is_timed
+        self._columns.clear()
+        return same
+
+    def columns(self, *, by_time: bool = True) -> Columns:
+        """Return the numbers of all candidates or, if not `by_time`, of those that do not depend on measured times."""
+        if by_time not in self._columns:
+            rows = [
+                _row(number, candidate.outcome)
+                for number, candidate in enumerate(self.candidates)
+                if by_time or not candidate.is_timed
+            ]
+            self._columns[by_time] = Columns(*np.array(rows, dtype=np.int64).T)
+        return self._columns[by_time]
+
+
+def _row(number: int, outcome: BlockOutcome) -> tuple[int, ...]:
+    return (
+        number,
+        outcome.stored_bytes,
+        outcome.live_bytes,
+        outcome.host_bytes,
+        round(outcome.overhead_ms * NS_PER_MS),
+        outcome.forward_working_bytes,
+        outcome.working_bytes if outcome.moments else NO_PEAK,
+        sum(1 << shared for shared in outcome.shared),
+    )
+
+
+class PlanPools:
+    """Pools of the kinds of blocks in a profile, for all heads and budgets."""
+
+    def __init__(self, profile: Profile, config: AdaccConfig, *, limits_peak: bool, host_limit: int) -> None:
+        self.log = SolverLog()
+        self._profile, self._config = profile, config
+        # The fewest stored bytes are on each kind's frontier, and recomputation reaches them at less cost than tiles.
+        self.is_extended = not limits_peak
+        self._limits_peak, self._host_limit = limits_peak, host_limit
+
+    @cached_property
+    def by_kind(self) -> dict[int, PlanPool]:
+        """Pool of each kind of block, by the kind's index in the profile."""
+        indices = sorted({block.kind for block in self._profile.blocks})
+        variants = {index: self._with_host_limits(self._profile.kinds[index]) for index in indices}
+        return {index: PlanPool(each, self._config, self.log, self._limits_peak) for index, each in variants.items()}
+
+    @cached_property
+    def bound(self) -> TimeBound:
+        """Lower bound on the time of plans of the pools, and of mixtures of these plans."""
+        points = {
+            kind: [(each.outcome.stored_bytes, each.outcome.overhead_ms) for each in pool.candidates]
+            for kind, pool in self.by_kind.items()
+        }
+        return TimeBound(points)
+
+    def extend(self) -> None:
+        """Extend the pools by plans that need more time, and possibly a lower peak."""
+        self.is_extended = True
+        for index, pool in self.by_kind.items():
+            pool.extend([limited for tiled in self._tiled(index) for limited in self._with_host_limits(tiled)])
+        self.__dict__.pop("bound", None)  # of fewer plans
+
+    def _tiled(self, index: int) -> list[KindProfile]:
+        tiled = self._profile.kinds[index].tiled
+        if tiled is None or not self._config.allows_tiles:
+            return []
+        kind = self._profile.kinds[tiled]
+        number = most_tiles_of(kind)
+        return [kind.in_tiles(number)] if number else []
+
+    def _with_host_limits(self, kind: KindProfile) -> list[KindProfile]:
+        """Return the kind without host memory, with an equal share of the limit for each block, and with the whole
+        limit for one block."""
+        link = kind.host_link
+        if self._config.host_memory is None or link is None:
+            return [kind]
+        limits = sorted({self._host_limit // len(self._profile.blocks), self._host_limit} - {0})
+        return [replace(kind, host_link=None), *(replace(kind, host_link=replace(link, limit_bytes=n)) for n in limits)]
+
+
+# Times computed from bytes, for results that must not depend on the noise of measurements.
+
+MS_PER_BYTE = 1e-6
+"""Assumed time in ms per byte that an operator or a codec reads or writes. Any positive number gives the same
+policies."""
+
+
+def price_by_bytes(model: KindModel) -> KindModel:
+    """Return a copy of `model` in which the time of each operator, codec and checkpoint is proportional to bytes.
+
+    The time of an operator is proportional to the bytes that it reads and writes. The time of a codec is proportional
+    to the bytes of the tensor and of its encoded payload, once for encoding and once for decoding. Actions and stored
+    bytes do not change.
+    """
+    kind, profiled_kind = _kind_by_bytes(model.kind), _kind_by_bytes(model.profiled_kind)
+    value_bytes = [value.nbytes for value in kind.values]
+    menus = {
+        value: tuple(
+            form if form.choice == RETAIN else replace(form, ms=_codec_ms(value_bytes[value], form)) for form in menu
+        )
+        for value, menu in model.menus.items()
+    }
+    rerun_ms = sum(operator.ms for operator in profiled_kind.operators)
+    checkpoints = tuple(
+        replace(plan, ms=rerun_ms + MS_PER_BYTE * (plan.nbytes + plan.host_bytes)) for plan in model.checkpoints
+    )
+    return replace(model, kind=kind, profiled_kind=profiled_kind, menus=menus, checkpoints=checkpoints)
+
+
+def _kind_by_bytes(kind: KindProfile) -> KindProfile:
+    operators = tuple(replace(op, ms=_operator_ms(kind, op)) for op in kind.operators)
+    return replace(kind, operators=operators, extra_ms=0.0)
+
+
+def _codec_ms(nbytes: int, form: StoredForm) -> float:
+    return 2 * MS_PER_BYTE * (nbytes + form.nbytes + form.host_bytes)
+
+
+def _operator_ms(kind: KindProfile, operator: Operator) -> float:
+    # A view makes no bytes of its own, but a replay of it is not free: each operator costs at least one byte.
+    return MS_PER_BYTE * (1 + sum(kind.values[value].nbytes for value in (*operator.inputs, *operator.outputs)))
