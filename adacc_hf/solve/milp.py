@@ -148,13 +148,9 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
 
 
 def _fits_host_memory(kind: KindProfile, host_bytes: int) -> bool:
-    limit = _host_limit_bytes(kind)
+    """Return True if a block of `kind` may store `host_bytes` of payloads in host memory."""
+    limit = None if kind.host_link is None else kind.host_link.limit_bytes
     return limit is None or host_bytes <= limit
-
-
-def _host_limit_bytes(kind: KindProfile) -> int | None:
-    """Return the most payload bytes that a block of `kind` may store in host memory. None if there is no limit."""
-    return None if kind.host_link is None else kind.host_link.limit_bytes
 
 
 def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
@@ -268,8 +264,8 @@ class BlockVariables:
                 if lossy:
                     program.constrain([*self._stored(value), *lossy], low=0.0)
         # [Host] the payloads in host memory are within the block's limit. Half a byte absorbs rounding errors.
-        limit = _host_limit_bytes(self.model.profiled_kind)
-        if limit is not None:
+        link = self.model.profiled_kind.host_link
+        if link is not None and (limit := link.limit_bytes) is not None:
             terms = [(x, self.model.menus[v][o].host_bytes / (limit + 1)) for (v, o), x in self.store.items()]
             terms = [(x, share) for x, share in terms if share]
             if terms:
@@ -287,14 +283,6 @@ class BlockVariables:
         inputs = dict.fromkeys(self.model.kind.operators[operator].inputs)
         saved = {v for v in inputs if values[v].activation and values[v].saved}
         return [v for v in inputs if not _is_always_readable(values[v]) and v not in saved]
-
-    def shared_readers(self) -> list[tuple[int, int]]:
-        """Return (shared tensor, variable) for each replayed operator or checkpoint that reads a shared tensor."""
-        values = self.model.kind.values
-        inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
-        read = [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]
-        plans = zip(self.model.checkpoints, self.checkpoint, strict=True)
-        return read + [(shared, variable) for plan, variable in plans for shared in plan.shared]
 
     def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
         """Return the objective's terms for replay, encoding and decoding in ms (equation 4), times `weight`."""
