@@ -105,7 +105,7 @@ class AdaptivePhase(FixedPolicyPhase):
         record = self.choice.add(profile, policy)
         limits_peak = self.context.budget(record.profile).limits_peak
         self.context.is_provisional = limits_peak and not self.context.corrections.counted_elements
-        self.context.must_measure |= self.context.is_provisional
+        self.context.must_measure |= limits_peak
         record.num_waiting = int(limits_peak and self._profiler.inner_steps.has_detected)
         self._run.stats.estimate_early_overheads(profile, record.shapes)
 

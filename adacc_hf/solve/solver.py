@@ -82,7 +82,12 @@ def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
     """Return a policy with the lowest peak that the solver finds. `least_policy` may be faster, and has at most this
     peak."""
-    return _within_or_least(profile, 1, config)
+    try:
+        return solve_policy(profile, 1, config)
+    except InfeasibleBudgetError as error:
+        least = error.least
+    assert least is not None  # errors that the solver raises have this policy
+    return least
 
 
 def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
@@ -99,21 +104,6 @@ def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | 
     return int(least)
 
 
-def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy for the first steps of a run, with a peak of at most `nbytes` if possible.
-
-    The policy is provisional: it is replaced once the memory of a step has been measured during the run. If a policy
-    that recomputes every block (`recomputing_policies`) fits, return this policy. The solver then does not run, and the
-    function takes only milliseconds. If no policy fits, return a policy with the lowest peak that the solver finds.
-    """
-    config = config or AdaccConfig()
-    policies = recomputing_policies(profile, config)
-    policy = min(policies, key=lambda policy: policy.predicted_peak_bytes, default=None)
-    if policy is not None and policy.predicted_peak_bytes <= nbytes:
-        return policy
-    return replace(_within_or_least(profile, nbytes, config), facts=())  # `nbytes` is not the run's budget
-
-
 def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
     """Return the policies that recompute each block, by replay or by torch's checkpoint.
 
@@ -126,17 +116,6 @@ def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
             with_head = profile.with_head(name)
             policies += [checkpoint_policy(with_head), uniform_policy(with_head, Action.RECOMPUTE)]
     return policies
-
-
-def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
-    """Return the fastest policy whose peak is at most `nbytes`. If no policy fits, return a policy with the lowest peak
-    that the solver finds."""
-    try:
-        return solve_policy(profile, nbytes, config)
-    except InfeasibleBudgetError as error:
-        least = error.least
-    assert least is not None  # errors that the solver raises have this policy
-    return least
 
 
 def _searches(profile: Profile, config: AdaccConfig, limits: Limits) -> list[PolicySearch]:

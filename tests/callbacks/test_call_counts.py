@@ -3,9 +3,11 @@
 A block that Dynamo cannot trace runs its Python once more in backward, under torch's checkpoint.
 """
 
+import sys
 from contextlib import nullcontext
 from functools import wraps
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,27 @@ from adacc_hf import AdaccCallback, AdaccSession
 
 LENGTHS = (32, 32, 24, 32, 16, 24)
 """Lengths of the batches in turn, so that later steps have new sizes."""
+
+
+class CountedTokens(Tokens):
+    """Samples that note when they are read."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.calls.append(f"sample {index}")
+        return super().__getitem__(index)
+
+
+class CountedLoader(torch.utils.data.DataLoader):
+    """Data loader that notes each batch it is asked for."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            self.dataset.calls.append("next batch")
+            yield batch
 
 
 class CountedTrainer(Trainer):
@@ -74,6 +97,7 @@ def calls_of(
         refuse_traces(model, calls, in_backward)
     trainer = make_trainer(callbacks, model=model, trainer_class=CountedTrainer, **arguments)
     trainer.calls, trainer.data_collator = calls, collate_into(calls)
+    trainer.train_dataset = CountedTokens(calls)
     trainer.create_optimizer()
     trainer.optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer.step"))
     trainer.train(resume_from_checkpoint=resume)
@@ -128,11 +152,11 @@ def test_a_resumed_run_calls_the_users_code_as_in_plain_training(make_trainer, t
 
 def calls_of_own_loop(budget: float | None) -> list[str]:
     calls: list[str] = []
-    model, data = counted_model(calls), Tokens()
+    model = counted_model(calls)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer.step"))
     session = None if budget is None else AdaccSession(model, optimizer, memory_budget=budget, exact=True)
-    for batch in islice(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate_into(calls)), 4):
+    for batch in islice(CountedLoader(CountedTokens(calls), batch_size=4, collate_fn=collate_into(calls)), 4):
         with nullcontext() if session is None else session.step(batch):
             model(**batch).loss.backward()
             optimizer.step()
@@ -145,3 +169,36 @@ def calls_of_own_loop(budget: float | None) -> list[str]:
 
 def test_a_session_calls_the_users_code_as_its_loop_does():
     assert calls_of_own_loop(0.6) == calls_of_own_loop(None)
+
+
+def test_tracking_and_the_guard_call_nothing_of_the_users(make_trainer):
+    """Gradients under codecs are compared with exact ones in each step, and codecs that degrade them are searched."""
+    settings = {"max_steps": 5, "learning_rate": 0.0}
+    plain = calls_of(make_trainer, [], **settings)
+    lossy = {"actions": ("retain", "compress"), "min_compress_bytes": 0, "memory_budget": 0.5, "tracking": 1}
+    callback = AdaccCallback(**lossy, head="plain")
+    assert calls_of(make_trainer, [callback], **settings) == plain
+    assert sum(event["event"] == "tracking" for event in callback.history) >= 3
+
+
+def run_rank(folder: Path) -> None:
+    import trainer_builders as toys
+
+    def make_trainer(callbacks: list[Any], **settings: Any) -> Any:
+        return toys.tiny_trainer(folder / f"run{len(callbacks)}", callbacks, **settings)
+
+    settings = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    runs = [calls_of(make_trainer, callbacks, **settings) for callbacks in ([], [AdaccCallback(**toys.LOSSLESS)])]
+    toys.write_rank_results(folder, runs)
+
+
+@pytest.mark.gate
+def test_each_rank_calls_the_users_code_as_in_plain_training(run_two_ranks):
+    for plain, adacc in run_two_ranks(__file__):
+        assert plain == adacc
+        assert plain.count("optimizer.step") == 5
+        assert plain.count("forward") == 10
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))

@@ -76,6 +76,26 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4)}
 
 
+class CountedModule(Module):
+    """Module that notes the calls of its steps, of its model and of the optimizer in `calls`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.model.register_forward_pre_hook(lambda *_: self.calls.append("forward"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls.append(f"step {batch_idx}")
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("optimizer")
+        super().optimizer_step(*args, **kwargs)
+
+    def on_after_backward(self) -> None:
+        self.calls.append("after backward")
+
+
 class PolicyPerStep(lightning.Callback):
     """Callback that records, at the end of each micro-batch, if the callback has a policy."""
 
@@ -350,3 +370,28 @@ def test_a_run_that_must_be_covered_ends_and_restores_the_model(fit, monkeypatch
         fit([callback], module)
     assert callback.session.is_closed
     assert {name: sorted(vars(block)) for name, block in module.model.named_modules()} == before
+
+
+@pytest.mark.parametrize("budget", [0.5, "2MiB"])
+def test_the_users_code_is_called_as_in_plain_training(fit, budget):
+    runs = []
+    for callbacks in ([], [AdaccLightningCallback(**HALF | {"memory_budget": budget})]):
+        loader = CountedBatches(8)
+        module, _ = fit(callbacks, module=CountedModule(), loader=loader, accumulate_grad_batches=2)
+        runs.append((module.calls, loader.calls))
+    assert runs[0] == runs[1]
+    assert runs[0][0].count("forward") == runs[0][0].count("after backward") > 0
+
+
+class CountedBatches(torch.utils.data.Dataset):
+    """Batches that note when they are read."""
+
+    def __init__(self, num: int) -> None:
+        self.batches, self.calls = batches(num, (16, 24)), []
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.calls.append(index)
+        return self.batches[index]

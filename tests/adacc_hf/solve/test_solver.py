@@ -13,9 +13,9 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import Action, Policy
-from adacc_hf.solve import linear_program, solver
-from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
-from adacc_hf.solve.solver import least_policy, provisional_policy, quick_least_policy, solve_policy
+from adacc_hf.solve import linear_program
+from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.solver import least_policy, quick_least_policy, solve_policy
 
 # Each example solves several programs.
 SOLVING = settings(
@@ -289,23 +289,6 @@ def test_the_least_peak_is_that_of_all_policies_that_any_budget_finds(tight_prof
     with pytest.raises(InfeasibleBudgetError) as error:
         solve_policy(tight_profile, least - 1)
     assert error.value.smallest_budget_bytes == least
-
-
-def test_a_provisional_policy_needs_no_solver_where_recomputing_everything_fits(gpt2_like_profile, monkeypatch):
-    profile = gpt2_like_profile()
-    recomputing = min(
-        checkpoint_policy(profile), uniform_policy(profile, "recompute"), key=lambda policy: policy.predicted_peak_bytes
-    )
-    limit, least = recomputing.predicted_peak_bytes, quick_least_policy(profile)
-    assert least.predicted_peak_bytes < limit
-    assert provisional_policy(profile, limit - 1).predicted_peak_bytes < limit
-    assert provisional_policy(profile, 65536) == least
-    only_retain = AdaccConfig(actions=("retain", "compress"))
-    assert all(
-        choice.action is not Action.RECOMPUTE for choice in choices_of(provisional_policy(profile, limit, only_retain))
-    )
-    monkeypatch.setattr(solver, "solve_policy", None)
-    assert provisional_policy(profile, limit) == recomputing
 
 
 def choices_of(policy):
