@@ -1,4 +1,4 @@
-"""Mutation test of the gate: break the product in 65 places, one at a time, and run the tests on each.
+"""Mutation test of the gate: break the product in 63 places, one at a time, and run the tests on each.
 
     python tests/breakages [--matrix] [NUMBER ...]
 
@@ -94,9 +94,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/compiler/partitioner.py", "allowed_bytes is not None and allowed_bytes >= plan.plain_bytes", "False"),
     ("adacc_hf/compact/optimizer.py", "layer.weight.mul_(1.0 - decay)", "pass"),
     ("adacc_hf/head/lazy_logits.py", "lazy if target == lazy.dtype else", "lazy if True else"),
-    ("adacc_hf/tape/execution_plan.py", "if current is None or storage_key(", "if False and storage_key("),
     ("adacc_hf/torch_glue/function_calls.py", "            _thread.set_up = self.function\n", "            pass\n"),
-    ("adacc_hf/torch_glue/tensors.py", "copy.set_(storage, base.storage_offset(),", "copy.set_(storage, 0,"),
     ("callbacks/trainer_guard.py", "                    on_failure()\n", "                    pass\n"),
     ("callbacks/trainer_mixin.py", "checkpoint = get_last_checkpoint(self.args.output_dir)", "checkpoint = None"),
     ("kernels/fp8.py", "-(-columns // self.group_size) *", "columns // self.group_size *"),
