@@ -28,7 +28,7 @@ from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import DEVICE_QUERY, FakeMemoryMeter
-from adacc_hf.head.chunked_loss import at_most_chunks
+from adacc_hf.head.chunked_loss import at_most_chunks, chunk_rows
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors
@@ -150,9 +150,14 @@ class FakeMeasurement(Measurement):
         )
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        with at_most_chunks(None), SumOfTimes(self.device) as times:
-            FakeBackward().run(compute(loss.detached()))
-        return times.total_ms
+        """Return the milliseconds of a head. All chunks from the third on take the same time."""
+        times = []
+        for limit in (2, 3):
+            with at_most_chunks(limit), SumOfTimes(self.device) as clock:
+                FakeBackward().run(compute(loss.detached()))
+            times.append(clock.total_ms)
+        num_rows, width = loss.rows.shape
+        return times[1] + max(0.0, num_rows / chunk_rows(width) - 3) * (times[1] - times[0])
 
     def meter(self, device: torch.device) -> MemoryMeter:
         return FakeMemoryMeter(self._note_mark)
