@@ -103,7 +103,7 @@ class PolicyFit:
     def is_above_budget(self, sizes: BatchShapes) -> bool:
         """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches."""
         version = self._context.corrections.version
-        return any(made == version and fits_in(smaller, sizes) for smaller, made in self._above_budget.items())
+        return any(number == version and fits_in(smaller, sizes) for smaller, number in self._above_budget.items())
 
     # Policies.
 

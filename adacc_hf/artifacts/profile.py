@@ -250,33 +250,6 @@ class Profile:
         tiled = self.kinds[block.kind].tiled
         return (block.kind,) if tiled is None else (block.kind, tiled)
 
-    def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
-        """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most
-        `limit_bytes` in total.
-
-        The limit is divided among these blocks in proportion to the bytes that each block stores without a policy.
-        """
-        stored_bytes = [sum(v.nbytes for v in kind.activations if v.saved or v.producer is None) for kind in self.kinds]
-        total_bytes = sum(stored_bytes[block.kind] for block in self.blocks[:num_blocks])
-        limits = [limit_bytes * nbytes // max(1, total_bytes) for nbytes in stored_bytes]
-        limited = tuple(
-            replace(kind, host_link=None if kind.host_link is None else replace(kind.host_link, limit_bytes=limit))
-            for kind, limit in zip(self.kinds, limits, strict=True)
-        )
-        if num_blocks >= len(self.blocks):
-            return replace(self, kinds=limited)
-        others = tuple(replace(kind, host_link=None) for kind in self.kinds)
-        rest = tuple(replace(block, kind=block.kind + len(self.kinds)) for block in self.blocks[num_blocks:])
-        # Kinds that no block has would have frontiers that no policy needs.
-        blocks = (*self.blocks[:num_blocks], *rest)
-        used = sorted({block.kind for block in blocks})
-        kinds = (*limited, *others)
-        return replace(
-            self,
-            kinds=tuple(kinds[kind] for kind in used),
-            blocks=tuple(replace(block, kind=used.index(block.kind)) for block in blocks),
-        )
-
     def _own_head(self) -> Head:
         return Head(
             name=self.head,

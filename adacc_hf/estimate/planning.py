@@ -347,7 +347,7 @@ class TrainingPlanner:
             return fully_recomputed(profile).peak_bytes
         if method == TILED:
             return tiled_checkpointing(profile).peak_bytes
-        return least_peak_bytes(profile, self.request.budget, self.config_of(method))
+        return least_peak_bytes(profile, self.config_of(method))
 
 
 def fully_recomputed(profile: Profile) -> Outcome:

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent
 from adacc_hf.artifacts.tiles import Tiling
+from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tiled_rows import run_in_tiles, run_on_parameters, trainable_parameters, watching_tiles
@@ -238,7 +239,8 @@ def measure_by_other_graph(
         with measurement.meter(tape.values[0].device) as meter:
             slots = _Slots(tape, dead_slots, meter, numbers)
             _run_backward(graph, slots, measurement, has_gradients)
-        events = list(_backward_events(meter.points, slots, set()))
+            survivors = {value for value, storage in slots.storages.items() if not storage.expired()}
+        events = list(_backward_events(meter.points, slots, survivors))
     graph.free()
     for slot in sorted(set(range(len(tape.slots))) - set(numbers) - dead_slots, reverse=True) if events else ():
         unpacked = {event.slot: place for place, event in enumerate(events) if not event.release}
@@ -254,6 +256,13 @@ def _forward_of_tape(tape: Tape, dead_slots: frozenset[int]) -> tuple[ForwardEve
     inputs = [value for value in saved if tape.values[value].producer is None]
     events = [ForwardEvent(value=value, death=False, extra_bytes=0) for value in (-1, *inputs)]
     live: dict[int, int] = {}
+    device = tape.values[0].device.type
+    in_cache = {  # of autocast
+        value
+        for operator in tape.operators
+        for _, value in operator.outputs
+        if torch.is_autocast_enabled(device) and operator.short_name == "to_copy" and is_parameter_cast(tape, value)
+    }
     for operator in tape.operators:
         computed = [value for _, value in operator.outputs]
         live |= {value: tape.values[value].nbytes for value in computed}
@@ -261,7 +270,8 @@ def _forward_of_tape(tape: Tape, dead_slots: frozenset[int]) -> tuple[ForwardEve
         events[-1] = replace(events[-1], extra_bytes=max(events[-1].extra_bytes, sum(live.values())))
         events += [ForwardEvent(value=v, death=False, extra_bytes=sum(live.values())) for v in computed if v in saved]
         for value in dict.fromkeys([*operator.inputs(), *computed]):
-            if value in live and max(tape.consumers(value), default=len(tape.operators)) == operator.index:
+            last = max(tape.consumers(value), default=len(tape.operators))
+            if value in live and value not in in_cache and last == operator.index:
                 del live[value]
                 if value in saved:
                     events.append(ForwardEvent(value=value, death=True, extra_bytes=sum(live.values())))

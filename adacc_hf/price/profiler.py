@@ -173,10 +173,12 @@ class _Profiler:
             if missing and not (num_left and self.values.has_drawn()):
                 raise UncalledBlocksError(describe_uncalled(self.installation, missing, "with this batch", executed))
             self.values.start_over(keeps_random_states=bool(missing))
+            if missing:
+                continue
             structures = {block.tape.structure for block in live.recording.blocks}
-            if not missing and layouts == [block_layout(block) for block in modules.values()]:
+            if layouts == [block_layout(block) for block in modules.values()]:
                 break
-            earlier_structures |= set() if missing else structures
+            earlier_structures |= structures
         tape_cache.preliminary |= earlier_structures - structures
         return live
 

@@ -241,7 +241,7 @@ def unit_of(num_bytes: int) -> tuple[float, str]:
 
 # Third picture of a report: the least overhead at each peak, compared with other methods.
 
-NUM_BUDGETS = 32
+NUM_BUDGETS = 16
 """Number of budgets on the curve."""
 Point = tuple[int, float]
 """Peak memory of the step in bytes, and overhead compared with plain training in ms."""

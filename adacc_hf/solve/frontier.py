@@ -54,7 +54,7 @@ class BlockProgram:
 
         Each plan is slower than the previous plan. Tensors that several blocks share cost no bytes here.
         """
-        if not self._plain.plan.choices:  # HiGHS has no status for a program without variables
+        if not self._plain.plan.choices:
             return [self._plain]
         least = self._least_bytes()
         if least.nbytes >= self._plain.nbytes:
@@ -63,6 +63,8 @@ class BlockProgram:
 
     def fastest_within(self, nbytes: int) -> PricedPlan:
         """Return the fastest plan that stores at most `nbytes`, which must not be below the least possible bytes."""
+        if not self._plain.plan.choices:  # HiGHS has no status for a program without variables
+            return self._plain
         weight = SCALE / self._total_ms
         costs = [*self._block.terms_ms(weight), *self._block.terms_bytes(SCALE * TIE_BREAK / self._total_bytes)]
         return self._solve(costs, (nbytes + 0.5) / self._total_bytes)  # half a byte absorbs rounding errors

@@ -79,6 +79,8 @@ class PlanPool:
         self._columns: dict[bool, Columns] = {}
         # The fewest stored bytes do not depend on times, but the least peak of plans on a frontier does.
         self._is_timed = limits_peak
+        self._num_frontiers = 0
+        """Number of variants whose frontiers are in the pool. Plans that do not depend on times may be enough."""
         self._add_variants(variants)
 
     def _add_variants(self, variants: Sequence[KindProfile]) -> None:
@@ -90,8 +92,13 @@ class PlanPool:
             self._programs.append(BlockProgram(self._log, model))
             for plan in (retain_all(model), *model.checkpoints):
                 self._add(number, plan.plan, is_timed=False)
-            for plan in self._programs[number].frontier():
-                self._add(number, plan.plan, is_timed=self._is_timed)
+            if not self._is_timed:
+                self._add_frontier(number)
+
+    def _add_frontier(self, number: int) -> None:
+        for plan in self._programs[number].frontier():
+            self._add(number, plan.plan, is_timed=self._is_timed)
+        self._num_frontiers = number + 1
 
     def extend(self, variants: Sequence[KindProfile]) -> None:
         """Add the candidates of more variants, and for all variants the frontiers with prices in bytes."""
@@ -100,8 +107,11 @@ class PlanPool:
             for plan in BlockProgram(self._log, price_by_bytes(model)).frontier():
                 self._add(number, plan.plan, is_timed=False)
 
-    def refine(self, variant: int, nbytes: int) -> Candidate:
-        """Add the fastest plan of a variant that stores at most `nbytes`."""
+    def refine(self, variant: int, nbytes: int) -> Candidate | None:
+        """Add the fastest plan of a variant that stores at most `nbytes`, if the variant has such a plan."""
+        own = [each.outcome.stored_bytes for each in self.candidates if each.variant == variant]
+        if nbytes < min(own):
+            return None
         return self._add(variant, self._programs[variant].fastest_within(nbytes).plan, is_timed=True)
 
     def _add(self, variant: int, plan: Plan, *, is_timed: bool) -> Candidate:
@@ -116,6 +126,8 @@ class PlanPool:
     def columns(self, *, by_time: bool = True) -> Columns:
         """Return the numbers of all candidates or, if not `by_time`, of those that do not depend on measured times."""
         if by_time not in self._columns:
+            for variant in range(self._num_frontiers, len(self.variants)) if by_time else ():
+                self._add_frontier(variant)
             rows = [
                 _row(number, candidate.outcome)
                 for number, candidate in enumerate(self.candidates)
@@ -159,8 +171,8 @@ class PlanPools:
     def bound(self) -> TimeBound:
         """Lower bound on the time of plans of the pools, and of mixtures of these plans."""
         points = {
-            kind: [(each.outcome.stored_bytes, each.outcome.overhead_ms) for each in pool.candidates]
-            for kind, pool in self.by_kind.items()
+            kind: list(zip(columns.stored.tolist(), (columns.ns / NS_PER_MS).tolist(), strict=True))
+            for kind, columns in ((kind, pool.columns()) for kind, pool in self.by_kind.items())
         }
         return TimeBound(points)
 

@@ -136,21 +136,25 @@ class PolicySearch:
             policy = self._assigned(limits, 1, by_time=False)
         return policy
 
-    def least(self, limits: Limits) -> list[Candidate]:
-        """Return the policy with the least peak, or with the fewest stored bytes, whatever the measured times.
+    def least(self, budget: Budget, host_bytes: int, most_bytes: int = 1 << 62) -> tuple[int, list[Candidate]] | None:
+        """Return (needed bytes, policy) of the policy with the least peak, or with the fewest stored bytes, whatever
+        the measured times. Return None if no policy needs at most `most_bytes`.
 
-        It is found by bisection, exact to the byte.
+        The policy is found by bisection, exact to the byte.
         """
-        policy, low, high = None, 0, 1 << 62
+        limits = Limits(budget, host_bytes)
+        policy = self.fitting(limits.with_budget(most_bytes))
+        if policy is None:
+            return None
+        low, high = 0, self._needed_bytes(policy, budget)
         while low < high:
-            middle = (low + high) // 2 if policy else high
+            middle = (low + high) // 2
             candidate = self.fitting(limits.with_budget(middle))
             if candidate is None:
                 low = middle + 1
             else:
-                policy, high = candidate, self._needed_bytes(candidate, limits.budget)
-        assert policy is not None, "RETAIN for all activations is a policy without a budget"
-        return policy
+                policy, high = candidate, self._needed_bytes(candidate, budget)
+        return high, policy
 
     def trade_off(self, number: int) -> list[tuple[int, float]]:
         """Return (peak in bytes, overhead in ms) of the policies within `number` budgets, without refinement.
@@ -159,7 +163,9 @@ class PolicySearch:
         """
         plain_bytes = simulate(self.profile, self.plain).peak_bytes
         limits = Limits(Budget(plain_bytes, plain_bytes, limits_peak=True), 0)
-        least_bytes = self._needed_bytes(self.least(limits), limits.budget)
+        least = self.least(limits.budget, 0, plain_bytes)
+        assert least is not None, "RETAIN for all activations is a policy within its own peak"
+        least_bytes, _ = least
         sizes = [least_bytes + (plain_bytes - least_bytes) * part // (number - 1) for part in range(number)]
         budgets = map(limits.with_budget, sizes)
         policies = [self._assigned(each, NUM_FIRST_LABELS) or self.fitting(each) for each in budgets]
@@ -224,7 +230,7 @@ class PolicySearch:
             pool = self.pools.by_kind[kind]
             for nbytes in {*(size + free_bytes for size in sizes), (sum(sizes) + free_bytes) // len(sizes)}:
                 new = pool.refine(variant, nbytes)
-                if shared_bytes := self._unsaved_bytes(new.outcome.shared - read):
+                if new and (shared_bytes := self._unsaved_bytes(new.outcome.shared - read)):
                     pool.refine(variant, max(nbytes - shared_bytes, min(sizes)))
 
     def _unsaved_bytes(self, shared: Set[int]) -> int:

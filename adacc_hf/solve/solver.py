@@ -90,18 +90,11 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
     return least
 
 
-def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
-    """Return the peak of `least_policy`, or a peak within `budget_bytes` if there is a policy with it, which takes less
-    time to find."""
+def least_peak_bytes(profile: Profile, config: AdaccConfig | None = None) -> int:
+    """Return the peak of `quick_least_policy`, for which the solver needs no measured times."""
     config = config or AdaccConfig()
-    limits = Limits(Budget(budget_bytes, budget_bytes, limits_peak=True), config.host_limit(profile.host_free_bytes))
-    least = math.inf
-    for search in _searches(profile, config, limits):
-        policy = search.fitting(limits) or search.least(limits)
-        least = min(least, search.needed_bytes([candidate.plan for candidate in policy], limits.budget))
-        if least <= budget_bytes:
-            break
-    return int(least)
+    limits = Limits(Budget(1, 1, limits_peak=True), config.host_limit(profile.host_free_bytes))
+    return _least(_searches(profile, config, limits), limits)[2]
 
 
 def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
@@ -147,11 +140,20 @@ def _fastest(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limi
 
 def _refusal(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limits) -> InfeasibleBudgetError:
     """Return the error that reports the lowest feasible budget, and a lower bound on all feasible budgets."""
-    budget = limits.budget
-    least = {search: [candidate.plan for candidate in search.least(limits)] for search in searches}
-    search = min(searches, key=lambda search: search.needed_bytes(least[search], budget))
-    bound = min(search.bound_bytes(budget) for search in searches)
-    return infeasible_budget(search.profile, config, budget, policy_of_plans(search.profile, least[search]), bound)
+    search, least, _ = _least(searches, limits)
+    bound = min(each.bound_bytes(limits.budget) for each in searches)
+    return infeasible_budget(search.profile, config, limits.budget, policy_of_plans(search.profile, least), bound)
+
+
+def _least(searches: Sequence[PolicySearch], limits: Limits) -> tuple[PolicySearch, list[Plan], int]:
+    """Return (search, plans, needed bytes) of the policy that needs the fewest bytes."""
+    best: tuple[PolicySearch, list[Plan], int] | None = None
+    for search in searches:
+        least = search.least(limits.budget, limits.host_bytes, *([best[2] - 1] if best else []))
+        if least is not None:
+            best = search, [candidate.plan for candidate in least[1]], least[0]
+    assert best is not None, "RETAIN for all activations is a policy without a budget"
+    return best
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:

@@ -100,18 +100,6 @@ def test_records_survive_their_files(kind, profile_of, tmp_path):
     assert "512 B in host memory" in policy.summary()
 
 
-def test_the_limit_is_divided_among_the_first_blocks(kind, profile_of):
-    larger = replace(kind, digest="larger", values=tuple(replace(v, nbytes=3 * v.nbytes) for v in kind.values))
-    profile = profile_of([kind, larger], [0, 1, 0, 0])
-    limited = profile.with_host_memory(2, 80)
-    links = [limited.kind_of(block).host_link for block in limited.blocks]
-    assert [link and link.limit_bytes for link in links] == [20, 60, None, None]
-    assert [limited.kind_of(block).digest for block in limited.blocks] == ["tape", "larger", "tape", "tape"]
-    assert all(link is None for link in (k.host_link for k in profile.with_host_memory(0, 80).kinds))
-    everywhere = profile.with_host_memory(4, 60)
-    assert sum(everywhere.kind_of(block).host_link.limit_bytes for block in everywhere.blocks) == 60
-
-
 def test_a_profile_without_codecs_below_a_size_moves_none_of_them(kind, profile_of):
     profile = profile_of([kind], [0]).without_codecs_below(50)
     assert [value.name for value in profile.kinds[0].values if value.is_movable] == ["hidden"]

@@ -6,7 +6,7 @@ import torch
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.solve.solver import quick_least_policy, solve_policy
+from adacc_hf.solve.solver import quick_least_policy
 from adacc_hf.solve.tiling import with_fewest_tiles
 
 
@@ -21,14 +21,12 @@ def numbers_of(policy):
     return [tiling.num_tiles if (tiling := policy.plan_of(name).tiling) else 0 for name, _ in policy.blocks]
 
 
-def test_the_last_blocks_get_tiles_first(profile):
-    least, exact = (quick_least_policy(profile, AdaccConfig(**settings)) for settings in ({}, {"max_error": 0.0}))
-    assert numbers_of(exact) == [0] * 4
-    assert least.predicted_peak_bytes < exact.predicted_peak_bytes
-    budget = (least.predicted_peak_bytes + exact.predicted_peak_bytes) // 2
-    numbers = numbers_of(solve_policy(profile, budget))
-    assert 0 < sum(map(bool, numbers)) < 4
-    assert numbers == sorted(numbers)
+def test_tiles_lower_the_least_peak_where_the_config_allows_them(profile):
+    untiled = quick_least_policy(profile, AdaccConfig(actions=("retain", "compress", "recompute")))
+    least = quick_least_policy(profile)
+    assert numbers_of(untiled) == [0] * 4
+    assert any(numbers_of(least))
+    assert least.predicted_peak_bytes < untiled.predicted_peak_bytes
 
 
 def test_each_block_gets_the_fewest_tiles_that_fit(profile):
