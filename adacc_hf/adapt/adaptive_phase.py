@@ -31,6 +31,7 @@ from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_selection import distinct
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.adapt.tracking import Tracking, is_tracking_step, lossy_blocks
@@ -443,7 +444,7 @@ class AdaptivePhase(FixedPolicyPhase):
         policies = [shown.policy, *(record.policy for record in self.choice.records.values() if record is not shown)]
         return replace(
             super()._saved(),
-            policies=list({(p.plans, p.blocks, p.head): p for p in policies}.values()),
+            policies=distinct(policies),
             corrections=context.corrections.to_json(),
             policy_step=context.policy_step,
             num_tracked=self._tracking.num_tracked,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.policy_fit import USED_UP, is_for
+from adacc_hf.adapt.policy_fit import suitable_policy, uses_up
 from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
-from adacc_hf.adapt.policy_selection import current_policy, over_bound
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, as_sentence
 from adacc_hf.artifacts.policy import Policy
@@ -71,18 +70,9 @@ def _policy_of(source: Callable[[Profile], Policy], profile: Profile, config: Ad
 
 
 def _well_fitting(saved: Sequence[Policy], profile: Profile, budget: Budget, config: AdaccConfig) -> Policy | None:
-    """Return the fastest of the `saved` policies that suit `profile` and use up the budget, or None."""
-    suiting = [policy for policy in saved if is_for(policy, profile) and not over_bound(profile, policy, config)]
-    fitting = []
-    for policy in (current_policy(profile, policy) for policy in suiting):
-        needed = budget.needed_bytes(policy)
-        is_used_up = policy.is_plain or needed >= USED_UP * budget.nbytes
-        if (
-            is_used_up
-            and needed <= budget.nbytes
-            and policy.predicted_host_bytes <= config.host_limit(profile.host_free_bytes)
-        ):
-            fitting.append(policy)
+    """Return the fastest of the `saved` policies that are suitable for `profile` and use up the budget, or None."""
+    suitable = (suitable_policy(policy, profile, config) for policy in saved)
+    fitting = [p for p in suitable if p and uses_up(p, budget) and budget.needed_bytes(p) <= budget.nbytes]
     return min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
 
 

@@ -23,7 +23,7 @@ from adacc_hf.adapt.coverage import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
 from adacc_hf.adapt.events import PolicyChanged, PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import NO_POLICY, DivergedBatches, ratio
 from adacc_hf.adapt.policy_fit import PolicyFit
-from adacc_hf.adapt.policy_selection import NOTHING_FITS, current_policy, num_changes, replan
+from adacc_hf.adapt.policy_selection import NOTHING_FITS, current_policy, distinct, num_changes, replan
 from adacc_hf.adapt.profile_updates import with_static_memory
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
 from adacc_hf.adapt.size_policy import SizePolicy
@@ -51,9 +51,7 @@ class PolicyChoice:
     def __init__(self, handle: PolicyHandle, context: RunContext) -> None:
         self.records: OrderedDict[BatchShapes | None, SizePolicy] = OrderedDict()
         """Record of each size class, the least recently used first."""
-        self.fit = PolicyFit(
-            context, lambda: list({_actions(r.policy): r.policy for r in self.records.values()}.values())
-        )
+        self.fit = PolicyFit(context, lambda: distinct(record.policy for record in self.records.values()))
         self.current: SizePolicy | None = None
         """Record that the blocks follow now. None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
@@ -343,10 +341,6 @@ class PolicyChoice:
     def _may_record(self) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded."""
         return self.diverged.may_record(self.shapes, self.shown, self.context.budget(self.shown.profile))
-
-
-def _actions(policy: Policy) -> tuple[object, ...]:
-    return policy.plans, policy.blocks, policy.head
 
 
 def _smallest_around(shapes: BatchShapes, candidates: Iterable[BatchShapes | None]) -> BatchShapes | None:

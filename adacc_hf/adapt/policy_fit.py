@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from adacc_hf.adapt.policy_selection import current_policy, over_bound, with_margin
 from adacc_hf.adapt.run_context import RunContext
-from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
@@ -133,13 +133,14 @@ class PolicyFit:
     def _fitting(self, profile: Profile, far: float) -> tuple[Policy, bool]:
         allowed, roomy = self._context.corrections.allowed(profile), self.with_room(profile)
         budget = Budget.resolve(roomy, profile, self._config)
-        candidates = [current_policy(allowed, policy) for policy in self._policies() if self._suits(policy, allowed)]
+        current = (suitable_policy(policy, allowed, self._config) for policy in self._policies())
+        candidates = [policy for policy in current if policy is not None]
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
             candidates += recomputing_policies(allowed, self._config)
         fitting = [policy for policy in candidates if budget.needed_bytes(policy) <= budget.nbytes]
         if fitting:
             fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms)
-            is_final = fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes
+            is_final = uses_up(fastest, budget)
             if is_final or budget.limits_peak:
                 return fastest, not is_final
         return self.solved(profile, roomy, far), False
@@ -187,10 +188,9 @@ class PolicyFit:
             if size_class is None:
                 return None
             profile = self._corrected(size_class)
-            if self._suits(least, profile):
-                budget = self._context.budget(profile)
-                if budget.needed_bytes(current_policy(profile, least)) <= budget.nbytes:
-                    return size_class
+            budget, policy = self._context.budget(profile), suitable_policy(least, profile, self._config)
+            if policy is not None and budget.needed_bytes(policy) <= budget.nbytes:
+                return size_class
         return None
 
     def solved(self, profile: Profile, memory_budget: str | float | int, far: float = FAR_ABOVE) -> Policy:
@@ -199,9 +199,10 @@ class PolicyFit:
         Raise InfeasibleBudgetError if no policy fits. Raise it without a solver run if the policy that needed the least
         memory at another size exceeds the budget by more than the fraction `far`.
         """
-        allowed, least = self._context.corrections.allowed(profile), self._least
-        if least is not None and self._suits(least, allowed) and self._config.on_over_budget != "error":
-            budget, least = Budget.resolve(memory_budget, allowed, self._config), current_policy(allowed, least)
+        allowed = self._context.corrections.allowed(profile)
+        least = None if self._least is None else suitable_policy(self._least, allowed, self._config)
+        if least is not None and self._config.on_over_budget != "error":
+            budget = Budget.resolve(memory_budget, allowed, self._config)
             needed = budget.needed_bytes(least)
             if needed > (1 + far) * budget.nbytes:
                 what = "peak" if budget.limits_peak else "stored bytes"
@@ -216,23 +217,32 @@ class PolicyFit:
         finally:
             self.solver_ms = 1e3 * (time.perf_counter() - start)
 
-    def _suits(self, policy: Policy, profile: Profile) -> bool:
-        """Return True if `policy` was made for blocks with the operators of `profile`, and uses only allowed codecs. On
-        a batch of one sample, blocks may run other operators."""
-        return is_for(policy, profile) and not over_bound(profile, policy, self._config)
-
     def with_room(self, profile: Profile) -> str | float | int:
-        """Return the run's budget for a predicted `profile`, reduced by the uncertainty of predicted peaks."""
-        budget, uncertainty = self._context.budget(profile), self._sizes.uncertainty
+        """Return the run's budget for `profile`, reduced by the uncertainty of predicted peaks, if there are any."""
+        budget, uncertainty = self._context.budget(profile), self._sizes.uncertainty if self._predictor else 0.0
         if budget.limits_peak and uncertainty:
             return int(budget.nbytes / (1 + uncertainty))
         return self._context.corrections.memory_budget
 
 
-def is_for(policy: Policy, profile: Profile) -> bool:
-    """Return True if `policy` was made for the blocks of `profile`, and these have the same operators."""
+def uses_up(policy: Policy, budget: Budget) -> bool:
+    """Return True if a solver run cannot find a much faster policy within `budget`, which `policy` fits."""
+    return policy.is_plain or budget.needed_bytes(policy) >= USED_UP * budget.nbytes
+
+
+def suitable_policy(policy: Policy, profile: Profile, config: AdaccConfig) -> Policy | None:
+    """Return `policy` with the predictions of `profile`, or None if it is not suitable.
+
+    A policy is suitable if it was made for blocks with the operators of `profile` (on a batch of one sample, blocks may
+    run other operators), uses only allowed codecs, and keeps to the limit of host memory.
+    """
     plans = dict(policy.blocks)
     if plans.keys() != {block.name for block in profile.blocks}:
-        return False
+        return None
     pairs = [(block, policy.plans[plans[block.name]]) for block in profile.blocks]
-    return all(plan.kind == profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs)
+    if any(plan.kind != profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs):
+        return None
+    if over_bound(profile, policy, config):
+        return None
+    current = current_policy(profile, policy)
+    return current if current.predicted_host_bytes <= config.host_limit(profile.host_free_bytes) else None

@@ -124,14 +124,13 @@ def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, con
 def _replan_result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
     """Return the `ReplanResult` for the chosen policy `choice`. The result has no policy if `choice` equals `policy`,
     the current policy."""
-    return ReplanResult(
-        policy=None if has_same_actions(choice, policy) else choice, reason=reason, has_solved=has_solved
-    )
+    is_same = len(distinct([policy, choice])) == 1
+    return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
 
-def has_same_actions(policy: Policy, other: Policy) -> bool:
-    """Return True if both policies have the same plans, with the same outlier channels, and the same head."""
-    return (policy.plans, policy.blocks, policy.head) == (other.plans, other.blocks, other.head)
+def distinct(policies: Iterable[Policy]) -> list[Policy]:
+    """Return one of all `policies` that have the same plans, with the same outlier channels, and the same head."""
+    return list({(policy.plans, policy.blocks, policy.head): policy for policy in policies}.values())
 
 
 def _excess_reason(current: Policy, budget: Budget) -> str | None:

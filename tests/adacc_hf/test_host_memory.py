@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, AdaccSession, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.memory_table import LiveMemory, memory_table
+from adacc_hf.adapt.policy_fit import suitable_policy
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import Choice
@@ -124,6 +125,13 @@ def gpt2(tiny_gpt2, token_batch):
     model, batch = tiny_gpt2("sdpa", 3), token_batch()
     profile = with_link(profile_model(model, batch, CONFIG))
     return model, batch, profile, uniform_policy(profile, "compress", HOST)
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_a_policy_is_used_at_sizes_at_which_host_memory_suffices(gpt2, missing_bytes):
+    _, _, profile, policy = gpt2
+    config = replace(CONFIG, host_memory=policy.predicted_host_bytes - missing_bytes)
+    assert (suitable_policy(policy, profile, config) is None) == bool(missing_bytes)
 
 
 @pytest.mark.parametrize("codec", [HOST, on_host("int8")])

@@ -71,7 +71,7 @@ BREAKS: list[tuple[str, str, str]] = [
     # Files whose tests were thinned.
     ("adacc_hf/adapt/policy_fit.py", "any(number == version and fits_in(", "any(False and fits_in("),
     ("adacc_hf/adapt/policy_limits.py", "if needed > allowed:", "if needed > 2 * allowed:"),
-    ("adacc_hf/adapt/first_policy.py", "host_bytes <= config.host_limit(", "host_bytes <= 10**15 + config.host_limit("),
+    ("adacc_hf/adapt/policy_fit.py", "host_bytes <= config.host_limit(", "host_bytes <= 10**15 + config.host_limit("),
     ("adacc_hf/adapt/outlier_tracking.py", "max(count, self.num_outliers.get(key, 0))", "count"),
     ("adacc_hf/adapt/session.py", "if self.hooks.num_forwards == 0:", "if False:"),
     ("adacc_hf/artifacts/budget_values.py", "<= num_bytes <= MAX_BYTES:", "<= num_bytes:"),

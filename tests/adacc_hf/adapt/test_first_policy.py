@@ -8,11 +8,7 @@ from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.solve.simple_policies import uniform_policy
 
 QUIET = {"tracking": "off", "min_compress_bytes": 0}
-
-
 BATCH_SIZE = 16
-
-
 BATCH_BYTES = 2 * BATCH_SIZE * 32 * 8
 """Bytes of the token numbers and labels of one micro-batch."""
 

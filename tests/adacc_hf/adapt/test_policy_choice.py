@@ -19,13 +19,9 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     run_lengths(make_trainer, [14, 15, 16, 16, 32, 32, 9, 16, 8, 32], [callback])
     policy_events = events(callback, "policy")
-    assert [(event["step"], event.get("reason")) for event in policy_events] == [
-        (1, None),
-        *(
-            (step, f"for batches of input_ids 4x{n}, labels 4x{n}")
-            for step, n in ((2, 15), (3, 16), (5, 40), (7, 9), (9, 8))
-        ),
-    ]
+    set_at = ((2, 15), (3, 16), (5, 40), (7, 9), (9, 8))
+    expected = [(1, None), *((step, f"for batches of input_ids 4x{n}, labels 4x{n}") for step, n in set_at)]
+    assert [(event["step"], event.get("reason")) for event in policy_events] == expected
     first, _, _, longest, shorter, shortest = (event["stored_bytes"] for event in policy_events)
     assert shortest < shorter < first < longest
 
