@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.notebook_html import ACTION_COLORS
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, Table
-from adacc_hf.reports.plots import FONT, draw_action_legend, matplotlib_module, new_figure, to_png, unit_of
+from adacc_hf.reports.document import Figure, Part, Report, table
+from adacc_hf.reports.plots import FONT, draw_action_legend, new_figure, plot_module, to_png, unit_of
 from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
 from adacc_hf.reports.step_times import first_steps_parts
 from adacc_hf.reports.text_table import table_lines
@@ -36,10 +36,10 @@ def compiled_report(
         *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
-    details: list[Part] = [Heading("Tensors")]
+    details: list[Part] = ["## Tensors"]
     for plan in policy.regions:
         title = f"{plan.summary()}{describe_calls(plan)}"
-        details += [Heading(title, level=3), Table(HEADERS, tensor_rows(plan), NUMBERS)]
+        details += [f"### {title}", table(HEADERS, tensor_rows(plan), NUMBERS)]
     return Report(title=GRAPHS_TITLE, overview=overview, details=(*details, *event_parts(history)))
 
 
@@ -70,9 +70,9 @@ def _region_summary(policy: CompiledPolicy) -> list[Part]:
         "partition",
     )
     return [
-        Paragraph(f"{describe_compiled(policy)}."),
-        Table(headers, rows, numbers=frozenset(headers[1:-1])),
-        Paragraph(
+        f"{describe_compiled(policy)}.",
+        table(headers, rows, numbers=headers[1:-1]),
+        (
             "A region is a graph of torch.compile. Calls are per micro-batch. Stored is the size of the tensors that a "
             "call's forward stores for its backward, without parameters and the batch. Held at most adds the tensors "
             "that are recomputed at the same time. Code is the most live bytes of the compiled code of forward or "
@@ -86,8 +86,8 @@ def _compiled_policy_map(policy: CompiledPolicy) -> list[Part]:
     if not groups:
         return []
     return [
-        Heading("Policy map"),
-        Paragraph(
+        "## Policy map",
+        (
             "Bytes of the tensors that torch.compile or this policy stores, by the module that computes them and by "
             "action."
         ),
@@ -116,7 +116,7 @@ def _block_of_module(module: str) -> str:
 
 def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
     scale, unit = unit_of(max(sum(actions.values()) for actions in groups.values()))
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(BAR_INCHES * len(groups) + 1.2)
         axis = figure.subplots()
         bar_starts = [0.0] * len(groups)

@@ -1,15 +1,17 @@
-"""Document of headings, paragraphs, tables and pictures, for reports in Markdown, HTML or a notebook."""
+"""Report in Markdown, which is also shown as HTML, in a browser or in a notebook."""
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from adacc_hf.artifacts.notebook_html import ACTION_COLORS, TEXT_COLORS
+from adacc_hf.reports.plots import plot_module
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
@@ -26,32 +28,19 @@ img { filter: invert(0.9) hue-rotate(180deg); }
 keeps the hue of colours."""
 _CONTENT_STYLE = """
 SCOPE img { max-width: 100%; height: auto; }
-SCOPE .scroll { overflow-x: auto; }
 SCOPE table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+SCOPE table { display: block; overflow-x: auto; }
 SCOPE th, SCOPE td { padding: 3px 10px; text-align: left; border-bottom: 1px solid rgba(128, 128, 128, 0.35); }
 SCOPE th, SCOPE td { white-space: nowrap; }
 SCOPE th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
-SCOPE td.number, SCOPE th.number { text-align: right; }
 SCOPE .action { padding: 1px 7px; border-radius: 4px; }
 """
 """CSS for the parts of a document. SCOPE is replaced by the selector of the element that contains the parts."""
 SCOPE = "adacc-report"
 """CSS class of the element around a report in a notebook, so that the notebook's other cells keep their style."""
-
-
-@dataclass(frozen=True)
-class Heading:
-    """Heading, as a part of a report."""
-
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True)
-class Paragraph:
-    """Paragraph, as a part of a report."""
-
-    text: str
+SYNTAX = ("heading", "image", "escape", "table")
+"""Rules of Markdown that a report uses besides paragraphs. Names such as `_to_copy` and `<lambda>` stand for
+themselves."""
 
 
 @dataclass(frozen=True)
@@ -62,36 +51,36 @@ class Figure:
     caption: str
     png: bytes
 
-
-@dataclass(frozen=True)
-class Table:
-    """Table of text cells in a report. Columns whose header is in `numbers` are right-aligned."""
-
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.headers):
-                raise ValueError(f"a row has {len(row)} cells under {len(self.headers)} headers: {row!r}")
+    def __str__(self) -> str:
+        return f"![{self.caption}]({self.file_name})"
 
 
-Part = Heading | Paragraph | Figure | Table
+Part = str | Figure
+"""Part of a report: a figure, or a heading, paragraph or table in Markdown."""
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> str:
+    """Return a table of text cells in Markdown. Columns whose header is in `numbers` are right-aligned."""
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"a row has {len(row)} cells under {len(headers)} headers: {row!r}")
+    rule = ["---:" if header in numbers else "---" for header in headers]
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (headers, rule, *rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def to_markdown(parts: Sequence[Part]) -> str:
     """Return the document that consists of `parts` as GitHub-flavoured Markdown."""
-    return "\n\n".join(_part_to_markdown(part) for part in parts) + "\n"
+    return "\n\n".join(map(str, parts)) + "\n"
 
 
-def to_html(title: str, parts: Sequence[Part]) -> str:
-    """Return the document that consists of `parts` as one HTML page without external files."""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_html_body(parts)}\n</body>\n"
-        f"</html>\n"
-    )
+def to_html(parts: Sequence[Part]) -> str:
+    """Return the document that consists of `parts` as HTML, with its pictures and with names of actions in colours."""
+    html = plot_module("markdown_it").MarkdownIt("zero").enable(SYNTAX).render(to_markdown(parts))
+    for figure in (part for part in parts if isinstance(part, Figure)):
+        data = base64.b64encode(figure.png).decode("ascii")
+        html = html.replace(f'src="{figure.file_name}"', f'src="data:image/png;base64,{data}"')
+    return re.sub(rf"<td>({'|'.join(ACTION_COLORS)})</td>", r'<td><span class="action \1">\1</span></td>', html)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +97,21 @@ class Report:
     @property
     def parts(self) -> tuple[Part, ...]:
         """All parts of the report, in order."""
-        return (Heading(self.title, level=1), *self.overview, *self.details)
+        return (f"# {self.title}", *self.overview, *self.details)
 
     @property
     def figures(self) -> tuple[Figure, ...]:
         """The report's pictures: PNG bytes with captions."""
         return tuple(part for part in self.parts if isinstance(part, Figure))
+
+    @property
+    def page(self) -> str:
+        """The report as one HTML page without external files."""
+        return (
+            f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(self.title)}</title>\n'
+            f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{to_html(self.parts)}"
+            "</body>\n</html>\n"
+        )
 
     def save(self, folder: str | Path) -> Path:
         """Write report.md, report.html and the pictures into `folder`. Return the path of report.md.
@@ -123,10 +121,11 @@ class Report:
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
+        page = self.page
         folder.mkdir(parents=True, exist_ok=True)
         for figure in self.figures:
             _write_atomically(folder / figure.file_name, figure.png)
-        _write_atomically(folder / "report.html", to_html(self.title, self.parts).encode())
+        _write_atomically(folder / "report.html", page.encode())
         _write_atomically(folder / "report.md", to_markdown(self.parts).encode())
         return folder / "report.md"
 
@@ -139,8 +138,8 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the report as HTML for a notebook's cell, in the colours of the notebook."""
         return (
-            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_html_body(self.overview)}\n'
-            f"<details><summary>Every activation and event</summary>\n{_html_body(self.details)}\n</details></div>"
+            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{to_html(self.overview)}'
+            f"<details><summary>Every activation and event</summary>\n{to_html(self.details)}</details></div>"
         )
 
 
@@ -157,48 +156,3 @@ def _content_style(selector: str) -> str:
         for name, color in ACTION_COLORS.items()
     )
     return f"{_CONTENT_STYLE}{colors}".replace("SCOPE", selector)
-
-
-def _html_body(parts: Sequence[Part]) -> str:
-    return "\n".join(_part_to_html(part) for part in parts)
-
-
-def _part_to_markdown(part: Part) -> str:
-    if isinstance(part, Heading):
-        return f"{'#' * part.level} {part.text}"
-    if isinstance(part, Paragraph):
-        return part.text
-    if isinstance(part, Figure):
-        return f"![{part.caption}]({part.file_name})"
-    rule = ["---:" if header in part.numbers else "---" for header in part.headers]
-    return "\n".join(_markdown_row(cells) for cells in (part.headers, rule, *part.rows))
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def _part_to_html(part: Part) -> str:
-    if isinstance(part, Heading):
-        return f"<h{part.level}>{escape(part.text)}</h{part.level}>"
-    if isinstance(part, Paragraph):
-        return f"<p>{escape(part.text)}</p>"
-    if isinstance(part, Figure):
-        data = base64.b64encode(part.png).decode("ascii")
-        return f'<p><img alt="{escape(part.caption)}" src="data:image/png;base64,{data}"></p>'
-    return _table_to_html(part)
-
-
-def _table_to_html(table: Table) -> str:
-    classes = [' class="number"' if header in table.numbers else "" for header in table.headers]
-    head = "".join(f"<th{c}>{escape(header)}</th>" for c, header in zip(classes, table.headers, strict=True))
-    rows = [
-        "<tr>" + "".join(f"<td{c}>{_cell_to_html(cell)}</td>" for c, cell in zip(classes, row, strict=True)) + "</tr>"
-        for row in table.rows
-    ]
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n' + "\n".join(rows) + "\n</table></div>"
-
-
-def _cell_to_html(cell: str) -> str:
-    """Return the content of a table's cell as HTML. Names of actions get colours."""
-    return f'<span class="action {cell}">{cell}</span>' if cell in ACTION_COLORS else escape(cell)

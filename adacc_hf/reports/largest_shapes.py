@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adacc_hf.reports.plots import FONT, matplotlib_module, new_figure, to_png
+from adacc_hf.reports.plots import FONT, new_figure, plot_module, to_png
 
 COLUMNS = {"largest_batch": "largest batch [sequences]", "longest_seq_len": "longest sequence [tokens]"}
 """Columns of a comparison of methods that are drawn, with the label of their axis."""
@@ -26,7 +26,7 @@ def draw_largest_shapes(records: Sequence[Mapping[str, Any]]) -> bytes:
 
     Each number is followed by its ratio to the first method's.
     """
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(BAR_INCHES * len(records) + 0.9)
         axes = figure.subplots(1, len(COLUMNS), sharey=True)
         colors = [PLAIN_COLOR, *[COLOR] * (len(records) - 1)]

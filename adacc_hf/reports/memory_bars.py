@@ -11,7 +11,7 @@ from adacc_hf.artifacts.memory_simulator import EarlierBlocks, Outcome
 from adacc_hf.artifacts.policy import Plan
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.plots import FONT, matplotlib_module, new_figure, to_png, unit_of
+from adacc_hf.reports.plots import FONT, new_figure, plot_module, to_png, unit_of
 
 PARTS = {
     "static_bytes": ("parameters, optimizer state, batch", "#aab2bb", "#1f2328"),
@@ -73,7 +73,7 @@ def draw_memory_bars(bars: Mapping[str, PeakMemory], available_bytes: int, budge
     """
     longest_bytes = max(max(bar.peak_bytes for bar in bars.values()), budget_bytes or 0)
     scale, unit = unit_of(longest_bytes)
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(BAR_INCHES * len(bars) + 1.3)
         axis = figure.subplots()
         names = [f"{name}, {format_bytes(bar.peak_bytes)}" for name, bar in bars.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
     profile = profile.under([policy.plan_of(block.name) for block in profile.blocks])
     panels = [(index, kind) for index, kind in enumerate(profile.kinds) if kind.activations]
     num_rows = [len(kind.activations) for _, kind in panels]
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(ROW_INCHES * sum(num_rows) + PANEL_INCHES * len(panels) + 0.4)
         axes = figure.subplots(len(panels), 1, height_ratios=num_rows, squeeze=False)[:, 0]
         for axis, (index, kind) in zip(axes, panels, strict=True):
@@ -90,7 +91,7 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
     highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
     scale, unit = unit_of(highest_bytes)
     spans = _phase_spans([phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])])
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(4.6)
         axis = figure.subplots()
         for name in (name for name in CURVES if name in timelines):
@@ -108,15 +109,14 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
         return to_png(figure)
 
 
-def matplotlib_module():
-    """Return the matplotlib module. If it is missing, raise an ImportError that names the extra dependency to
+def plot_module(name: str) -> Any:
+    """Return the module `name`, which a report needs. If it is missing, raise an ImportError that names the extra to
     install."""
     try:
-        import matplotlib
+        return import_module(name)
     except ImportError as error:
-        message = "a report needs matplotlib, which is not installed: pip install 'adacc-hf[plot]'"
-        raise ImportError(message, name="matplotlib") from error
-    return matplotlib
+        message = f"a report needs {name}, which is not installed: pip install 'adacc-hf[plot]'"
+        raise ImportError(message, name=name) from error
 
 
 def new_figure(height_inches: float) -> Figure:
@@ -306,7 +306,7 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
     """
     curve, methods = trade_off(profile.with_head(policy.head)), marks(profile, policy)
     scale, unit = unit_of(max(peak for peak, _ in [*curve, *(mark.point for mark in methods)]))
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(4.6)
         axis = figure.subplots()
         _draw_tradeoff(axis, curve, scale)

@@ -10,7 +10,7 @@ from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, Table
+from adacc_hf.reports.document import Figure, Part, Report, table
 from adacc_hf.reports.explain import (
     NOTHING_TO_DECIDE,
     ActivationRow,
@@ -76,22 +76,20 @@ def policy_report(
         Figure("frontier.png", "Overhead against peak", draw_frontier(profile, policy, _peak_budget(policy))),
     ]
     overview = (
-        *(Paragraph(remark) for remark in remarks),
+        *remarks,
         *_summary_section(profile, policy, outcomes),
         Figure("memory_bars.png", "Memory at the peak of the step, by purpose", bars_png),
-        Paragraph(f"Available on {profile.device}: {format_bytes(profile.available_bytes)}."),
+        f"Available on {profile.device}: {format_bytes(profile.available_bytes)}.",
         *_solver_section(policy),
         *_comparison_section(comparison),
-        Heading("Policy map"),
-        Paragraph(
-            "The colour is the action on an activation between forward and backward. The bytes are on the right."
-        ),
+        "## Policy map",
+        ("The colour is the action on an activation between forward and backward. The bytes are on the right."),
         figures[0],
-        Heading("Memory over a step"),
-        Paragraph("Every block has the same width, so the axis shows the order of events and not time."),
+        "## Memory over a step",
+        "Every block has the same width, so the axis shows the order of events and not time.",
         figures[1],
-        Heading("Overhead against peak"),
-        Paragraph(
+        "## Overhead against peak",
+        (
             "The curve shows the solver's policies with every action and all codecs with known costs. Full "
             "checkpointing reruns the forward of all blocks, as torch's checkpoint does."
         ),
@@ -158,7 +156,7 @@ def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outco
     ]
     headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the blocks' time")
     parts: list[Part] = [
-        Paragraph(
+        (
             f"{profile.model_class} on {profile.device}, {len(profile.blocks)} blocks. This policy retains "
             f"{counts['retain']} activations, compresses {counts['compress']} and recomputes {counts['recompute']}. A "
             f"step is predicted to peak at {format_bytes(ours.peak_bytes)}, "
@@ -166,30 +164,21 @@ def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outco
             f"to take {ours.overhead_ms:.2f} ms ({percent(ours.overhead_ms, blocks_ms)} of the blocks' time) "
             f"longer."
         ),
-        Table(headers, rows, numbers=frozenset(headers[1:])),
-        Paragraph(
+        table(headers, rows, numbers=headers[1:]),
+        (
             "Stored is the size of the tensors that forward stores for backward. Peak is the most live tensor bytes, "
             "with parameters, gradients and optimizer state. Overhead is the time for replay, encoding and decoding. "
             "The blocks' time is their estimated time in a plain step, three times their forward."
         ),
-        Paragraph(f"{_capitalized('; '.join([describe_head(policy, profile), *describe_host(policy, profile)]))}."),
+        f"{_capitalized('; '.join([describe_head(policy, profile), *describe_host(policy, profile)]))}.",
     ]
     return parts
 
 
 def _solver_section(policy: Policy) -> list[Part]:
-    parts: list[Part] = []
-    if policy.facts:
-        parts.append(
-            Table(
-                ("solver", "value"), [(_report_header(name), _report_cell(name, value)) for name, value in policy.facts]
-            )
-        )
-    if "gap" in dict(policy.facts):
-        parts.append(
-            Paragraph("The gap is the part of the overhead that a better policy could still save; 0 proves optimality.")
-        )
-    return parts
+    facts = [(_report_header(name), _report_cell(name, value)) for name, value in policy.facts]
+    gap = "The gap is the part of the overhead that a better policy could still save; 0 proves optimality."
+    return [*([table(("solver", "value"), facts)] if facts else []), *([gap] if "gap" in dict(policy.facts) else [])]
 
 
 def _capitalized(text: str) -> str:
@@ -204,7 +193,7 @@ def percent(part: float, total: float) -> str:
 def _comparison_section(records: Sequence[Record] | None) -> list[Part]:
     if not records:
         return []
-    parts: list[Part] = [Heading("Comparison of methods"), _record_table(records)]
+    parts: list[Part] = ["## Comparison of methods", _record_table(records)]
     if has_largest_shapes(records):
         title = "Largest batch and longest sequence, by method"
         parts.append(Figure("largest_shapes.png", title, draw_largest_shapes(records)))
@@ -213,22 +202,22 @@ def _comparison_section(records: Sequence[Record] | None) -> list[Part]:
 
 def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
     parts: list[Part] = [
-        Heading("Actions"),
-        Paragraph(
+        "## Actions",
+        (
             "Replay ms is the time to recompute an activation from the plan's stored values. Operators that two rows "
             "need count in both, though they run once. Codec ms is the time to encode and decode, and error is the "
             "relative L2 error of the round trip."
         ),
     ]
     for blocks, kind, plan in plan_groups(policy, profile):
-        parts.append(Heading(f"{kind.block_class}: {blocks}", level=3))
+        parts.append(f"### {kind.block_class}: {blocks}")
         if plan.kind == IDLE_KIND:
-            parts.append(Paragraph(f"{NOTHING_TO_DECIDE.capitalize()}."))
+            parts.append(f"{NOTHING_TO_DECIDE.capitalize()}.")
             continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
-            *(Paragraph(f"{_capitalized(note)}.") for note in describe_block(kind, plan)),
-            Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
+            *(f"{_capitalized(note)}." for note in describe_block(kind, plan)),
+            table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]
     return parts
 
@@ -256,8 +245,8 @@ def fallback_parts(history: Sequence[Record]) -> list[Part]:
         return []
     first, *_ = describe_fallbacks(history)
     rows = [(str(steps), reason) for reason, steps in fallback_reasons(history).items()]
-    table = [Table(("steps", "reason"), rows, frozenset({"steps"}))] if rows else []
-    return [Heading("Execution of the steps"), Paragraph(first), *table]
+    reasons = [table(("steps", "reason"), rows, {"steps"})] if rows else []
+    return ["## Execution of the steps", first, *reasons]
 
 
 def event_parts(history: Sequence[Record]) -> list[Part]:
@@ -276,10 +265,10 @@ def event_parts(history: Sequence[Record]) -> list[Part]:
         }
         for record in history
     ]
-    return [Heading("Events"), _record_table(rows)]
+    return ["## Events", _record_table(rows)]
 
 
-def _record_table(records: Sequence[Record]) -> Table:
+def _record_table(records: Sequence[Record]) -> str:
     """Return a table with one row per record. Raises ValueError if two records have different columns."""
     names = list(records[0])
     for record in records:
@@ -287,7 +276,7 @@ def _record_table(records: Sequence[Record]) -> Table:
             raise ValueError(f"rows must have the same columns: {list(record)} is not {names}")
     rows = [[_report_cell(name, record[name]) for name in names] for record in records]
     numbers = [name for k, name in enumerate(names) if all(row[k][:1].isdigit() for row in rows)]
-    return Table([_report_header(name) for name in names], rows, frozenset(map(_report_header, numbers)))
+    return table([_report_header(name) for name in names], rows, [*map(_report_header, numbers)])
 
 
 def _report_header(name: str) -> str:

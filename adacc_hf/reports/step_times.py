@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adacc_hf.adapt.first_steps import EVENTS
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Table
-from adacc_hf.reports.plots import FONT, matplotlib_module, new_figure, to_png
+from adacc_hf.reports.document import Figure, Part, table
+from adacc_hf.reports.plots import FONT, new_figure, plot_module, to_png
 
 Record = Mapping[str, Any]
 """Record of a step in `FirstSteps.records`."""
@@ -43,20 +43,20 @@ def first_steps_parts(records: Sequence[Record]) -> list[Part]:
         for record in records
     ]
     return [
-        Heading("The first steps"),
-        Paragraph(
+        "## The first steps",
+        (
             f"The first {steps} took {total:.2f} s: {profiling:.2f} s of profiling, {solving:.2f} s of "
             "solving for policies and waiting for the solver, and the rest of training. Loading data, evaluation and "
             "saving between the steps are not counted."
         ),
         Figure("first_steps.png", "Seconds of each of the first steps", draw_first_steps(records)),
-        Table(HEADERS, rows, frozenset(("step", "seconds", "profiling", "solving"))),
+        table(HEADERS, rows, ("step", "seconds", "profiling", "solving")),
     ]
 
 
 def draw_first_steps(records: Sequence[Record]) -> bytes:
     """Draw one bar of seconds per step, divided into profiling, solving and training. Return PNG bytes."""
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(ROW_INCHES * len(records) + 1.0)
         axis = figure.subplots()
         rows = range(len(records))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Part
-from adacc_hf.reports.plots import FONT, matplotlib_module, new_figure, to_png, unit_of
+from adacc_hf.reports.document import Figure, Part
+from adacc_hf.reports.plots import FONT, new_figure, plot_module, to_png, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,8 @@ def timeline_parts(history: Sequence[Record]) -> list[Part]:
     if not any(record["event"] in ("tracking", "memory") for record in history):
         return []
     return [
-        Heading("The run"),
-        Paragraph(
+        "## The run",
+        (
             "Outliers are channels stored raw at each tracking step: the maximum over all blocks of a kind. Vertical "
             "lines are policy changes and events of the guard. Predicted time is the time of the steps before a change "
             "plus the change in overhead."
@@ -57,7 +57,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
     panels = [panel for panel in _timeline_panels(history) if any(panel[1].values())]
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
-    with matplotlib_module().rc_context(FONT):
+    with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(TIMELINE_INCHES * len(panels) + 0.5)
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axis, (label, curves) in zip(axes, panels, strict=True):

@@ -7,36 +7,39 @@ import base64
 import pytest
 from html_pages import Page
 
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Report, Table, to_html, to_markdown
+from adacc_hf.reports.document import Figure, Report, table, to_html, to_markdown
 
 PARTS = [
-    Heading("Title", level=1),
-    Paragraph("a < b & c"),
-    Table(("name", "bytes"), [("x|y", "1"), ("<b>", "2")], numbers=frozenset({"bytes"})),
+    "# Title",
+    "a < b & _c_",
+    table(("name", "bytes"), [("x|y", "1"), ("<b>", "2")], numbers={"bytes"}),
     Figure("map.png", "a map", b"\x89PNG"),
 ]
 
 
 def test_markdown_escapes_bars_and_aligns_numbers() -> None:
     assert to_markdown(PARTS) == (
-        "# Title\n\na < b & c\n\n| name | bytes |\n| --- | ---: |\n| x\\|y | 1 |\n| <b> | 2 |\n\n![a map](map.png)\n"
+        "# Title\n\na < b & _c_\n\n| name | bytes |\n| --- | ---: |\n| x\\|y | 1 |\n| <b> | 2 |\n\n![a map](map.png)\n"
     )
 
 
 def test_html_is_well_formed_and_self_contained() -> None:
-    page = Page(to_html("T", PARTS))
-    assert page.cells == ["name", "bytes", "x|y", "1", "<b>", "2"]
+    html = to_html([*PARTS, table(("action",), [("retain",)])])
+    page = Page(html)
+    assert page.cells == ["name", "bytes", "x|y", "1", "<b>", "2", "action", "retain"]
+    assert "<p>a &lt; b &amp; _c_</p>" in html
+    assert 'class="action retain"' in html
     assert page.images == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
 
 
 def test_table_refuses_a_row_of_another_length() -> None:
     with pytest.raises(ValueError, match="a row has 1 cells under 2 headers"):
-        Table(("a", "b"), [("only one",)])
+        table(("a", "b"), [("only one",)])
 
 
 @pytest.fixture
 def report() -> Report:
-    return Report(title="Title", overview=tuple(PARTS[1:]), details=(Table(("step",), [("42",)]),))
+    return Report(title="Title", overview=tuple(PARTS[1:]), details=(table(("step",), [("42",)]),))
 
 
 def test_a_report_is_shown_in_a_notebook_with_its_pictures(report) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,16 +143,10 @@ def test_policy_of_another_profile_is_refused(tmp_path: Path, gpt2_like_profile,
         policy_report(profile=gpt2_like_profile(num_blocks=4, attention="eager"), policy=policy).save(tmp_path)
 
 
-def test_missing_matplotlib_names_the_extra(tmp_path: Path, profile, policy, monkeypatch) -> None:
-    real_import = builtins.__import__
-
-    def without_matplotlib(name, *args, **kwargs):
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    with pytest.raises(ImportError, match=r"pip install 'adacc-hf\[plot\]'"):
+@pytest.mark.parametrize("name", ["matplotlib", "markdown_it"])
+def test_a_missing_package_names_the_extra(tmp_path: Path, profile, policy, monkeypatch, name) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"needs {name}, .* pip install 'adacc-hf\[plot\]'"):
         policy_report(profile=profile, policy=policy).save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.reports import timeline
 from adacc_hf.reports.document import Figure
-from adacc_hf.reports.timeline import MAX_CURVES, draw_timeline, outlier_curves, timeline_parts
+from adacc_hf.reports.timeline import MAX_CURVES, outlier_curves, timeline_parts
 
 PNG = b"\x89PNG"
 
@@ -40,24 +39,3 @@ def test_the_activations_that_move_most_are_shown():
     curves = outlier_curves([record for record in history() if record["event"] == "tracking"])
     assert list(curves) == [f"Block.mlp.{n}#{n}" for n in range(11, 11 - MAX_CURVES, -1)]
     assert curves["Block.mlp.11#11"] == [(1, 11.0), (2, 22.0), (4, 44.0), (8, 88.0)]
-
-
-@pytest.mark.parametrize("steps", [(1, 2, 4, 8), (1, 64, 300)], ids=["short", "long"])
-def test_lines_and_markers_are_clear_of_the_edges(steps, monkeypatch):
-    """A marker has 3.5 points: at the last step, and at the largest value, no half of it may be outside."""
-    pytest.importorskip("matplotlib")
-    figures = []
-    monkeypatch.setattr(timeline, "to_png", lambda figure: figures.append(figure) or PNG)
-    draw_timeline(history(steps))
-    (figure,) = figures
-    figure.draw_without_rendering()
-    for axis in figure.axes:
-        area = axis.get_window_extent()
-        marker = 3.5 / 72 * figure.dpi
-        for line in axis.lines:
-            if line.get_marker() in ("o", "x"):
-                pixels = line.get_transform().transform(line.get_xydata())
-                assert pixels[:, 0].max() + marker <= area.x1
-                assert pixels[:, 0].min() - marker >= area.x0
-                assert pixels[:, 1].max() + marker <= area.y1
-                assert not line.get_clip_on(), "a marker at the value 0 would be cut in half"
