@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
-from adacc_hf.torch_glue.memory import take_peak
+from adacc_hf.torch_glue.meters import take_peak
 
 
 class ThroughputCallback(TrainerCallback):

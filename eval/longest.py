@@ -42,7 +42,8 @@ from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import quick_least_policy
 from adacc_hf.solve.tiling import most_tiled
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import MemoryMeter, backward, forward_loss, static_bytes
+from adacc_hf.torch_glue.memory import backward, forward_loss, static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 REFERENCE = "chunked"
 """Method whose longest sequence is the common length, and the reference of the ratios."""
@@ -334,8 +335,7 @@ def run_long_trial(
         training.step(batch)
     figures |= {"static_bytes": live_bytes, "peak_bytes": live_bytes + meter.peak_bytes}
     check_limit(figures, limit_bytes)
-    run = partial(training.step, batch)
-    seconds = [seconds_of(run, torch.device(device), CLOCKS[clock]) for _ in range(rounds)]
+    seconds = [seconds_of(partial(training.step, batch), torch.device(device), CLOCKS[clock]) for _ in range(rounds)]
     figures["ms_per_1000_tokens"] = Spread.of([1e6 * each / tokens for each in seconds])
     return to_json(figures)
 

@@ -20,7 +20,8 @@ from adacc_hf import apply_policy
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import MemoryMeter, StepMemory, measure_step, static_bytes
+from adacc_hf.torch_glue.memory import StepMemory, measure_step, static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 Batch = dict[str, torch.Tensor]
 WARMUP_ROUNDS, TIMED_ROUNDS = 2, 7

@@ -4,6 +4,8 @@ import ast
 import gc
 import hashlib
 import os
+import random
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 from hypothesis import settings
@@ -88,6 +91,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let each test draw the same numbers, whichever tests its worker ran before."""
+    random.seed(0)
+    numpy.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -153,21 +153,6 @@ SwitchedOff = tuple[str, str, str]
 "attn:clone", the second one is called "attn:clone#2"."""
 
 
-def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """Convert codec options from indices to names (block, activation, codec), for every block to which an option
-    applies.
-
-    Each option is (index of the kind of block, index of the value, codec), with the indices of `profile`. The option
-    applies to all blocks of this kind.
-    """
-    return frozenset(
-        (block.name, profile.kinds[kind].names[value], codec)
-        for block in profile.blocks
-        for kind, value, codec in options
-        if kind in profile.kinds_of(block)
-    )
-
-
 def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
     """Return the codec options of `profile` that are switched off in at least one block to which the option applies.
 

@@ -31,7 +31,8 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
+from adacc_hf.torch_glue.memory import is_out_of_memory
+from adacc_hf.torch_glue.meters import refuse_unmeasurable
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from torch import nn
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.price.memory_profile import StepMarker, moment_peaks
 from adacc_hf.run.blocks import BlockFunction, LaterCall
-from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
+from adacc_hf.torch_glue.memory import static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import is_profiling
 
 

@@ -26,7 +26,7 @@ from adacc_hf.kernels._compiler import build
 from adacc_hf.tape.tiled_rows import gradients_by
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.dynamo_gaps import more_operators
-from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
+from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key
 from adacc_hf.torch_glue.rng_state import replace_generators
 

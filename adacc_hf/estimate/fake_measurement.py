@@ -46,7 +46,8 @@ from adacc_hf.tape.operator_effects import DESCRIBED, DeclaredRngUse, operator_a
 from adacc_hf.tape.replay import stand_in, takes_device, view
 from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
-from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes
+from adacc_hf.torch_glue.memory import count_static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import (
     GROUPED_PRODUCT,
     TorchDispatchMode,

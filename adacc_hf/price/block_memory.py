@@ -25,7 +25,8 @@ from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tiled_rows import run_in_tiles, run_on_parameters, trainable_parameters, watching_tiles
-from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, garbage_collection_disabled
+from adacc_hf.torch_glue.memory import garbage_collection_disabled
+from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
 from adacc_hf.torch_glue.tensors import local_of
 from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory

@@ -10,7 +10,7 @@ from torch import nn
 
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.blocks import Strategy
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import tree_leaves
 
 

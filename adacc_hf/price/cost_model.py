@@ -20,7 +20,7 @@ from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, time_of
 from adacc_hf.tape.recorder import is_freed, moves_storage
 from adacc_hf.tape.replay import Environment, ReplayStep
 from adacc_hf.tape.tape import Tape, leaves
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 log = logging.getLogger(__name__)
 

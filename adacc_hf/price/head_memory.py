@@ -14,7 +14,7 @@ from adacc_hf.head.head import ChunkedHead
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.measurement import PRICED_HEADS, Measurement, full_logits_loss
 from adacc_hf.price.memory_profile import StepLayout
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 
 class HeadMeter:

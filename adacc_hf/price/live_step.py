@@ -40,7 +40,7 @@ from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.distributed import is_sharded
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
 from adacc_hf.torch_glue.tensors import kept_by_autograd
 

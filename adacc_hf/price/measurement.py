@@ -29,13 +29,8 @@ from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.memory import (
-    MemoryMeter,
-    allocate_workspaces,
-    available_bytes,
-    backward,
-    static_bytes,
-)
+from adacc_hf.torch_glue.memory import allocate_workspaces, available_bytes, backward, static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.rng_state import RandomStates
 
 

@@ -25,7 +25,8 @@ from adacc_hf.price.shared_storage import RecordedBlock
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
 from adacc_hf.run.blocks import BlockFunction, LaterCall
 from adacc_hf.torch_glue.distributed import gradients_of
-from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes
+from adacc_hf.torch_glue.memory import distinct_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
 
 
 @dataclass(frozen=True, kw_only=True)

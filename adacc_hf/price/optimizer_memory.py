@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from adacc_hf.torch_glue.memory import MemoryMeter, distinct_bytes, optimizer_tensors
+from adacc_hf.torch_glue.memory import distinct_bytes, optimizer_tensors
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.tensors import local_of
 
 

@@ -20,7 +20,7 @@ from adacc_hf.tape.function_operators import autocast_as, autocast_of
 from adacc_hf.tape.row_wise import row_wise_modules
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef
 from adacc_hf.tape.tiled_rows import ABSENT, GradientSums, TiledCall, Tiles, backward_of_tile, trainable_parameters
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import TorchDispatchMode
 
 

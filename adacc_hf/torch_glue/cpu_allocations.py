@@ -6,8 +6,9 @@ import ctypes
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile
@@ -70,26 +71,65 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
 MARK_BYTES = 64
 """Bytes of the storage that marks a moment among the allocations."""
 
+_session_of: dict[int, int] = {}
+"""Number of the session that recorded the allocation of a storage, by the storage's address. Frees outside of sessions
+are unknown here, as they are to the profiler."""
+_session_numbers = count()
 
-def allocator_readings(sessions: Sequence[profile], mark_addresses: Iterable[int]) -> list[int | None]:
-    """Return the live bytes after each CPU allocator event that the profiler recorded in `sessions`, in order of time.
+
+class AllocatorEvent(NamedTuple):
+    """An allocation, or a free, which has negative `nbytes`, by the profiled thread."""
+
+    address: int
+    nbytes: int
+    total_bytes: int
+    """Bytes that the profiler counts as live after the event, in all threads."""
+    session: int
+    """Number of the session that recorded the storage's allocation."""
+    is_inner: bool = False
+    """True if the event occurred while an inner meter measured."""
+
+
+def read_session(session: profile) -> list[AllocatorEvent]:
+    """Return the events of a profiler's session in order of time. Call this once, right after the session has ended."""
+    assert session.kineto_results is not None  # the session has ended
+    number, events = next(_session_numbers), []
+    for node in sorted(session.kineto_results.experimental_event_tree(), key=lambda node: node.start_time_ns):
+        fields: Any = node.extra_fields
+        if fields.alloc_size >= 0:
+            allocated_in = _session_of[fields.ptr] = number
+        else:
+            allocated_in = _session_of.pop(fields.ptr, number)  # absent if another thread allocated the storage
+        events.append(AllocatorEvent(fields.ptr, fields.alloc_size, fields.total_allocated, allocated_in))
+    return events
+
+
+def old_frees(events: Sequence[AllocatorEvent]) -> list[AllocatorEvent]:
+    """Return those of a meter's `events` that free storages which a session before the meter's first one recorded.
+
+    The profiler does not know storages from between the sessions, and counts no free of theirs. But if such a storage
+    has the address of one whose free it missed, it counts a free, with the bytes of the latter.
+    """
+    return [event for event in events if event.nbytes < 0 and event.session < events[0].session]
+
+
+def allocator_readings(events: Sequence[AllocatorEvent], mark_addresses: Iterable[int]) -> list[int | None]:
+    """Return the live bytes after each of the `events` of a meter's sessions, which are in order of time.
 
     Each mark is a storage of MARK_BYTES that is alive until the last session ends. `mark_addresses` are the addresses
     of these storages. The list contains None at the place of each mark, and its bytes do not include the marks. The
-    bytes are relative to the first event. Only events of the profiled thread are listed. Bytes freed by another thread
-    are counted at the next listed event. The first event of each session after the first one is listed, so that it
-    shows what was allocated between the sessions.
+    bytes are relative to the first event. Storages from before the first event have no effect on them, nor have
+    `old_frees`. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next
+    listed event. The first event of each session after the first one is listed, so that it shows what was allocated
+    between the sessions, by inner meters for example.
     """
-    events: list[Any] = []
-    for session in sessions:
-        assert session.kineto_results is not None  # the session has ended
-        nodes = session.kineto_results.experimental_event_tree()
-        events += [node.extra_fields for node in sorted(nodes, key=lambda node: node.start_time_ns)]
-    last_events = {event.ptr: index for index, event in enumerate(events)}
+    last_events = {event.address: index for index, event in enumerate(events)}
     marks = {last_events[address] for address in mark_addresses}
-    start = events[0].total_allocated - events[0].alloc_size if events else 0
+    start = events[0].total_bytes - events[0].nbytes if events else 0
+    old = set(map(id, old_frees(events)))
     readings: list[int | None] = []
     for index, event in enumerate(events):
-        start += MARK_BYTES * (index in marks)
-        readings.append(None if index in marks else event.total_allocated - start)
+        start += MARK_BYTES * (index in marks) + event.nbytes * (id(event) in old)
+        if not event.is_inner:
+            readings.append(None if index in marks else event.total_bytes - start)
     return readings

@@ -1,37 +1,22 @@
-"""Measurement of the memory that a step takes, and of the memory of a device.
-
-Meters count live bytes over time, as the allocator does, temporaries and all threads included.
-
-Other functions return the static memory of a step and the memory available on a device, and detect out-of-memory
-errors.
-"""
+"""The memory that a step takes, its static memory, the memory available on a device, and out-of-memory errors."""
 
 from __future__ import annotations
 
 import gc
-import os
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.autograd.profiler import profile
 
-from adacc_hf.artifacts.errors import ProfilerConflictError
-from adacc_hf.torch_glue.cpu_allocations import MARK_BYTES, allocator_readings, count_all_threads
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.host_memory import free_host_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import (
     BACKWARD_HOOKS,
-    before_profilers_start,
-    functions_unprofiled,
-    is_profiling,
     storage_key,
     tree_leaves,
 )
@@ -52,14 +37,6 @@ HEAP_SHARE = 0.25
 """Share of a CPU's free memory reserved for what the C library's heap keeps besides the live storages: 19 to 29 % of
 the memory that training added in measured runs (GPT-2 with peaks of 0.35 to 1.3 GiB, glibc 2.36)."""
 
-MEASURABLE = ("cpu", "cuda")
-"""Types of the devices for which there is a memory meter."""
-UNMEASURABLE = (
-    "memory on device {} cannot be measured: train on cpu or cuda (use_cpu=True in TrainingArguments), or train "
-    "without adacc_hf"
-)
-"""Error message for devices for which there is no memory meter."""
-
 _FAILED_ALLOCATION_MESSAGES = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
@@ -78,274 +55,11 @@ _FAILED_ALLOCATION_MESSAGES = (
 CPU allocator, and from libraries that allocate memory themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
-def refuse_unmeasurable(model: nn.Module) -> None:
-    """Raise ValueError if `model` is on a device whose memory cannot be measured, such as MPS, XPU or NPU."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type not in MEASURABLE:
-        raise ValueError(UNMEASURABLE.format(device))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if `error` says that the device or the machine ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _FAILED_ALLOCATION_MESSAGES)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPoint:
-    """Live bytes when a memory meter was marked, and the maximum of the live bytes until the next mark.
-
-    All numbers of bytes are relative to the start of the meter.
-    """
-
-    label: tuple[Any, ...]
-    live_bytes: int
-    """Live bytes at the mark."""
-    max_bytes: int
-    """Maximum of the live bytes from the mark to the next mark."""
-
-
-class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Context manager that measures the live bytes of one device at marks, which the caller sets, and between marks.
-
-    `points` is set on exit.
-    """
-
-    points: list[MemoryPoint]
-    is_open = False
-
-    def mark(self, label: tuple[Any, ...], dying_bytes: int = 0) -> None:
-        """Set a mark named `label`. `dying_bytes` are bytes that will be freed immediately after the mark.
-
-        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Outside the meter's `with`
-        block, do nothing, because code that reports freed tensors may call this method at any time.
-        """
-        if self.is_open:
-            self._mark(label, dying_bytes)
-
-    def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
-        raise NotImplementedError
-
-    @property
-    def peak_bytes(self) -> int:
-        """Maximum of the live bytes over the whole measurement."""
-        return max(point.max_bytes for point in self.points)
-
-    @staticmethod
-    def for_device(device: torch.device) -> MemoryMeter:
-        """Return a meter for `device`. Raise ValueError for a device type other than cpu and cuda."""
-        if device.type == "cpu":
-            return CpuMemoryMeter()
-        if device.type == "cuda":
-            return CudaMemoryMeter(device)
-        raise ValueError(UNMEASURABLE.format(device))
-
-
-_session_lock = threading.RLock()
-"""Lock held while a CPU meter's profiler runs, because a process can have only one profiler session."""
-
-_BUSY = (
-    "another torch profiler {}. A process can have one at a time, and CPU memory is measured with one. Stop the other "
-    "profiler first (with torch.profiler.schedule: measure before its warm-up or after its last step), or profile in "
-    "another process"
-)
-
-
-class CpuMemoryMeter(MemoryMeter):
-    """Memory meter for the CPU, which reads allocator events from torch's profiler.
-
-    Meters of other threads wait until this meter is closed. Inside the `with` block of another meter of this thread,
-    the other meter stands still: its peaks do not include what happens in the inner block, and it goes on with the live
-    bytes that the inner block leaves.
-
-    On entry, raise ProfilerConflictError if another profiler is running. If another profiler starts during the
-    measurement, the measurement ends, and the meter raises ProfilerConflictError on exit.
-    """
-
-    _is_starting = False
-    """True while a meter itself starts a session of the profiler."""
-
-    def __init__(self) -> None:
-        self._context = ExitStack()
-        self._was_interrupted = False
-        self._labels: list[tuple[Any, ...]] = []
-        self._dying_bytes: list[int] = []
-        self._marks: dict[int, Any] = {}
-        """One storage for each mark, by address. Alive until the measurement ends, so that the address is unique."""
-        self._thread = 0
-        """Identifier of the profiled thread, which enters the `with` block."""
-        self._foreign_labels: deque[tuple[Any, ...]] = deque()
-        """Labels of the marks that other threads have set since the last mark of the profiled thread."""
-        self._sessions: list[profile] = []
-        """Ended and running sessions of the profiler, one more than inner meters have interrupted this meter."""
-
-    def __enter__(self) -> CpuMemoryMeter:
-        self._thread = threading.get_ident()
-        with ExitStack() as context:
-            context.enter_context(_session_lock)
-            if _open_meters:
-                _open_meters[-1]._end_session()
-            elif is_profiling():
-                raise ProfilerConflictError(_BUSY.format("is running"))
-            context.callback(self._leave)
-            context.enter_context(count_all_threads())
-            _open_meters.append(self)
-            self._begin_session()
-            context.enter_context(before_profilers_start(self._interrupt))
-            self._context = context.pop_all()
-        self.is_open = True
-        self.mark(("start",))
-        return self
-
-    def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
-        # The profiler records nothing of other threads. Gloo's threads set marks when they are the last to free a
-        # tensor: their marks are set at the next mark of the profiled thread, as their frees are counted there.
-        if threading.get_ident() != self._thread or _open_meters[-1] is not self:
-            self._foreign_labels.append(label)
-            return
-        while self._foreign_labels:
-            self._add_mark(self._foreign_labels.popleft(), 0)
-        self._add_mark(label, dying_bytes)
-
-    def _add_mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
-        self._labels.append(label)
-        self._dying_bytes.append(dying_bytes)
-        storage = torch.UntypedStorage(MARK_BYTES, device="cpu")
-        self._marks[storage.data_ptr()] = storage
-
-    def _begin_session(self) -> None:
-        CpuMemoryMeter._is_starting = True
-        # The base class of torch.profiler.profile. The derived class warns in torch 2.11, or makes Python objects of
-        # all events.
-        self._sessions.append(profile(use_kineto=True, profile_memory=True))
-        with _silenced_stderr(), functions_unprofiled():
-            self._sessions[-1].__enter__()
-        CpuMemoryMeter._is_starting = False
-        torch.empty(1, device="cpu")  # the first event defines the start of the count
-
-    def _end_session(self) -> None:
-        with _silenced_stderr():
-            self._sessions[-1].__exit__(None, None, None)
-
-    def _leave(self) -> None:
-        """End this meter's session, and let the meter around it go on."""
-        if _open_meters and _open_meters[-1] is self:
-            _open_meters.pop()
-            self._end_session()
-        self._marks = dict.fromkeys(self._marks)  # frees the storages before the outer or another meter counts
-        if _open_meters:
-            _open_meters[-1]._begin_session()
-
-    def _interrupt(self) -> None:
-        if self._is_starting or not _open_meters:
-            return
-        for meter in reversed(_open_meters):
-            meter._was_interrupted, meter.is_open = True, False
-        _open_meters[-1]._end_session()
-        _open_meters.clear()
-
-    def __exit__(self, error_type: object, *exception: object) -> None:
-        self.is_open = False
-        self._context.close()
-        self.points = []
-        if self._was_interrupted:
-            if error_type is None:
-                raise ProfilerConflictError(_BUSY.format("was started during the measurement"))
-            return
-        live = live_at_mark = maximum = 0
-        for reading in allocator_readings(self._sessions, self._marks):
-            if reading is None:
-                self._add_point(live_at_mark, maximum)
-                live_at_mark = maximum = live - self._dying_bytes[len(self.points) - 1]
-            else:
-                live = reading
-                maximum = max(maximum, live)
-        self._add_point(live_at_mark, maximum)
-        self.points = self.points[1:]
-
-    def _add_point(self, live_bytes: int, max_bytes: int) -> None:
-        """Append the next point: the live bytes at a mark, and the maximum of the live bytes until the following mark.
-        Points are appended in the order of the marks. The first point has an empty label, and covers the interval
-        before the first mark."""
-        index = len(self.points)
-        label = self._labels[index - 1] if index else ()
-        self.points.append(MemoryPoint(label, live_bytes, max_bytes))
-
-
-_open_meters: list[CpuMemoryMeter] = []
-"""Open meters of the thread that holds `_session_lock`, the innermost last. Only the innermost one has a session."""
-
-
-@contextmanager
-def _silenced_stderr() -> Iterator[None]:
-    """Discard all output to stderr inside the `with` block. The profiler's C++ code writes a line to stderr at each
-    start and stop."""
-    sys.stderr.flush()
-    stderr_copy = os.dup(2)
-    with open(os.devnull, "w") as devnull:
-        os.dup2(devnull.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr_copy, 2)
-        os.close(stderr_copy)
-
-
-_peaks_before_reset: dict[torch.device, int] = {}
-"""By device, the highest peak that a meter has erased from torch's statistics since the last `take_peak`."""
-
-
-def _reset_peak(device: torch.device) -> None:
-    """Reset torch's peak statistic. Keep the old value for `take_peak`, because torch cannot restore the statistic."""
-    _peaks_before_reset[device] = max(_peaks_before_reset.get(device, 0), torch.cuda.max_memory_allocated(device))
-    torch.cuda.reset_peak_memory_stats(device)
-
-
-def take_peak() -> int:
-    """Return the peak of live bytes on the current GPU since the last call, and reset torch's peak statistic.
-
-    In contrast to `torch.cuda.max_memory_allocated()`, the returned peak is also right if a meter has reset the
-    statistic.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    peak = max(torch.cuda.max_memory_allocated(device), _peaks_before_reset.pop(device, 0))
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
-class CudaMemoryMeter(MemoryMeter):
-    """Memory meter for a GPU, which reads the statistics of torch's caching allocator without synchronising with the
-    device.
-
-    The allocator counts in units of 512 bytes. The maximum after a mark includes memory that is freed right at the
-    mark, so peaks in forward may be predicted too high.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._marks: list[tuple[tuple[Any, ...], int]] = []
-        self._peaks: list[int] = []
-
-    def __enter__(self) -> CudaMemoryMeter:
-        self._start = torch.cuda.memory_allocated(self._device)
-        _reset_peak(self._device)
-        self._marks.append((("start",), self._start))
-        self.is_open = True
-        return self
-
-    def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-        _reset_peak(self._device)
-        self._marks.append((label, torch.cuda.memory_allocated(self._device)))
-
-    def __exit__(self, *exception: object) -> None:
-        self.is_open = False
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-        self.points = [
-            MemoryPoint(label, live - self._start, peak - self._start)
-            for (label, live), peak in zip(self._marks, self._peaks, strict=True)
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from adacc_hf.eval.trials.model_under_test import Batch, Subject
 from adacc_hf.kernels.codecs import baseline_codec, get_codec
 from adacc_hf.solve.simple_policies import quantize_everything
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
+from adacc_hf.torch_glue.memory import static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 Budget = str | float | int
 

@@ -54,8 +54,7 @@ def _configs(config: Any) -> list[Any]:
 
 def _names(settings: Mapping[str, Any]) -> set[str]:
     """Return the names of all settings, including the settings in nested mappings."""
-    inner = [_names(value) for value in settings.values() if isinstance(value, Mapping)]
-    return set(settings).union(*inner)
+    return set(settings).union(*(_names(value) for value in settings.values() if isinstance(value, Mapping)))
 
 
 def _set_defaults(config: Any, explicit_names: set[str]) -> None:

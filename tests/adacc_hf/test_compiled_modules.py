@@ -50,14 +50,12 @@ def with_compiled_mlp(toy_model, backend, wrapped=True):
 
 
 def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
-    """A compiled module inside a block is exact."""
     profile = assert_exact(with_compiled_mlp(toy_model, "aot_eager"), toy_batch())
     assert all(kind.untrusted == COMPILED for kind in profile.kinds)
     assert all(kind.forward_ms > 0 for kind in profile.kinds)
 
 
 def test_a_module_inside_a_block_that_compiles_itself(toy_model, toy_batch, assert_exact):
-    """A module inside a block that compiles itself is exact."""
     assert_exact(with_compiled_mlp(toy_model, "aot_eager", wrapped=False), toy_batch())
 
 

@@ -195,7 +195,6 @@ def test_two_ranks_train_with_a_chunked_head(run_two_ranks):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_two_ranks_train_as_without_policy(run_two_ranks, order):
-    """Two ranks train as without a policy."""
     output = run_two_ranks(order)
     for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice"):
         for rank in range(2):

@@ -22,7 +22,8 @@ from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
-from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes, take_peak
+from adacc_hf.torch_glue.memory import measure_step, static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter, take_peak
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -198,7 +199,6 @@ def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, tok
 @pytest.mark.parametrize("rate", [0.1, 0.15, 0.42])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_recomputed_at_any_rate(rate, dtype):
-    """Dropout is recomputed at any rate."""
     block = torch.nn.Dropout(rate).train()
     hidden = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
     recording = Recording("block", block, (hidden,), {})

@@ -84,7 +84,6 @@ def model(liger, tiny_llama):
 
 @interpreted
 def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, assert_exact):
-    """Training is exact."""
     batch = token_batch(1, 4)
     profile = assert_exact(model, batch, num_policies=1)
     (kind,) = profile.kinds

@@ -27,7 +27,7 @@ from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.timing import Timing
 from adacc_hf.solve.simple_policies import random_policy
-from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
+from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 VOCABULARY, MAX_TOKENS = 23, 16

@@ -21,7 +21,8 @@ from transformers.distributed import DistributedConfig
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
+from adacc_hf.torch_glue.memory import count_static_bytes
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 CONFIG = AdaccConfig(min_compress_bytes=0, head="plain")
 SIZES = {

@@ -45,7 +45,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
     ("adacc_hf/price/training_step.py", "gradient_accumulation_steps - 1 +", "gradient_accumulation_steps +"),
     ("adacc_hf/adapt/corrections.py", "if self.static_bytes else corrected", "if False else corrected"),
-    ("adacc_hf/torch_glue/memory.py", "maximum = max(maximum, live)", "maximum = live"),
+    ("adacc_hf/torch_glue/meters.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),
     ("adacc_hf/tape/replay.py", "environment[old] = copy_with_storage(bases[old])", "environment[old] = bases[old]"),

@@ -320,3 +320,13 @@ def wide_profile():
     tape.operator("second", [hidden], [("wide", 64), ("right", 12)], 1 / 8, save=[-1])
     kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), block_actions=(BlockAction.PLAIN,))
     return make_profile([kind], [0, 0], gradient_bytes=45)
+
+
+def in_all_blocks(profile, options):
+    """Return (block, activation, codec) of the `options` of kinds, for every block to which an option applies."""
+    return frozenset(
+        (block.name, profile.kinds[kind].names[value], codec)
+        for block in profile.blocks
+        for kind, value, codec in options
+        if kind in profile.kinds_of(block)
+    )

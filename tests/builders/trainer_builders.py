@@ -19,7 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, 
 
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.price import measurement
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
+from adacc_hf.torch_glue.memory import count_static_bytes
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
 """Settings with which training is bit-equal to plain training, and which make the tiny model recompute some

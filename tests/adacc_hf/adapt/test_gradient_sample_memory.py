@@ -15,7 +15,8 @@ from adacc_hf.adapt.run_context import RunContext
 from adacc_hf.adapt.tracking import Tracking
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
+from adacc_hf.torch_glue.memory import measure_step, static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 NUM_LAYERS = 5
 INPUT_BYTES = 8 * 32 * 64 * 4

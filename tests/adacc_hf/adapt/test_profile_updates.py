@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from profile_builders import in_all_blocks
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.adapt.profile_updates import (
-    in_all_blocks,
     lossy_options,
     switched_off_options,
     with_finer,

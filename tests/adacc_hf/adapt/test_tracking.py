@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from profile_builders import in_all_blocks
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import adacc_hf.adapt.gradient_check as gradient_module
@@ -22,7 +23,7 @@ from adacc_hf.adapt.events import PolicyChanged
 from adacc_hf.adapt.gradient_check import BlockSample, GradientError
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, NOTHING_FITS, gradient_bound
-from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
+from adacc_hf.adapt.profile_updates import lossy_options
 from adacc_hf.adapt.run_context import RunContext
 from adacc_hf.adapt.tracking import Tracking, lossy_blocks
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR

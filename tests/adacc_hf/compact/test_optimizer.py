@@ -14,7 +14,8 @@ from adacc_hf.compact import CompactAdamW, CompactFactory
 from adacc_hf.compact.layer import CompactConv1D, CompactLinear, InputGroup
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import MemoryMeter, measure_step
+from adacc_hf.torch_glue.memory import measure_step
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 RANK = 8
 

@@ -12,7 +12,7 @@ from adacc_hf.compiler import AdaccPartitioner
 from adacc_hf.compiler import graph_memory as dry_run
 from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.graph_memory import GraphInput, most_live_bytes_of_code
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 SQUARE = 4 * 8 * 8
 

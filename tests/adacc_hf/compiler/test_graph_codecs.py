@@ -26,7 +26,6 @@ def test_what_attention_adds_to_its_scores_is_known_through_views() -> None:
 
 
 def test_codecs_are_tried_on_the_cpu_whatever_the_default_device(attention_graph) -> None:
-    """Codecs are tried on the CPU whatever the default device is."""
     joint = attention_graph(is_fused=False)
     (value,) = (index for index, node in enumerate(joint.nodes) if short_name(node) == "exp")
     config = AdaccConfig(min_compress_bytes=0, codecs=("fp8",))

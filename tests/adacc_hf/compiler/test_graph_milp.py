@@ -48,7 +48,6 @@ def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] 
 
 @given(st.integers(2, 5))
 def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
-    """A boundary value is stored at any price."""
     graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
     choice = least_time(graph, 10**6, SolverLog(), limits_peak=False)
     assert choice is not None

@@ -32,7 +32,7 @@ from adacc_hf.estimate.plan_report import to_text
 from adacc_hf.estimate.planning import Request, training_profile
 from adacc_hf.estimate.planning import plan as make_plan
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.memory import CpuMemoryMeter
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head import chunked_loss
 from adacc_hf.head.chunked_loss import chunk_rows, chunked_cross_entropy
-from adacc_hf.torch_glue.memory import CpuMemoryMeter
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 
 def make_case(num_rows, width, classes, has_bias=True, ignored=(), scale=1.0):

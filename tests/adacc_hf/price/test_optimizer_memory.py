@@ -6,7 +6,8 @@ import torch
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping, state_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes, forward_loss
+from adacc_hf.torch_glue.memory import count_static_bytes, forward_loss
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 MAX_NORM = 0.1

@@ -22,7 +22,8 @@ from adacc_hf.price.memory_profile import (
 )
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryPoint, count_static_bytes
+from adacc_hf.torch_glue.memory import count_static_bytes
+from adacc_hf.torch_glue.meters import CpuMemoryMeter, MemoryPoint
 
 IDS = torch.randint(0, 61, (4, 24), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -134,7 +134,6 @@ def test_removal_leaves_no_trace(recomputing, run_steps, assert_same_steps):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_layers_inside_a_block_are_not_checkpointed_meanwhile():
-    """Layers inside a block are not checkpointed while the block is."""
     torch.manual_seed(0)
     config = SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=2)
     model = SwinForImageClassification(config).train()

@@ -13,7 +13,7 @@ from adacc_hf.artifacts.errors import TapeMismatchError
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Call
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")

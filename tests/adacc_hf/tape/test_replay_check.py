@@ -12,7 +12,7 @@ from adacc_hf.artifacts.errors import CheckpointMismatchError
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.replay_check import same_bits, verify
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryMeter
+from adacc_hf.torch_glue.meters import CpuMemoryMeter, MemoryMeter
 
 
 @torch.library.custom_op("adacc_test::scale_and_write", mutates_args=())

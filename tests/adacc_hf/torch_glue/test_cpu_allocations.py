@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from adacc_hf.torch_glue.memory import CpuMemoryMeter
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 
 def in_another_thread(call):
@@ -16,40 +16,24 @@ def in_another_thread(call):
     thread.join()
 
 
-def live_after_another_thread_frees():
-    """Return a meter's live bytes before and after another thread frees 4000 bytes and allocates 40."""
-    tensors = []
+def test_what_another_thread_frees_is_not_live_and_what_it_takes_is():
+    tensors, own = [torch.empty(1)], []
     with CpuMemoryMeter() as meter:
         tensors.append(torch.empty(1000))
-        meter.mark(("held",))
-        in_another_thread(tensors.clear)
-        own = torch.empty(10)
-        meter.mark(("freed",))
-    del own
-    return [point.live_bytes for point in meter.points[1:]]
-
-
-def test_what_another_thread_frees_is_not_live():
-    assert live_after_another_thread_frees() == [4000, 40]
-
-
-def test_what_another_thread_takes_is_live():
-    tensors = []
-
-    def take():
-        tensors.append(torch.empty(1000))
-
-    with CpuMemoryMeter() as meter:
-        in_another_thread(take)
-        own = torch.empty(10)
-        meter.mark(("taken",))
-    assert meter.points[-1].live_bytes == 4040
-    del own
+        for label, call in {
+            "held": lambda: None,
+            "freed": tensors.clear,
+            "taken": lambda: tensors.append(torch.empty(500)),
+        }.items():
+            in_another_thread(call)
+            own.append(torch.empty(10))
+            meter.mark((label,))
+    assert [point.live_bytes for point in meter.points[1:]] == [4040, 80, 2120]
 
 
 FREE_WHAT_WAS_THERE = """
 import os, sys, torch
-from adacc_hf.torch_glue.memory import CpuMemoryMeter
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 before = torch.empty(1000)
 with CpuMemoryMeter():

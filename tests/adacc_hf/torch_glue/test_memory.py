@@ -1,21 +1,15 @@
 """Measured bytes against predicted bytes, and the memory meter."""
 
 import gc
-import threading
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.estimate.fake_device import FakeMemoryMeter
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import (
-    CpuMemoryMeter,
-    MemoryMeter,
     allocate_workspaces,
     allocated_bytes,
     available_bytes,
@@ -24,8 +18,8 @@ from adacc_hf.torch_glue.memory import (
     forward_loss,
     garbage_collection_disabled,
     measure_step,
-    refuse_unmeasurable,
 )
+from adacc_hf.torch_glue.meters import MemoryMeter
 
 CPU = torch.device("cpu")
 ACTIONS = ("retain", "recompute", "compress")
@@ -95,75 +89,6 @@ def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_b
     # Three dropouts of a block have a generator state each; checkpoint has one for the block.
     assert ours.peak_bytes <= theirs.peak_bytes + 2 * torch.get_rng_state().nbytes
     assert ours.peak_bytes == peak_of(policy)
-
-
-def test_the_meter_counts_live_and_peak_bytes():
-    with MemoryMeter.for_device(CPU) as meter:
-        tensor = torch.empty(1000)
-        meter.mark(("kept",))
-        for _ in range(3):
-            torch.empty(500)
-        meter.mark(("after temporaries",))
-        del tensor
-        meter.mark(("end",))
-    points = {point.label[0]: point for point in meter.points}
-    assert [point.label[0] for point in meter.points] == ["start", "kept", "after temporaries", "end"]
-    assert (points["start"].live_bytes, points["start"].max_bytes) == (0, 4000)
-    assert (points["kept"].live_bytes, points["kept"].max_bytes) == (4000, 6000)
-    assert points["after temporaries"].live_bytes == 4000
-    assert (points["end"].live_bytes, points["end"].max_bytes) == (0, 0)
-    assert meter.peak_bytes == 6000
-
-
-@pytest.mark.parametrize("kind", [CpuMemoryMeter, FakeMemoryMeter])
-def test_a_mark_made_while_a_tensor_dies_does_not_count_it(kind):
-    with kind() as meter:
-        long_lived, dying = torch.empty(100), torch.empty(1000)
-        storage = dying.untyped_storage()
-        weakref.finalize(storage, meter.mark, ("death",), storage.nbytes())
-        del storage, dying
-        torch.empty(20)
-    death = meter.points[-1]
-    assert (death.label, death.live_bytes, death.max_bytes) == (("death",), 400, 480)
-    del long_lived
-
-
-def test_marks_of_other_threads_keep_the_labels_in_place():
-    """The profiler does not record other threads: gloo's threads set marks when they free tensors."""
-
-    def mark_elsewhere(meter):
-        thread = threading.Thread(target=meter.mark, args=(("elsewhere",),))
-        thread.start()
-        thread.join()
-
-    with CpuMemoryMeter() as meter:
-        meter.mark(("begin",))
-        tensor = torch.empty(1000)
-        mark_elsewhere(meter)
-        meter.mark(("full",))
-        del tensor
-        meter.mark(("end",))
-        mark_elsewhere(meter)  # no mark follows
-    assert [point.label[0] for point in meter.points] == ["start", "begin", "elsewhere", "full", "end"]
-    live = {point.label[0]: point.live_bytes for point in meter.points}
-    assert live["elsewhere"] - live["begin"] == live["full"] - live["end"] == 4000
-
-
-def test_no_session_records_a_function_that_the_next_session_sees_end():
-    """The profiler would write the function's end into the memory of the first session, which is freed."""
-    with CpuMemoryMeter() as outer, record_function("FSDP.forward"):
-        tensor = torch.ones(10) + 1
-        with CpuMemoryMeter() as inner:
-            inner.mark(("end",))
-    sessions = [session.kineto_results for meter in (outer, inner) for session in meter._sessions]
-    assert len(sessions) == 3
-    assert {node.name for session in sessions for node in session.experimental_event_tree()} == {"[memory]"}
-    del tensor
-
-
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="memory on device meta cannot be measured: train on cpu or cuda"):
-        MemoryMeter.for_device(torch.device("meta"))
 
 
 def test_storages_are_counted_once():
@@ -295,10 +220,3 @@ def test_no_garbage_is_collected_meanwhile(was_enabled):
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
-
-
-def test_a_model_on_a_device_without_a_meter_is_refused():
-    refuse_unmeasurable(torch.nn.Linear(2, 2))
-    refuse_unmeasurable(torch.nn.Identity())  # without parameters
-    with pytest.raises(ValueError, match=r"memory on device meta cannot be measured.*use_cpu=True"):
-        refuse_unmeasurable(torch.nn.Linear(2, 2, device="meta"))

@@ -10,7 +10,7 @@ from torch import profiler
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import ConcurrentCallError, ProfilerConflictError
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.memory import CpuMemoryMeter
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 from adacc_hf.torch_glue.private import is_profiling
 
 CPU = [profiler.ProfilerActivity.CPU]

@@ -1,0 +1,106 @@
+"""The memory meters: live bytes, their maximum between marks, and what has no effect on them."""
+
+import threading
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.autograd.profiler import record_function
+
+from adacc_hf.estimate.fake_device import FakeMemoryMeter
+from adacc_hf.torch_glue import meters
+from adacc_hf.torch_glue.meters import CpuMemoryMeter, MemoryMeter, refuse_unmeasurable
+
+CPU = torch.device("cpu")
+
+
+def test_the_meter_counts_live_and_peak_bytes():
+    with MemoryMeter.for_device(CPU) as meter:
+        tensor = torch.empty(1000)
+        meter.mark(("kept",))
+        for _ in range(3):
+            torch.empty(500)
+        meter.mark(("after temporaries",))
+        del tensor
+        meter.mark(("end",))
+    points = {point.label[0]: point for point in meter.points}
+    assert [point.label[0] for point in meter.points] == ["start", "kept", "after temporaries", "end"]
+    assert (points["start"].live_bytes, points["start"].max_bytes) == (0, 4000)
+    assert (points["kept"].live_bytes, points["kept"].max_bytes) == (4000, 6000)
+    assert points["after temporaries"].live_bytes == 4000
+    assert (points["end"].live_bytes, points["end"].max_bytes) == (0, 0)
+    assert meter.peak_bytes == 6000
+
+
+@pytest.mark.parametrize("kind", [CpuMemoryMeter, FakeMemoryMeter])
+def test_a_mark_made_while_a_tensor_dies_does_not_count_it(kind):
+    with kind() as meter:
+        long_lived, dying = torch.empty(100), torch.empty(1000)
+        storage = dying.untyped_storage()
+        weakref.finalize(storage, meter.mark, ("death",), storage.nbytes())
+        del storage, dying
+        torch.empty(20)
+    death = meter.points[-1]
+    assert (death.label, death.live_bytes, death.max_bytes) == (("death",), 400, 480)
+    del long_lived
+
+
+def test_marks_of_other_threads_keep_the_labels_in_place():
+    """The profiler does not record other threads: gloo's threads set marks when they free tensors."""
+
+    def mark_elsewhere(meter):
+        thread = threading.Thread(target=meter.mark, args=(("elsewhere",),))
+        thread.start()
+        thread.join()
+
+    with CpuMemoryMeter() as meter:
+        meter.mark(("begin",))
+        tensor = torch.empty(1000)
+        mark_elsewhere(meter)
+        meter.mark(("full",))
+        del tensor
+        meter.mark(("end",))
+        mark_elsewhere(meter)  # no mark follows
+    assert [point.label[0] for point in meter.points] == ["start", "begin", "elsewhere", "full", "end"]
+    live = {point.label[0]: point.live_bytes for point in meter.points}
+    assert live["elsewhere"] - live["begin"] == live["full"] - live["end"] == 4000
+
+
+def test_no_session_records_a_function_that_the_next_session_sees_end(monkeypatch):
+    """The profiler would write the function's end into the memory of the first session, which is freed."""
+    sessions, read = [], meters.read_session
+    monkeypatch.setattr(meters, "read_session", lambda s: sessions.append(s.kineto_results) or read(s))
+    with CpuMemoryMeter(), record_function("FSDP.forward"):
+        tensor = torch.ones(10) + 1
+        with CpuMemoryMeter() as inner:
+            inner.mark(("end",))
+    assert len(sessions) == 3
+    assert {node.name for session in sessions for node in session.experimental_event_tree()} == {"[memory]"}
+    del tensor
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_storages_from_before_a_meter_do_not_count(is_inner):
+    """The profiler counts the free of a storage if an earlier meter has recorded one at the same address."""
+    with CpuMemoryMeter():
+        old = torch.empty(300)
+    with CpuMemoryMeter() as meter:
+        new = torch.empty(50)
+        with CpuMemoryMeter() if is_inner else nullcontext():
+            del old
+            also_new = torch.empty(70)
+        meter.mark(("end",))
+        del also_new
+        meter.mark(("after",))
+    assert [point.live_bytes for point in meter.points] == [0, 480, 200]
+    del new
+
+
+def test_a_model_on_a_device_without_a_meter_is_refused():
+    refuse_unmeasurable(torch.nn.Linear(2, 2))
+    refuse_unmeasurable(torch.nn.Identity())  # without parameters
+    with pytest.raises(ValueError, match=r"memory on device meta cannot be measured.*use_cpu=True"):
+        refuse_unmeasurable(torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="memory on device meta cannot be measured: train on cpu or cuda"):
+        MemoryMeter.for_device(torch.device("meta"))
