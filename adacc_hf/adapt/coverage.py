@@ -13,18 +13,16 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNRECORDED, UNTRAINED
+from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNTRAINED
 from adacc_hf.tape.fallbacks import Fallbacks
 
 MOST_NAMES = 4
 """Maximum number of block names in an error message."""
 ALL_BLOCKS = "all blocks"
 CHANGE_BLOCKS = "change what the reason names (docs/LIMITS.md, Whole blocks instead of activations)"
-SAME_OPERATORS = "let all batches run the operators of the first one (pad all of them, or none; train in one mode)"
 SAME_SIZE = "pad batches to one size, or begin with the largest"
 REMEDIES = {
-    OTHER_OPERATORS: SAME_OPERATORS,
-    UNRECORDED: SAME_OPERATORS,
+    OTHER_OPERATORS: "let all batches run the operators of the first one (pad all of them, or none; train in one mode)",
     UNTRAINED: "begin with a batch that trains every block",
     OUT_OF_PLACE: "switch or merge adapters between steps only, and begin a new run after that",
 }

@@ -152,20 +152,6 @@ class DivergedBatches:
             self._report_excess(shapes, max(0, peak - budget.nbytes), budget.setting, ran_planned)
         return full_recomputation(reference.profile).predicted_overhead_ms * ratio(shapes, reference.shapes)
 
-    def may_record(self, shapes: BatchShapes, reference: SizePolicy, budget: Budget) -> bool:
-        """Return True if the micro-batch fits the budget even while a block's call is being recorded.
-
-        Recording keeps every intermediate tensor of the block alive. The estimate assumes that the other blocks follow
-        the policy of `reference` if the micro-batch is smaller than its batch, and otherwise run under full
-        recomputation.
-        """
-        if not budget.limits_peak:
-            return True
-        profile, size = reference.profile, ratio(shapes, reference.shapes)
-        peak = (reference.policy if size < 1 else full_recomputation(profile)).predicted_peak_bytes
-        block_bytes = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
-        return profile.static_bytes + size * (peak - profile.static_bytes + block_bytes) <= budget.nbytes
-
     def _report_excess(
         self, shapes: BatchShapes, excess_bytes: int, memory_budget: str | float | int, ran_planned: bool
     ) -> None:

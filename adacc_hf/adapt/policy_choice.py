@@ -72,7 +72,6 @@ class PolicyChoice:
         self.is_unpredicted = False
         """True if no profile predicts the micro-batch's sizes, and they may be recorded."""
         self.num_profiles = 0
-        handle.tape_cache.may_record = self._may_record
 
     @property
     def shown(self) -> SizePolicy:
@@ -337,10 +336,6 @@ class PolicyChoice:
         `DivergedBatches.overhead_ms`."""
         budget = self.context.budget(self.shown.profile)
         return self.diverged.overhead_ms(self.shapes, self.shown, budget, ran_planned)
-
-    def _may_record(self) -> bool:
-        """Return True if the micro-batch fits the budget even while a block's call is being recorded."""
-        return self.diverged.may_record(self.shapes, self.shown, self.context.budget(self.shown.profile))
 
 
 def _smallest_around(shapes: BatchShapes, candidates: Iterable[BatchShapes | None]) -> BatchShapes | None:

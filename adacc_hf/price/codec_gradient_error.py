@@ -24,8 +24,7 @@ import torch
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tape.execution_plan import encode_view
-from adacc_hf.tape.recorder import is_freed
-from adacc_hf.tape.replay import Environment, ReplayStep, view
+from adacc_hf.tape.replay import Environment, ReplayStep, recorded_environment, view, walk
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, leaves, map_tensors
 from adacc_hf.torch_glue.tensors import clone_with_storage, relative_error
 
@@ -79,12 +78,13 @@ def _measure_gradient_errors(
 ) -> GradientErrors:
     """Measure the gradient errors that codecs and recomputation cause in each operator of `tape`."""
     worst_errors = GradientErrors()
-    stand_ins = _StandIns(tape, bases, codecs)
-    for operator in tape.operators:
+    environment = recorded_environment(tape, bases)
+    stand_ins = _StandIns(tape, environment, codecs)
+    for operator in walk(tape, environment):
         stand_ins.run(operator)
         candidates = [value for value in (*operator.inputs(), *operator.results()) if stand_ins.has_stand_in(value)]
         if candidates:
-            _raise_errors(_make_backward(operator, tape, bases), candidates, stand_ins, worst_errors)
+            _raise_errors(_make_backward(operator, tape, environment), candidates, stand_ins, worst_errors)
         stand_ins.free_unused(operator)
     return worst_errors
 
@@ -119,16 +119,16 @@ class _StandIns:
     because under a policy, recomputation may start at any activation.
     """
 
-    def __init__(self, tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> None:
+    def __init__(self, tape: Tape, recorded: Environment, codecs: Mapping[int, Sequence[Codec]]) -> None:
         self.recomputed: dict[int, torch.Tensor] = {}
         """Recomputed tensors of saved values. A tensor is freed after the last operator that may have saved its
         value."""
         self._tape = tape
-        self._bases = bases
+        self._recorded = recorded
         self._codecs = {
             value: value_codecs
             for value, value_codecs in codecs.items()
-            if value_codecs and not _is_value_gone(tape, bases, value)
+            if value_codecs and recorded[value] is not None
         }
         self._saved = {value for value in tape.saved_values() if not tape.is_held_elsewhere(value)}
         self._last = {value.index: max(tape.consumers(value.index), default=-1) for value in tape.values}
@@ -145,8 +145,9 @@ class _StandIns:
     def decoded(self, value: int) -> list[tuple[str, torch.Tensor]]:
         if value not in self._decoded:
             self._decoded[value] = [
-                (codec.name, _decoded_base(codec, self._tape, self._bases[value], value))
+                (codec.name, _decoded_base(codec, self._tape, tensor, value))
                 for codec in self._codecs.get(value, ())
+                if (tensor := self._recorded[value]) is not None
             ]
         return self._decoded[value]
 
@@ -174,7 +175,7 @@ class _StandIns:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]
         elif value not in self._inexact:
-            self._environment[value] = None if _is_value_gone(self._tape, self._bases, value) else self._bases[value]
+            self._environment[value] = self._recorded[value]
 
     def free_unused(self, operator: TapeOperator) -> None:
         for value in (*operator.inputs(), *operator.results()):
@@ -190,17 +191,13 @@ def _decoded_base(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> t
     return view(codec.decode(codec.encode(tensor)), tape.values[value].ref)
 
 
-def _is_value_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> bool:
-    """Return True if a value's recorded tensor was overwritten or freed, so that codecs cannot be measured on it."""
-    return tape.values[value].overwritten or is_freed(bases[value], tape.values[value])
-
-
 def _make_backward(
-    operator: TapeOperator, tape: Tape, bases: Sequence[torch.Tensor]
+    operator: TapeOperator, tape: Tape, environment: Environment
 ) -> _OperatorBackward | _ProductBackward | None:
     operands = [*operator.inputs(), *operator.results()]
     can_run = operator.outputs and not operator.mutations and not operator.is_collective and not operator.blanks()
-    if not can_run or any(_is_value_gone(tape, bases, value) for value in operands):
+    bases = {value: tensor for value in operands if (tensor := environment[value]) is not None}
+    if not can_run or len(bases) < len(set(operands)) or any(tape.values[value].overwritten for value in operands):
         return None
     if operator.short_name in _PRODUCTS:
         return _ProductBackward(operator, bases)
@@ -217,7 +214,7 @@ def _make_backward(
 class _ProductBackward:
     """Backward of a matrix product or convolution, whose gradient error is computed without running the backward."""
 
-    def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
+    def __init__(self, operator: TapeOperator, bases: Mapping[int, torch.Tensor]) -> None:
         self._factors = {value: bases[value] for value in operator.inputs()}
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
@@ -233,7 +230,7 @@ class _OperatorBackward:
     """Autograd graph of one operator that was run again, whose backward can read other tensors in place of the saved
     tensors."""
 
-    def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
+    def __init__(self, operator: TapeOperator, bases: Mapping[int, torch.Tensor]) -> None:
         self._inputs: list[torch.Tensor] = []
         self._is_function = is_function = operator.is_function
         saved_addresses: set[int] = set()
@@ -264,7 +261,7 @@ class _OperatorBackward:
         self._weights = list(_random_gradients(self._outputs)) if self._saved else []
         self._exact = self._gradients() if self._saved else []
 
-    def _leaf(self, bases: Sequence[torch.Tensor], ref: TensorRef) -> torch.Tensor:
+    def _leaf(self, bases: Mapping[int, torch.Tensor], ref: TensorRef) -> torch.Tensor:
         tensor = view(bases[ref.value], ref).detach()
         if tensor.is_floating_point():
             self._inputs.append(tensor.requires_grad_())

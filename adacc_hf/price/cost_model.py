@@ -17,8 +17,8 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_accurate_enough
 from adacc_hf.price.codec_selection import codec_options, precise_codec_options
 from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, time_of
-from adacc_hf.tape.recorder import is_freed, moves_storage
-from adacc_hf.tape.replay import Environment, ReplayStep
+from adacc_hf.tape.operator_effects import moves_storage
+from adacc_hf.tape.replay import ReplayStep, recorded_environment, walk
 from adacc_hf.tape.tape import Tape, leaves
 from adacc_hf.torch_glue.meters import MemoryMeter
 
@@ -178,9 +178,8 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
     """Yield (index, function) for each operator to time, in order. The function runs the operator, and can be called
     any number of times."""
-    is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
-    environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
-    for index, operator in enumerate(tape.operators):
+    environment = recorded_environment(tape, bases)
+    for operator in walk(tape, environment):
         if tape.untrusted is None:
             is_ready = not tape.recomputable.isdisjoint(operator.results())
         else:
@@ -192,15 +191,15 @@ def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tupl
         if not is_ready or any(environment[value] is None for value in operator.inputs()):
             continue
         step = ReplayStep(operator, tape)
-        operands = {value: environment[value] for value in [*operator.inputs(), *operator.results()]}
+        operands = {value: environment[value] for value in operator.inputs()}
+        for value in operator.results():  # a replayed one is computed again
+            operands[value] = environment[value] = bases[value] if environment[value] is bases[value] else None
 
         def run(step: ReplayStep = step, operands: dict[int, torch.Tensor | None] = operands) -> None:
             for value, tensor in operands.items():
                 environment[value] = tensor
             step.run(environment)
 
-        yield index, run
+        yield operator.index, run
         for value, tensor in operands.items():
-            # A version that a later operator overwrites was not recorded. The result of this run replaces it.
-            is_overwritten = tape.values[value].overwritten and value in operator.results()
-            environment[value] = environment[value] if is_overwritten else tensor
+            environment[value] = environment[value] if tensor is None else tensor

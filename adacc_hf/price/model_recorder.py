@@ -33,7 +33,8 @@ from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShape, KnownShapes
 from adacc_hf.tape.execution_plan import unfit_values
 from adacc_hf.tape.inputs import argument_tensors
-from adacc_hf.tape.recorder import HIDDEN, Recorder
+from adacc_hf.tape.operator_effects import HIDDEN
+from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
 from adacc_hf.tape.tape import Source, Tape
@@ -172,7 +173,7 @@ class ModelRecorder:
         key = known_shapes.key(block, fn, args, kwargs, tiling)
         called = in_tiles(block, tiling, fn)
         arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
-        recording = Recording(name, block, args, kwargs, self._measurement.rng_use)
+        recording = Recording(name, block, args, kwargs, self._measurement.rng_use, keeps_results=tiling is not None)
         state = BlockState(block, (args, kwargs)) if self._repeats_blocks else None
         self._is_checkpointed = (key is None or type(block) in self._untrusted) and not changes_in_place(block)
         result = self._run(recording, called)

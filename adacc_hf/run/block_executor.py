@@ -21,7 +21,6 @@ from adacc_hf.run.entries import (
     FILLED_TABLE,
     OTHER_RANKS,
     OUT_OF_PLACE,
-    UNRECORDED,
     UNTRAINED,
     VARYING,
     Entry,
@@ -328,10 +327,6 @@ class BlockExecutor:
         key = self.known_shapes.with_current_layout(key, block)
         if self._saves_nothing(block, args, kwargs):
             return fn(*args)
-        if self._is_too_large_to_record(key):
-            self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
-            self.tape_cache.fallbacks.add(UNRECORDED, self.name)
-            return checkpoint_call(fn, *args, block=block)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
@@ -360,24 +355,6 @@ class BlockExecutor:
             return False
         tapes = self.tape_cache.tapes_of_kind(self.plan.kind)
         return bool(tapes) and not any(tape.slots for tape in tapes)
-
-    def _is_too_large_to_record(self, key: CallKey) -> bool:
-        """Return True if the budget has no room to record a call with this `key`. Recording keeps all intermediates of
-        a block alive.
-
-        Return False for calls that must always be recorded:
-        - if no block of this kind (same operators) has a tape;
-        - if a symbolic tape covers the size, because replay is verified there (rule R7);
-        - if the block has collectives, which all ranks must run alike (rule R13);
-        - in a block's first call, if the profile has recorded such a call at other sizes: the first policy leaves room
-          to record the call.
-        """
-        if not self.tapes and self.tape_cache.is_recorded_at_other_sizes(key, self.name):
-            return False
-        tapes = list(self.tapes.values()) or self.tape_cache.tapes_of_kind(self.plan.kind)
-        if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
-            return False
-        return not self.tape_cache.may_record()
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:

@@ -26,8 +26,8 @@ from torch.autograd.function import BackwardCFunction
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, SavedTensorMismatchError, TapeMismatchError
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.tape.execution_plan import ExecutionPlan
-from adacc_hf.tape.operator_effects import RngUse
-from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, runs_compiled_code
+from adacc_hf.tape.operator_effects import CHANGED_UNSEEN, COMPILED, RngUse, runs_compiled_code
+from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.compat import checkpoint_call
@@ -380,10 +380,11 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rng_use: type[RngUse] = RngUse,
+        keeps_results: bool = False,
     ) -> None:
         self.name = name
         self.block = block
-        self.recorder = Recorder(block, args, kwargs, rng_use)
+        self.recorder = Recorder(block, args, kwargs, rng_use, keeps_results)
         self._arguments = (args, kwargs)
         self._parameters = dict(block.named_parameters(remove_duplicate=False))
         self._packed: list[RecordedSlot] = []

@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 
 OTHER_OPERATORS = "other operators than when profiled, with the least memory"
 VARYING = "a table that is filled again and again, so that operators vary from call to call"
-UNRECORDED = (
-    "operators that no profile has recorded, run under torch's checkpoint: recording them would exceed memory_budget"
-)
 OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example an adapter merged for a call"
 UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
@@ -196,7 +193,7 @@ class PlanEntries:
         Otherwise the entry contains `tape`, which was computed for sizes that were not recorded."""
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
-            self.tape_cache.warn_untrusted(self.name, tape)
+            self.tape_cache.warn_not_replayed(self.name, tape.structure, tape.untrusted)
             return Entry(known_shape, None, {}, fallback=self.fallback_of(tape.untrusted))
         choices, is_planned = self.choices(tape)
         shared = frozenset(

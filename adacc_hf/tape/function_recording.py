@@ -117,6 +117,8 @@ class FunctionRecorder:
     _next_version: Callable[[torch.Tensor, int, str], tuple[int, int]]
     _state_before: Callable[[TapeOperator, str], int | None]
     _is_known: Callable[[torch.Tensor], bool]
+    _hold: Callable[[torch.Tensor], None]
+    _release_results: Callable[[], None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +218,9 @@ class FunctionRecorder:
         mark, generator_states = self._mark(), self._generator_states()
         arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
         function_call = None if parts is None else call_of(function, parts)
+        self._release_results()
+        for tensor in arguments.values():
+            self._hold(tensor)
         with self.paused():
             fingerprints = {key: fingerprint(tensor) for key, tensor in arguments.items()}
         with self._inside_function():

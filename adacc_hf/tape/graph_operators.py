@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +38,11 @@ def graph_operators(graph: Callable[..., Any], inputs: Sequence[Any]) -> Operato
     fakes = [_fake(mode, each) if isinstance(each, torch.Tensor) else each for each in inputs]
     recorder = Recorder(_Inputs(fakes), tuple(fakes), {}, DeclaredRngUse)
 
-    # No backward follows. A hook that returned the tensor would make autograd's graph a cycle.
-    with mode, more_operators(), saved_tensors_hooks(recorder.save, torch.Tensor.detach), recorder:
+    save = partial(Recorder.save, weakref.proxy(recorder))
+
+    # No backward follows. A hook that returned the tensor would make autograd's graph a cycle. Dynamo's graphs make one
+    # themselves for an autograd.Function, which must not keep the recorder.
+    with mode, more_operators(), saved_tensors_hooks(save, torch.Tensor.detach), recorder:
         graph(*fakes)
     return operators_of(recorder.tape())
 

@@ -1,4 +1,4 @@
-"""Side effects of an operator: in-place writes, random draws, and communication with other ranks."""
+"""Effects of operators (in-place writes, random draws, communication between ranks), and code that hides operators."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from adacc_hf.tape.tape import leaves
-from adacc_hf.torch_glue.private import TensorBase, collective_counts, schema_of, storage_key
+from adacc_hf.tape.tape import TapeOperator, leaves
+from adacc_hf.torch_glue.private import TensorBase, collective_counts, schema_of, storage_key, tree_leaves
 
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
@@ -15,6 +15,13 @@ COLLECTIVES = frozenset(
 """Namespaces of collective operators, which communicate with other ranks."""
 _LOCAL = frozenset({"aten", "prim", "prims"})
 """Namespaces whose operators never communicate with other ranks."""
+MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+"""Names of the operators that replace a tensor's storage by another."""
+
+
+def moves_storage(operator: TapeOperator) -> bool:
+    """Return True if the operator replaces a tensor's storage."""
+    return not operator.is_function and schema_of(operator.target).name in MOVES_STORAGE
 
 
 def _may_write(func: Any) -> bool:
@@ -112,3 +119,32 @@ class RankUse:
     def happened(self) -> bool:
         """Return True if the operator communicates with other ranks. Call this after the operator."""
         return self._is_declared or (self._before is not None and self._before != collective_counts())
+
+
+# Reasons why operators do not show all that a block does: compiled code, tensors that wrap others.
+
+COMPILED = "torch.compile compiled a part of it, whose operators cannot be recorded"
+
+WRAPPED = "it makes tensors that consist of others (float8 training) and have no storage of their own"
+CHANGED_UNSEEN = "it changes tensors saved for backward in place, behind autograd's back (`.data`)"
+HIDDEN = (COMPILED, WRAPPED)
+"""Reasons, as values of `Tape.untrusted`, for which a tape's operators cannot be run one by one."""
+
+_NODE = "CompiledFunctionBackward"
+"""Name of the autograd node of a graph that torch.compile has compiled, with any backend."""
+
+
+def runs_compiled_code(result: Any, inputs: Any) -> bool:
+    """Return True if compiled code took part in computing `result` from `inputs`. Both are nested containers of
+    tensors."""
+    visited = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
+    nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        if node.name() == _NODE:
+            return True
+        visited.add(node)
+        nodes += [next_node for next_node, _ in node.next_functions]
+    return False

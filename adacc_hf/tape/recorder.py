@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.tape.attached_tensors import PLACES, attached_tensors
 from adacc_hf.tape.data_reads import Read, deciding_tensors, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.inputs import argument_tensors
-from adacc_hf.tape.operator_effects import RankUse, RngUse, written_tensors
+from adacc_hf.tape.operator_effects import MOVES_STORAGE, WRAPPED, RankUse, RngUse, written_tensors
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     Blank,
@@ -46,10 +47,10 @@ from adacc_hf.torch_glue.private import (
     op_name,
     schema_of,
     storage_key,
-    tree_leaves,
 )
 from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
-from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, wraps_others
+from adacc_hf.torch_glue.second_run import checksum
+from adacc_hf.torch_glue.tensors import Checksum, is_fake, is_plain, local_of, runs_on_parts, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """Operators that are not recorded, because they create no storage. `prim.device` returns a fake tensor's device."""
@@ -58,8 +59,6 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 runs no operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """The operator that `torch.tensor()` runs on each tensor that it creates."""
-_MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
-"""Names of the operators that replace a tensor's storage by another."""
 _READ_NO_ELEMENT = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
@@ -75,9 +74,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     """Dispatch mode that records every operator that creates or changes a storage, and every tensor that autograd
     saves.
 
-    All storages stay alive while the recorder runs. An address therefore identifies one storage, and the original
-    tensors are available to check that replay gives the same bits, as rule R7 requires. An `autograd.Function` may
-    become one operator (function_recording.py).
+    Weak references keep the addresses of all storages in use, so that an address identifies one storage. The tensors
+    that autograd saves stay available to check that replay gives the same bits, as rule R7 requires. Of other results,
+    which the block frees, only checksums stay. An `autograd.Function` may become one operator (function_recording.py).
     """
 
     def __init__(
@@ -86,18 +85,25 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rng_use: type[RngUse] | None = None,
+        keeps_results: bool = False,
     ) -> None:
         super().__init__()
         self.block = block
+        self.keeps_results = keeps_results
         self.rng_use = rng_use or RngUse
         self.values: list[TapeValue] = []
         self.bases: list[torch.Tensor] = []
-        """The first recorded tensor of each value, detached. A value is one storage at one version."""
+        """The first recorded tensor of each value, detached. A value is one storage at one version. A tensor without
+        elements stands for each value in `_checksums`."""
+        self._checksums: dict[int, Checksum] = {}
+        """Checksums of the results that autograd has not saved, by value."""
+        self._num_examined = 0
+        """Number of values of which `_release_results` has kept the tensor or a checksum."""
         self._storages: list[int] = []
         """The storage key of each value. A value is one storage at one version."""
-        self._alive: list[torch.UntypedStorage] = []
-        """Storages that no tensor in `bases` keeps alive, such as the storages of tensors that wrap other tensors.
-        These storages must stay alive, because otherwise a new storage could get the same key."""
+        self._alive: list[torch.UntypedStorage | StorageWeakRef] = []
+        """Storages that no tensor in `bases` keeps alive, such as the storages of tensors that wrap other tensors, and
+        weak references to freed ones. Otherwise a new storage could get the same key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
@@ -181,6 +187,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def save(self, tensor: torch.Tensor) -> int:
         """Record on the tape that autograd saves `tensor`. Return the tensor's index among the saved tensors."""
         self.slots.append(self.refer(local_of(tensor)))
+        self._hold(local_of(tensor))
         self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
         if self._is_in_function:
             self._saved_inside.append(tensor)
@@ -203,7 +210,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def tape(self) -> Tape:
         """Return the tape of the recorded call. Call this method after the block has returned."""
         self._check_attached()
-        if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
+        has_freed = any(v.is_freed(self.bases[v.index]) for v in self.values if v.index not in self._checksums)
+        if self.untrusted is None and has_freed:
             self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"
         tape = self._unsealed()
         if tape.untrusted is None and self.reads:
@@ -222,6 +230,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             function_slots=frozenset(self.function_slots),
             untrusted=self.untrusted,
             sharing=tuple(self._shared()),
+            checksums=self._checksums,
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
@@ -249,6 +258,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             return func(*args, **kwargs)  # recorded at its first read, like a cast that an earlier call cached
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
+        self._release_results()
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
         rng_use = self.rng_use(func, args, kwargs)
@@ -301,6 +311,33 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self.operators.append(operator)
         if is_dropout:
             self._derive_dropout(operator, original_args[0])
+
+    def _release_results(self) -> None:
+        """Replace the results of the latest operators by checksums, so that the block frees them as it does in
+        training. Keep what autograd has saved, and what replay could not compute again to check later operators."""
+        if self._is_in_function or self._is_fake or self.keeps_results or self.untrusted is not None:
+            return
+        saved = {slot.value for slot in self.slots}
+        for value in self.values[self._num_examined :]:
+            base, producer = self.bases[value.index], value.producer
+            operator = None if producer is None else self.operators[producer]
+            if operator is None or operator.allocates or not operator.may_run_again or value.index in saved:
+                continue
+            if value.nbytes and is_plain(base) and storage_key(base.untyped_storage()) == self._storages[value.index]:
+                with self.paused():
+                    self._checksums[value.index] = checksum(base)
+                self._alive.append(StorageWeakRef(base.untyped_storage()))
+                self.bases[value.index] = base.new_empty(0)
+        self._num_examined = len(self.values)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        """Keep the value of `tensor` instead of its checksum."""
+        if not self._checksums or not has_storage(tensor):
+            return
+        value = self._current.get(storage_key(tensor.untyped_storage()))
+        if value is not None and self._checksums.pop(value, None) is not None:
+            with self.paused():
+                self.bases[value] = view(tensor.detach(), self.values[value].ref)
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
         """Add the state that the default generator had before the random operator `drawn` to the tape, and return its
@@ -380,7 +417,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
         for tensor in deciding_tensors(func, args):
             self._read(tensor, str(func))
-        if self.untrusted is None and schema_of(func).name in _MOVES_STORAGE:
+        if self.untrusted is None and schema_of(func).name in MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
@@ -497,17 +534,6 @@ def _is_compiled_module(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
 
 
-def moves_storage(operator: TapeOperator) -> bool:
-    """Return True if the operator replaces a tensor's storage."""
-    return not operator.is_function and schema_of(operator.target).name in _MOVES_STORAGE
-
-
-def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
-    """Return True if the memory of the recorded tensor `base` was freed, so that its storage is smaller than when
-    recorded."""
-    return base.untyped_storage().nbytes() < value.nbytes
-
-
 def _local_leaves(result: Any) -> list[Any]:
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
@@ -523,32 +549,3 @@ def _dropout_scale(probability: float, dropped: TapeValue) -> float:
     if dropped.device.type != "cuda" or dropped.ref.dtype is torch.float64:
         return 1.0 / (1.0 - probability)
     return float(np.float32(1.0) / np.float32(1.0 - probability))
-
-
-# Reasons why operators do not show all that a block does: compiled code, tensors that wrap others.
-
-COMPILED = "torch.compile compiled a part of it, whose operators cannot be recorded"
-
-WRAPPED = "it makes tensors that consist of others (float8 training) and have no storage of their own"
-CHANGED_UNSEEN = "it changes tensors saved for backward in place, behind autograd's back (`.data`)"
-HIDDEN = (COMPILED, WRAPPED)
-"""Reasons, as values of `Tape.untrusted`, for which a tape's operators cannot be run one by one."""
-
-_NODE = "CompiledFunctionBackward"
-"""Name of the autograd node of a graph that torch.compile has compiled, with any backend."""
-
-
-def runs_compiled_code(result: Any, inputs: Any) -> bool:
-    """Return True if compiled code took part in computing `result` from `inputs`. Both are nested containers of
-    tensors."""
-    visited = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
-    nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in visited:
-            continue
-        if node.name() == _NODE:
-            return True
-        visited.add(node)
-        nodes += [next_node for next_node, _ in node.next_functions]
-    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -177,6 +177,32 @@ class ReplayStep:
             environment[old] = tensor
         for value in self.frees:
             environment[value] = None
+
+
+def recorded_environment(tape: Tape, bases: Sequence[torch.Tensor]) -> Environment:
+    """Return the recorded tensors `bases`, with None for those that are freed or overwritten."""
+    pairs = zip(tape.values, bases, strict=True)
+    return [None if value.overwritten or value.is_freed(base) else base for value, base in pairs]
+
+
+def walk(tape: Tape, environment: Environment) -> Iterator[TapeOperator]:
+    """Yield the operators of a tape in order. Meanwhile, `environment` contains the tensors that the operator reads and
+    returns: those of `recorded_environment`, and, for the other values, the results of a replay, which are freed after
+    their last reader. None stands for tensors that replay cannot compute."""
+    is_recorded = [tensor is not None for tensor in environment]
+    last_readers = [max(tape.consumers(value.index), default=-1) for value in tape.values]
+    for operator in tape.operators:
+        results = {value: environment[value] for value in operator.results()}
+        may_run = operator.may_run_again and (tape.untrusted or not tape.verified.isdisjoint(results))
+        is_ready = may_run and all(environment[value] is not None for value in operator.inputs())
+        if is_ready and any(tensor is None for tensor in results.values()):
+            ReplayStep(operator, tape).run(environment)
+            for value, tensor in results.items():
+                environment[value] = environment[value] if tensor is None else tensor
+        yield operator
+        for value in (*operator.inputs(), *operator.results()):
+            if last_readers[value] <= operator.index and not is_recorded[value]:
+                environment[value] = None
 
 
 def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from adacc_hf.tape.replay import Environment, ReplayStep, view
-from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
+from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, map_tensors
+from adacc_hf.torch_glue.second_run import checksum
 from adacc_hf.torch_glue.tensors import bytes_in_order, copy_with_storage
 
 
@@ -22,9 +23,8 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
 
     A value is one storage at one version. `bases` contains the recorded tensors, indexed by value.
 
-    If replay of a value gives different bits, the next operators read the recorded tensor in its place. If an in-place
-    operator has overwritten the recorded tensor, this is impossible, and the values that depend on it are not
-    recomputable.
+    If replay of a value gives different bits, the next operators read the recorded tensor in its place. If the recorded
+    tensor is freed or overwritten, this is impossible, and the values that depend on it are not recomputable.
 
     Of an overwritten value, only the parts that autograd saved can be compared. If autograd saved no part, only the
     values computed from it are compared.
@@ -55,7 +55,7 @@ def exactly_replayed_values(
     for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):
         tape_value = tape.values[value]
         is_outer = value < num_outer or tape_value.source is not None
-        if is_outer and not tape_value.overwritten:
+        if is_outer and not _is_gone(tape, value):
             environment[value] = bases[value]
     exact_values: set[int] = set()
     for operator in operators:
@@ -80,10 +80,15 @@ def _verify_operator(
         replayed = environment[value]
         if is_ready and replayed is not None and _has_recorded_bits(tape, value, replayed, bases[value]):
             exact_values.add(value)
-            if tape.values[value].is_encodable:  # all of its storage was compared: free the duplicate
+            if tape.values[value].is_encodable and value not in tape.checksums:  # all was compared: free the duplicate
                 environment[value] = bases[value]
         else:
-            environment[value] = None if tape.values[value].overwritten else bases[value]
+            environment[value] = None if _is_gone(tape, value) else bases[value]
+
+
+def _is_gone(tape: Tape, value: int) -> bool:
+    """Return True if the recorded tensor of a value is overwritten or freed."""
+    return tape.values[value].overwritten or value in tape.checksums
 
 
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
@@ -118,8 +123,11 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Return True if `replayed` has the bits of `recorded`. If a later operator overwrote the value, as in fused GRU
-    cells, only the parts that autograd saved are compared."""
+    """Return True if `replayed` has the bits of `recorded`, or of its checksum, if `recorded` is freed. If a later
+    operator overwrote the value, as in fused GRU cells, only the parts that autograd saved are compared."""
+    if not tape.values[value].overwritten and value in tape.checksums:
+        is_like = (geometry_of(replayed), replayed.dtype) == (tape.values[value].ref.geometry, recorded.dtype)
+        return is_like and bool(checksum(replayed) == tape.checksums[value])
     if not tape.values[value].overwritten:
         return same_bits(replayed, recorded)
     saved = [slot for slot in tape.slots if slot.value == value]

@@ -19,6 +19,7 @@ import torch
 from adacc_hf.artifacts.exact_recompute_rules import decisions, is_index
 from adacc_hf.kernels._layout import is_dense
 from adacc_hf.torch_glue.private import OpOverload, op_name
+from adacc_hf.torch_glue.tensors import Checksum
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset of a tensor, counted in elements."""
@@ -100,6 +101,10 @@ class TapeValue:
     name: str = ""
     overwritten: bool = False
     """True if a later operator of the block changed the storage in place, so that this version no longer exists."""
+
+    def is_freed(self, base: torch.Tensor) -> bool:
+        """Return True if the memory of the recorded tensor `base` was freed: its storage is smaller than recorded."""
+        return base.untyped_storage().nbytes() < self.nbytes
 
     @property
     def is_encodable(self) -> bool:
@@ -224,6 +229,8 @@ class Tape:
     """Digest of the operators, and of which results they read, without sizes and constants."""
     digest: str = ""
     """Digest of `structure`, sizes and constants. Tapes with equal digests are interchangeable in replay."""
+    checksums: dict[int, Checksum] = field(default_factory=dict)
+    """Checksums of values whose recorded tensors are freed, until replay is verified."""
     verified: frozenset[int] = frozenset()
     """Values for which replay gave the recorded bits."""
     recomputable: frozenset[int] = frozenset()

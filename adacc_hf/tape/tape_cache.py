@@ -104,8 +104,6 @@ class TapeCache:
         """Calls of the model's blocks that Dynamo cannot trace."""
         self.fallbacks = Fallbacks()
         """Counter of the block calls that did not follow their plan. The code that counts steps resets this counter."""
-        self.may_record: Callable[[], bool] = lambda: True
-        """Callback that returns True if the budget leaves room to record a call of a new kind."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
@@ -124,6 +122,7 @@ class TapeCache:
         if tape.untrusted is None:
             with torch.no_grad(), autocast_off(tape):
                 tape.verified = self._verify(tape, recorder.bases)
+                tape.checksums = {}
                 refused = self._refused.get(tape.structure, set())
                 tape.recomputable = without_values(tape, tape.verified, tape.decisions() | refused)
                 tape.equal = equal_values(tape, tape.recomputable)
@@ -181,10 +180,6 @@ class TapeCache:
         sizes = self._sizes_of(key)
         symbolic_tape = self._records_of(block, sizes).active_symbolic_tape()
         return None if symbolic_tape is None else (symbolic_tape, sizes)
-
-    def is_recorded_at_other_sizes(self, key: CallKey, block: str) -> bool:
-        """Return True if a call of `block` was recorded that differs from the call with this `key` only in sizes."""
-        return bool(self._records_of(block, self._sizes_of(key)).records)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
         """Extend the range of sizes at which `symbolic_tape`, a tape for all sizes, is known to be right.
@@ -349,16 +344,8 @@ class TapeCache:
             execution_plan = self.execution_plans[key] = build()
         return execution_plan
 
-    def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Warn that a block and others of its kind run plainly or under torch's checkpoint, because `tape` cannot be
-        replayed.
-
-        Warn once for each kind of block.
-        """
-        self.warn_not_replayed(name, tape.structure, tape.untrusted)
-
     def warn_not_replayed(self, name: str, topic: str, reason: str | None) -> None:
-        """Warn, once for each `topic`, that the block `name` is not replayed because of `reason`."""
+        """Warn, once for each `topic`, that blocks such as `name` are not replayed because of `reason`."""
         if topic not in self._warned:
             self._warned.add(topic)
             message = "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s"
@@ -373,45 +360,20 @@ class TapeCache:
         sizes = _input_sizes(tape)
         others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
         is_known_size = any(cached_tape is not tape and _input_sizes(cached_tape) == sizes for cached_tape in others)
-        event = "run other operators than when profiled (recorded once, which takes the memory of one block)"
-        treatment = "exactly, with the least memory for the values that differ"
-        self._warn_other_path(
-            tape.structure, name, sizes, event, treatment, _OTHER_MODE if is_known_size else _OTHER_SIZE
-        )
-
-    def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Warn that a call of the block `name` is not recorded, because the budget has no room, and how to avoid this.
-
-        `arguments` contains (path, tensor) for each tensor among the call's arguments. Warn once for each `kind`.
-        """
-        sizes = [tuple(tensor.shape) for _, tensor in arguments]
-        event = "run operators that no profile has recorded (to record them would exceed memory_budget)"
-        self._warn_other_path(f"unrecorded {kind}", name, sizes, event, "under torch's checkpoint")
-
-    def _warn_other_path(
-        self,
-        topic: str,
-        name: str,
-        sizes: Iterable[tuple[int, ...]],
-        event: str,
-        treatment: str,
-        cause: tuple[str, str] = _OTHER_SIZE,
-    ) -> None:
-        """Log that the block `name` runs operators for which its plan was not made, only once for each `topic`."""
-        if topic in self._warned:
+        why, cure = _OTHER_MODE if is_known_size else _OTHER_SIZE
+        if tape.structure in self._warned:
             return
-        self._warned.add(topic)
+        self._warned.add(tape.structure)
         level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
         log.log(
             level,
-            "Adacc: for inputs of shape %s, block %s and others of its kind %s, %s: these batches train %s; to avoid "
-            "this, %s",
+            "Adacc: for inputs of shape %s, block %s and others of its kind run other operators than when profiled "
+            "(recorded once), %s: these batches train exactly, with the least memory for the values that differ; to "
+            "avoid this, %s",
             ", ".join(map(str, sizes)),
             name,
-            event,
-            cause[0],
-            treatment,
-            cause[1],
+            why,
+            cure,
         )
 
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ Autograd saves the DTensor, so the tensor returned to autograd must be a DTensor
 
 from __future__ import annotations
 
+import ctypes
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,6 @@ from adacc_hf.torch_glue.private import (
     GRADIENT_HOOKS,
     LOCAL_TENSOR,
     SPEC,
-    TensorBase,
     coo_indices,
     coo_values,
     current_autograd_node,
@@ -119,17 +119,20 @@ def fingerprint(tensor: Tensor) -> int:
 
 def checksum_of_bytes(elements: Tensor) -> Checksum:
     """Return a checksum of a dense tensor of bytes, which depends on their order. It needs almost no memory."""
-    return zlib.crc32(TensorBase.numpy(elements).data) if elements.device.type == "cpu" else weighted_sum(elements)
+    if elements.device.type != "cpu":
+        return weighted_sum(elements)
+    return zlib.crc32((ctypes.c_char * elements.numel()).from_address(elements.data_ptr()))  # numpy would fix the size
 
 
 def weighted_sum(elements: Tensor) -> Tensor:
     """Return a checksum of bytes, computed on their device in two passes. It depends on the order, and wraps around.
 
-    The bytes are 64-bit words in a table, whose row sums and column sums are weighted by their position.
+    The bytes are 32-bit words in a table, whose row sums and column sums are weighted by their position. In sums of
+    64-bit words, two changed signs would cancel.
     """
-    elements = elements if elements.data_ptr() % 8 == 0 else elements.clone()
-    num_bytes = elements.numel() // (8 * _WIDTH) * (8 * _WIDTH)
-    table = elements[:num_bytes].view(torch.int64).view(-1, _WIDTH)
+    elements = elements if elements.data_ptr() % 4 == 0 else elements.clone()
+    num_bytes = elements.numel() // (4 * _WIDTH) * (4 * _WIDTH)
+    table = elements[:num_bytes].view(torch.int32).view(-1, _WIDTH)
     return _weighted(table.sum(0)) + 31 * _weighted(table.sum(1)) + 37 * _weighted(elements[num_bytes:].long())
 
 

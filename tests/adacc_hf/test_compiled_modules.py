@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import CompiledBlockError
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.recorder import COMPILED
+from adacc_hf.tape.operator_effects import COMPILED
 from adacc_hf.torch_glue.compat import GradientCheckpointingLayer
 from adacc_hf.torch_glue.memory import measure_step
 

@@ -1,5 +1,7 @@
 """Models compiled in several regions, block by block or with graph breaks, share one budget."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,13 +36,19 @@ def breaking_blocks(monkeypatch: pytest.MonkeyPatch, make_model) -> None:
     monkeypatch.setattr(block, "forward", broken)
 
 
+def train_as_plainly(make_model, train, budget: float) -> Any:
+    callback = AdaccCallback(memory_budget=budget, actions=LOSSLESS)
+    plain, ours = (
+        train(callbacks, torch_compile=True, max_steps=3, model=make_model(n_layer=NUM_BLOCKS))
+        for callbacks in (None, [callback])
+    )
+    ours.assert_equals(plain)
+    return callback.compiled_policy
+
+
 @pytest.mark.usefixtures("block_by_block")
 def test_blocks_that_share_one_graph_count_each_time(make_model, train) -> None:
-    plain = train(torch_compile=True, max_steps=3, model=make_model(n_layer=NUM_BLOCKS))
-    callback = AdaccCallback(memory_budget=0.5, actions=LOSSLESS)
-    run = train([callback], torch_compile=True, max_steps=3, model=make_model(n_layer=NUM_BLOCKS))
-    run.assert_equals(plain)
-    policy = callback.compiled_policy
+    policy = train_as_plainly(make_model, train, 0.5)
     assert max(plan.calls for plan in policy.regions) == NUM_BLOCKS
     assert 0 < policy.stored_bytes <= 0.5 * policy.plain_bytes
     block = max(policy.regions, key=lambda plan: plan.calls)
@@ -67,10 +75,6 @@ def test_a_peak_is_kept_to_by_blocks_that_share_one_graph(make_model, train) -> 
 
 @pytest.mark.usefixtures("breaking_blocks")
 def test_graph_breaks_share_one_fraction(make_model, train) -> None:
-    plain = train(torch_compile=True, max_steps=3, model=make_model(n_layer=NUM_BLOCKS))
-    callback = AdaccCallback(memory_budget=0.7, actions=LOSSLESS)
-    run = train([callback], torch_compile=True, max_steps=3, model=make_model(n_layer=NUM_BLOCKS))
-    run.assert_equals(plain)
-    policy = callback.compiled_policy
+    policy = train_as_plainly(make_model, train, 0.7)
     assert len(policy.call_plans) > 2 * NUM_BLOCKS
     assert 0 < policy.stored_bytes <= 0.7 * policy.plain_bytes

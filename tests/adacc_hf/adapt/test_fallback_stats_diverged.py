@@ -83,18 +83,3 @@ def test_operators_that_no_profile_has_are_a_warning(reference, recomputing, cap
         diverged.overhead_ms(shapes_of(8), reference, budget_of(budget, reference), planned)
     assert len(said) == 1
     assert [record.levelname for record in caplog.records] == [level]
-
-
-def test_a_call_may_be_recorded_where_all_values_of_a_block_have_room(reference, recomputing):
-    diverged = DivergedBatches([].append)
-    (kind,) = reference.profile.kinds
-    block_bytes = sum(value.nbytes for value in kind.values if value.shared is None)
-    room = recomputing.predicted_peak_bytes + block_bytes
-    assert diverged.may_record(shapes_of(8), reference, budget_of(room, reference))
-    assert not diverged.may_record(shapes_of(8), reference, budget_of(room - 1, reference))
-    assert diverged.may_record(shapes_of(8), reference, budget_of(0.01, reference)), "a fraction bounds no peak"
-    # A smaller batch follows the policy, which here is plain training.
-    static, plain = (reference.profile.static_bytes, reference.policy.predicted_peak_bytes)
-    half = static + (plain - static + block_bytes) // 2
-    assert diverged.may_record(shapes_of(4), reference, budget_of(half + 1, reference))
-    assert not diverged.may_record(shapes_of(4), reference, budget_of(half - 1, reference))

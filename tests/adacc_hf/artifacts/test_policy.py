@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
-from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
 from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
@@ -52,22 +53,19 @@ def test_what_is_saved_is_loaded(policy, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["policy.json"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "policy file .* is not JSON"),
-        ("[]", "is not an adacc_hf policy file"),
-        ('{"format": "adacc_hf.profile"}', "is not an adacc_hf policy file"),
-        ('{"format": "adacc_hf.policy", "version": 99}', "policy format version 99, this release reads 3"),
-        ('{"format": "adacc_hf.policy", "version": 3}', "is a damaged policy file"),
-    ],
-    ids=["cut", "list", "profile", "future", "empty"],
-)
-def test_what_is_no_policy_is_refused(tmp_path, text, message):
-    path = tmp_path / "policy.json"
-    path.write_text(text)
-    with pytest.raises(PolicyMismatchError, match=message):
-        Policy.load(path)
+@pytest.mark.parametrize(("kind", "version"), [(Policy, 3), (Profile, 10)])
+def test_what_is_no_policy_or_profile_is_refused(tmp_path, kind, version):
+    path, name = tmp_path / "file.json", kind.__name__.lower()
+    for text, message in {
+        "{": f"{name} file .* is not JSON",
+        "[]": f"is not an adacc_hf {name}",
+        '{"format": "adacc_hf.other"}': f"is not an adacc_hf {name}",
+        f'{{"format": "adacc_hf.{name}", "version": 99}}': f"{name} format version 99, this release reads {version}",
+        f'{{"format": "adacc_hf.{name}", "version": {version}}}': f"is a damaged {name}",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(AdaccError, match=message):
+            kind.load(path)
 
 
 @pytest.mark.parametrize(

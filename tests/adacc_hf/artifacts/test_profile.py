@@ -37,24 +37,6 @@ def test_shared_tensors_that_autograd_does_not_save_are_not_plain_training_s(pro
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("not json", "profile file .* is not JSON"),
-        ("3", "is not an adacc_hf profile"),
-        ('{"format": "adacc_hf.policy", "version": 2}', "is not an adacc_hf profile"),
-        ('{"format": "adacc_hf.profile", "version": 0}', "profile format version 0, this release reads 10"),
-        ('{"format": "adacc_hf.profile", "version": 10}', "is a damaged profile"),
-    ],
-    ids=["text", "number", "policy", "past", "empty"],
-)
-def test_what_is_no_profile_is_refused(tmp_path, text, message):
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(AdaccError, match=message):
-        Profile.load(path)
-
-
-@pytest.mark.parametrize(
     "damage",
     [
         lambda record: record["kinds"][0].pop("slots"),

@@ -54,3 +54,13 @@ def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, t
     (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
     assert {operator.ms for operator in kind.operators} == {1.0}
     assert host_times == [1.0]  # blocks are alike
+
+
+def test_operators_on_results_that_the_recorder_has_freed_are_timed(toy_model, toy_batch, monkeypatch):
+    monkeypatch.setattr(cost_model, "time_of", lambda run, device: run() or Timing(1.0, 1.0))
+
+    def forward(block, hidden):
+        return hidden + block.down(((block.up(hidden) + 1 + 2 + 3).tanh() + 4 + 5).sigmoid())
+
+    (kind,) = profile_model(toy_model(forward), toy_batch(), CONFIG).kinds
+    assert [operator.ms for operator in kind.operators] == [1.0] * len(kind.operators)

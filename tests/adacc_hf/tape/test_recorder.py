@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from adacc_hf.tape.recorder import Recorder
+from adacc_hf.tape.replay_check import verify
+from adacc_hf.torch_glue.meters import CpuMemoryMeter
 
 
 class Block(nn.Module):
@@ -164,3 +166,36 @@ def test_a_value_whose_base_lies_elsewhere_keeps_its_storage(x):
     recorder = Recorder(Block(), (x,), {})
     values = [recorder.refer(Wrapper(torch.ones(3))).value for _ in range(8)]
     assert len(set(values)) == 8, "the storage of a value that died would be taken for the next one's"
+
+
+@pytest.mark.parametrize("depth", [4, 16])
+def test_results_that_the_block_frees_are_not_kept(record, depth):
+    """Autograd saves none of the sums. Each one is freed as in training, and replay is verified nevertheless."""
+
+    def forward(block, x):
+        for number in range(depth):
+            x = x + number
+        return x.tanh()
+
+    x = torch.randn(1000, requires_grad=True)
+    with CpuMemoryMeter() as meter:
+        tape, recorder = record(forward, x)
+    assert meter.peak_bytes <= 5 * x.nbytes
+    assert len(tape.checksums) == depth
+    assert verify(tape, recorder.bases) == set(range(1, depth + 2))
+    tape.checksums[depth // 2] += 1
+    assert verify(tape, recorder.bases) == set(range(1, depth // 2))
+
+
+def test_a_result_that_is_saved_later_is_kept(record):
+    def forward(block, x):
+        y = x + 1
+        z = y + 2
+        return z + y.exp() * 2 + y.sin()
+
+    x = torch.randn(100, requires_grad=True)
+    tape, recorder = record(forward, x)
+    saved = {slot.value for slot in tape.slots}
+    assert saved
+    assert saved.isdisjoint(tape.checksums)
+    assert torch.equal(recorder.bases[1], x + 1)

@@ -91,7 +91,7 @@ def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):
     assert not tanh.recomputable
 
 
-def test_verification_holds_one_result_at_a_time(record_call):
+def test_verification_holds_an_operator_s_input_and_result_at_a_time(record_call):
     def forward(block, hidden):
         for _ in range(12):
             hidden = block(hidden).tanh()
@@ -101,7 +101,7 @@ def test_verification_holds_one_result_at_a_time(record_call):
     tape, recorder = record_call(forward, nn.Linear(64, 64), hidden)
     with MemoryMeter.for_device(torch.device("cpu")) as meter, torch.no_grad():
         assert len(verify(tape, recorder.bases)) == 24
-    assert meter.peak_bytes < 2 * hidden.untyped_storage().nbytes()
+    assert meter.peak_bytes <= 2 * hidden.untyped_storage().nbytes()
 
 
 # A second forward of a whole block (torch's checkpoint) runs all of these operators again, also those that replay
