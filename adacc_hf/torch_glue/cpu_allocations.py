@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
@@ -77,59 +77,61 @@ are unknown here, as they are to the profiler."""
 _session_numbers = count()
 
 
-class AllocatorEvent(NamedTuple):
-    """An allocation, or a free, which has negative `nbytes`, by the profiled thread."""
+class AllocatorEvents:
+    """Allocations and frees by the profiled thread in the sessions of one meter, in order of time."""
 
-    address: int
-    nbytes: int
-    total_bytes: int
-    """Bytes that the profiler counts as live after the event, in all threads."""
-    session: int
-    """Number of the session that recorded the storage's allocation."""
-    is_inner: bool = False
-    """True if the event occurred while an inner meter measured."""
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+        self._totals: list[int] = []
+        """Bytes that the profiler counts as live after each event, in all threads."""
+        self._start = self._first_session = 0
+        """Bytes that the profiler counts as live before the first event, and the number of the first session."""
+        self._frees: list[tuple[int, int, int]] = []
+        """(number of earlier events, -bytes, session) of each free of a storage whose allocation an earlier session has
+        recorded, those in the `with` block of an inner meter included."""
 
+    def read(self, session: profile) -> None:
+        """Add the events of a profiler's session. Call this right after the session has ended."""
+        assert session.kineto_results is not None  # the session has ended
+        nodes = sorted(session.kineto_results.experimental_event_tree(), key=lambda node: node.start_time_ns)
+        number, addresses, totals = next(_session_numbers), self._addresses, self._totals
+        for node in nodes:
+            event: Any = node.extra_fields
+            address, nbytes = event.ptr, event.alloc_size
+            if nbytes >= 0:
+                _session_of[address] = number
+            elif (earlier := _session_of.pop(address, number)) < number:  # absent if another thread allocated it
+                self._frees.append((len(totals), nbytes, earlier))
+            if not totals:
+                self._start, self._first_session = event.total_allocated - nbytes, number
+            addresses.append(address)
+            totals.append(event.total_allocated)
 
-def read_session(session: profile) -> list[AllocatorEvent]:
-    """Return the events of a profiler's session in order of time. Call this once, right after the session has ended."""
-    assert session.kineto_results is not None  # the session has ended
-    number, events = next(_session_numbers), []
-    for node in sorted(session.kineto_results.experimental_event_tree(), key=lambda node: node.start_time_ns):
-        fields: Any = node.extra_fields
-        if fields.alloc_size >= 0:
-            allocated_in = _session_of[fields.ptr] = number
-        else:
-            allocated_in = _session_of.pop(fields.ptr, number)  # absent if another thread allocated the storage
-        events.append(AllocatorEvent(fields.ptr, fields.alloc_size, fields.total_allocated, allocated_in))
-    return events
+    def include(self, inner: AllocatorEvents) -> None:
+        """Add the frees of the meter `inner`, which has measured inside the `with` block of this one."""
+        self._frees += [(len(self._totals), nbytes, session) for _, nbytes, session in inner._frees]
 
+    def readings(self, mark_addresses: Iterable[int]) -> list[int | None]:
+        """Return the live bytes after each event.
 
-def old_frees(events: Sequence[AllocatorEvent]) -> list[AllocatorEvent]:
-    """Return those of a meter's `events` that free storages which a session before the meter's first one recorded.
+        Each mark is a storage of MARK_BYTES that is alive until the last session ends. `mark_addresses` are the
+        addresses of these storages. The list contains None at the place of each mark, and its bytes do not include the
+        marks. The bytes are relative to the first event. Bytes freed by another thread are counted at the next event.
+        The first event of each session after the first one shows what was allocated between the sessions, by inner
+        meters for example.
 
-    The profiler does not know storages from between the sessions, and counts no free of theirs. But if such a storage
-    has the address of one whose free it missed, it counts a free, with the bytes of the latter.
-    """
-    return [event for event in events if event.nbytes < 0 and event.session < events[0].session]
-
-
-def allocator_readings(events: Sequence[AllocatorEvent], mark_addresses: Iterable[int]) -> list[int | None]:
-    """Return the live bytes after each of the `events` of a meter's sessions, which are in order of time.
-
-    Each mark is a storage of MARK_BYTES that is alive until the last session ends. `mark_addresses` are the addresses
-    of these storages. The list contains None at the place of each mark, and its bytes do not include the marks. The
-    bytes are relative to the first event. Storages from before the first event have no effect on them, nor have
-    `old_frees`. Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next
-    listed event. The first event of each session after the first one is listed, so that it shows what was allocated
-    between the sessions, by inner meters for example.
-    """
-    last_events = {event.address: index for index, event in enumerate(events)}
-    marks = {last_events[address] for address in mark_addresses}
-    start = events[0].total_bytes - events[0].nbytes if events else 0
-    old = set(map(id, old_frees(events)))
-    readings: list[int | None] = []
-    for index, event in enumerate(events):
-        start += MARK_BYTES * (index in marks) + event.nbytes * (id(event) in old)
-        if not event.is_inner:
-            readings.append(None if index in marks else event.total_bytes - start)
-    return readings
+        Storages from before the first event have no effect. The profiler does not know storages from between sessions,
+        and counts no free of theirs. But if such a storage has the address of one whose free it missed, it counts a
+        free, with the bytes of the latter: such frees are taken back.
+        """
+        last_events = dict(zip(self._addresses, range(len(self._addresses)), strict=True))
+        marks = {last_events[address] for address in mark_addresses}
+        starts = dict.fromkeys(marks, MARK_BYTES)
+        for index, nbytes, session in self._frees:
+            if session < self._first_session:
+                starts[index] = starts.get(index, 0) + nbytes
+        start, readings = self._start, list[int | None]()
+        for index, total in enumerate(self._totals):
+            start += starts.get(index, 0)
+            readings.append(None if index in marks else total - start)
+        return readings

@@ -16,14 +16,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 from adacc_hf.artifacts.errors import ProfilerConflictError
-from adacc_hf.torch_glue.cpu_allocations import (
-    MARK_BYTES,
-    AllocatorEvent,
-    allocator_readings,
-    count_all_threads,
-    old_frees,
-    read_session,
-)
+from adacc_hf.torch_glue.cpu_allocations import MARK_BYTES, AllocatorEvents, count_all_threads
 from adacc_hf.torch_glue.private import before_profilers_start, functions_unprofiled, is_profiling
 
 MEASURABLE = ("cpu", "cuda")
@@ -129,7 +122,7 @@ class CpuMemoryMeter(MemoryMeter):
         """Labels of the marks that other threads have set since the last mark of the profiled thread."""
         self._session: profile | None = None
         """Running session of the profiler, or the last one."""
-        self._events: list[AllocatorEvent] = []
+        self._events = AllocatorEvents()
         """Events of the ended sessions, which are one more than inner meters have interrupted this meter."""
 
     def __enter__(self) -> CpuMemoryMeter:
@@ -180,7 +173,7 @@ class CpuMemoryMeter(MemoryMeter):
         assert self._session is not None
         with _silenced_stderr():
             self._session.__exit__(None, None, None)
-        self._events += read_session(self._session)
+        self._events.read(self._session)
 
     def _leave(self) -> None:
         """End this meter's session, and let the meter around it go on."""
@@ -189,7 +182,7 @@ class CpuMemoryMeter(MemoryMeter):
             self._end_session()
         self._marks = dict.fromkeys(self._marks)  # frees the storages before the outer or another meter counts
         if _open_meters:
-            _open_meters[-1]._events += [event._replace(is_inner=True) for event in old_frees(self._events)]
+            _open_meters[-1]._events.include(self._events)
             _open_meters[-1]._begin_session()
 
     def _interrupt(self) -> None:
@@ -209,7 +202,7 @@ class CpuMemoryMeter(MemoryMeter):
                 raise ProfilerConflictError(_BUSY.format("was started during the measurement"))
             return
         live = live_at_mark = maximum = 0
-        for reading in allocator_readings(self._events, self._marks):
+        for reading in self._events.readings(self._marks):
             if reading is None:
                 self._add_point(live_at_mark, maximum)
                 live_at_mark = maximum = live - self._dying_bytes[len(self.points) - 1]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from adacc_hf.estimate.fake_device import FakeMemoryMeter
-from adacc_hf.torch_glue import meters
+from adacc_hf.torch_glue.cpu_allocations import AllocatorEvents
 from adacc_hf.torch_glue.meters import CpuMemoryMeter, MemoryMeter, refuse_unmeasurable
 
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ def test_marks_of_other_threads_keep_the_labels_in_place():
 
 def test_no_session_records_a_function_that_the_next_session_sees_end(monkeypatch):
     """The profiler would write the function's end into the memory of the first session, which is freed."""
-    sessions, read = [], meters.read_session
-    monkeypatch.setattr(meters, "read_session", lambda s: sessions.append(s.kineto_results) or read(s))
+    sessions, read = [], AllocatorEvents.read
+    monkeypatch.setattr(AllocatorEvents, "read", lambda e, s: sessions.append(s.kineto_results) or read(e, s))
     with CpuMemoryMeter(), record_function("FSDP.forward"):
         tensor = torch.ones(10) + 1
         with CpuMemoryMeter() as inner:
