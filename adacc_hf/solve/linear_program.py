@@ -180,6 +180,9 @@ class Solver:
             # HiGHS's run time accumulates over all its runs.
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + SOLVER_SECONDS)
         self._highs.run()
+        if self._highs.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kNotset):
+            self._highs.clearSolver()  # from the last basis, HiGHS may stall on rounding errors
+            self._highs.run()
         self._log.num_solves += 1
         # PuLP's own status would say "optimal" for a run that ended at the time limit.
         status, information = self._highs.getModelStatus(), self._highs.getInfo()

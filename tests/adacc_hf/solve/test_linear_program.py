@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import count
 
 import highspy
 import pytest
@@ -72,6 +73,15 @@ def test_costs_and_bounds_may_change_between_runs(integer: bool) -> None:
     solver.bound(row, high=12.0)
     assert solver.minimize(VALUES) == pytest.approx([1, 1, 1])
     assert solver.minimize([(0, 1.0), (1, -1.0), (2, 1.0)]) == pytest.approx([0, 1, 0])
+
+
+def test_a_run_that_stalls_starts_again(monkeypatch) -> None:
+    """From the basis of an earlier run, HiGHS 1.15 sometimes ends without an answer (status Unknown)."""
+    program, _ = knapsack()
+    solver = Solver(program, SolverLog(), integer=False)
+    run, num_runs = highspy.Highs.run, count()
+    monkeypatch.setattr(highspy.Highs, "run", lambda highs: run(highs) if next(num_runs) else None)
+    assert solver.minimize([(0, -1.0)]) == pytest.approx([1, 0, 0])
 
 
 def test_a_program_without_a_solution_says_so() -> None:
