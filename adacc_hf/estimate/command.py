@@ -102,9 +102,6 @@ def add_parser(commands: Any) -> None:
         help="N devices share each layer by Transformers' tensor parallelism (tp_size), alone or for each of the "
         "devices of --fsdp",
     )
-    more.add_argument(
-        "--liger", action="store_true", help="plan with Liger's kernels (use_liger_kernel=True), which are emulated"
-    )
     images = more.add_mutually_exclusive_group()
     images.add_argument(
         "--images",
@@ -233,7 +230,6 @@ _NEEDS = {
 }
 """Options that have no effect without another one, which may have a value."""
 _EXCLUDED = {
-    "--liger": ("--sp", "--tp", "--peft", "--images", "--image-tokens", "--profile"),
     "--tp": ("--ddp", "--zero", "--peft", "--images", "--image-tokens", "--profile"),
     "--longest": ("--profile",),
     "--host-bandwidth": ("--profile",),
@@ -342,7 +338,6 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
         ranks_per_layer=arguments.tp or 1,
-        liger=arguments.liger,
         image_tokens=arguments.image_tokens or (tokens_of_images(config, arguments.images) if arguments.images else 0),
         trace=arguments.trace or device.trace,
         sharding=sharding,

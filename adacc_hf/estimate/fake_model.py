@@ -25,7 +25,6 @@ from adacc_hf.estimate.images import (
     pixel_values,
     unchecked_placeholders,
 )
-from adacc_hf.estimate.liger_kernels import check_family, rotary_kernels, use_kernels
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
 from adacc_hf.estimate.sequence_parallel import check_attention, check_heads, shared_sequences
@@ -91,8 +90,6 @@ class Workload:
     """Number of devices that share each sequence, as in DeepSpeed's Ulysses."""
     ranks_per_layer: int = 1
     """Number of devices that share each layer, as in Transformers' tensor parallelism."""
-    liger: bool = False
-    """True if Liger's kernels run, as with `use_liger_kernel=True` of the Trainer. Stand-ins are traced."""
     image_tokens: int = 0
     """Tokens of each sequence that stand for images. If 0, the batches have no images."""
     outlier_share: float = OUTLIER_SHARE
@@ -106,8 +103,6 @@ class Workload:
     def __post_init__(self) -> None:
         self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
         check_heads(self.config, self.ranks_per_sequence)
-        if self.liger:
-            check_family(self.config)
         if self.image_tokens:
             image_size(self.config)
             option = "--peft" if self.adapters is not None else "--sp" if self.ranks_per_sequence > 1 else None
@@ -149,8 +144,6 @@ class FakeModel:
         self.images_per_sequence = (
             images_per_sequence(self.model, workload.config, workload.image_tokens) if workload.image_tokens else 0
         )
-        if workload.liger:
-            use_kernels(self.model)
         if workload.compact_rank is not None:
             from adacc_hf.compact import CompactFactory  # which imports Transformers' Trainer
 
@@ -204,8 +197,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
     placeholders = unchecked_placeholders() if workload.image_tokens else nullcontext()
-    rotations = rotary_kernels(workload.config) if workload.liger else nullcontext()
-    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence), placeholders, rotations:
+    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence), placeholders:
         try:
             yield FakeModel(workload)
         except AdaccError:

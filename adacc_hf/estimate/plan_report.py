@@ -52,7 +52,6 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
         "optimizer": request.optimizer,
         "ranks_per_sequence": request.workload.ranks_per_sequence,
         "ranks_per_layer": request.workload.ranks_per_layer,
-        "liger": request.workload.liger,
         "sharding": asdict(request.workload.sharding),
         "budget_bytes": request.budget,
         "host_memory_bytes": request.workload.adacc.host_memory,
@@ -97,12 +96,11 @@ def _plan_title(plan: TrainingPlan) -> str:
         sharding_text += f", tensor parallel over {request.workload.ranks_per_layer}"
     num_ranks = request.workload.ranks_per_sequence
     place = "device" if num_ranks == 1 else f"{num_ranks} devices (Ulysses)"
-    optimizer = f"{request.optimizer}, Liger's kernels" if request.workload.liger else request.optimizer
     image_tokens = request.workload.image_tokens
     images_text = f" ({image_tokens} of each sequence for images)" if image_tokens else ""
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
-        f"{place}{images_text}, {plan.attention} attention, {optimizer}{sharding_text}, on {device.title}"
+        f"{place}{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
     )
 
 
@@ -214,11 +212,6 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
     ):
         notes.append(
             f"{100 * workload.outlier_share:g} % of the channels are assumed to be outliers (--outlier-share)."
-        )
-    if workload.liger:
-        notes.append(
-            "Liger's kernels are emulated: the tensors that Liger 0.8 allocates, saves and overwrites are counted. Its "
-            "times are those of similar operators of torch."
         )
     if workload.image_tokens:
         _, height, width = image_size(workload.config)

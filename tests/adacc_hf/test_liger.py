@@ -15,9 +15,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, Workload
-from adacc_hf.estimate.planning import Request, training_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
@@ -97,24 +94,6 @@ def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, asse
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
             assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
-
-
-@interpreted
-def test_a_plan_predicts_the_bytes_of_a_step(liger, tiny_llama, token_batch):
-    """`adacc plan --liger` counts the bytes that a plain step with all of liger's kernels takes."""
-    model, batch = tiny_llama(), token_batch(4, 32)
-    liger(model=model)
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        memory = measure_step(model, batch)
-    workload = Workload(
-        config=model.config, device=find_device("cpu"), precision=PRECISIONS["fp32"], trace="cpu", liger=True
-    )
-    planned = Request(model="m", workload=workload, batch_size=4, seq_len=32, optimizer="sgd")
-    _, profile = training_profile(planned)
-    assert profile.plain_stored_bytes == memory.stored_bytes
-    peak = uniform_policy(profile, "retain").predicted_peak_bytes
-    assert peak - profile.static_bytes == memory.peak_bytes - memory.static_bytes
 
 
 @interpreted
