@@ -38,7 +38,6 @@ COMPUTED_IN = {
 
 _NOT_PLANNED = {
     "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
-    "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
 }
 """Options that `adacc plan` refuses, each with the reason and advice."""
 
@@ -91,16 +90,6 @@ def add_parser(commands: Any) -> None:
         metavar="SIZE",
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
         "percent of the device's PCIe generation; not with --profile, which has measured rates)",
-    )
-    more.add_argument(
-        "--sp", type=int, metavar="N", help="N devices share each sequence by Ulysses (sp_size), with --zero"
-    )
-    more.add_argument(
-        "--tp",
-        type=int,
-        metavar="N",
-        help="N devices share each layer by Transformers' tensor parallelism (tp_size), alone or for each of the "
-        "devices of --fsdp",
     )
     images = more.add_mutually_exclusive_group()
     images.add_argument(
@@ -230,7 +219,6 @@ _NEEDS = {
 }
 """Options that have no effect without another one, which may have a value."""
 _EXCLUDED = {
-    "--tp": ("--ddp", "--zero", "--peft", "--images", "--image-tokens", "--profile"),
     "--longest": ("--profile",),
     "--host-bandwidth": ("--profile",),
 }
@@ -241,7 +229,6 @@ _RANGES = {
     "--images": (lambda number: number >= 1, "at least 1: the images in each sequence"),
     "--lora-rank": (lambda number: number >= 1, "at least 1"),
     "--lora-dropout": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
-    "--tp": (lambda number: number >= 2, "at least 2: the number of devices that share each layer"),
 }
 """Condition on an option's value, as code and as text."""
 
@@ -267,16 +254,6 @@ def _convert_options(arguments: argparse.Namespace) -> None:
         for other in others:
             if _value_of(arguments, option) is not None and _value_of(arguments, other) is not None:
                 raise ValueError(f"{option} is not planned with {other}: leave out one of the two")
-    if arguments.tp is not None and arguments.optimizer == COMPACT:
-        raise ValueError(f"--tp is not possible with --optimizer {COMPACT}, which needs whole weights: use --fsdp")
-    num_devices = 0 if arguments.zero is None else arguments.zero[1]
-    if arguments.sp is not None and (arguments.sp < 2 or num_devices % arguments.sp or not num_devices):
-        raise ValueError(
-            f"--sp={arguments.sp} must be at least 2, and divide the number of devices: Ulysses is DeepSpeed's, so "
-            f"pass --zero STAGE N too, for example --zero 3 {max(2, arguments.sp)}"
-        )
-    if arguments.sp is not None and arguments.attn == "eager":
-        raise ValueError("--sp needs fused attention: leave out --attn eager")
     arguments.sharding = _plan_sharding(arguments)
     for option in ("--budget", "--host-memory", "--host-bandwidth"):
         setattr(arguments, _attribute(option), _option_bytes(_value_of(arguments, option), option))
@@ -336,8 +313,6 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         adapters=None if arguments.peft is None else adapters,
         quantization=quantization or (Quantization() if arguments.load_in_4bit else None),
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
-        ranks_per_sequence=arguments.sp or 1,
-        ranks_per_layer=arguments.tp or 1,
         image_tokens=arguments.image_tokens or (tokens_of_images(config, arguments.images) if arguments.images else 0),
         trace=arguments.trace or device.trace,
         sharding=sharding,

@@ -27,9 +27,7 @@ from adacc_hf.estimate.images import (
 )
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
-from adacc_hf.estimate.sequence_parallel import check_attention, check_heads, shared_sequences
 from adacc_hf.estimate.static_memory import Sharding
-from adacc_hf.estimate.tensor_parallel import shard_model
 from adacc_hf.estimate.thinning import Thinning
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
@@ -86,10 +84,6 @@ class Workload:
     trace: str = "cuda"
     """Device type ("cuda" or "cpu") that the traced fake tensors have. Torch's choice of kernels depends on it."""
     sharding: Sharding = field(default_factory=Sharding)
-    ranks_per_sequence: int = 1
-    """Number of devices that share each sequence, as in DeepSpeed's Ulysses."""
-    ranks_per_layer: int = 1
-    """Number of devices that share each layer, as in Transformers' tensor parallelism."""
     image_tokens: int = 0
     """Tokens of each sequence that stand for images. If 0, the batches have no images."""
     outlier_share: float = OUTLIER_SHARE
@@ -102,14 +96,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
-        check_heads(self.config, self.ranks_per_sequence)
         if self.image_tokens:
             image_size(self.config)
-            option = "--peft" if self.adapters is not None else "--sp" if self.ranks_per_sequence > 1 else None
-            if option is not None:
-                raise ValueError(
-                    f"--images and --image-tokens are not planned with {option}: leave out one of the options"
-                )
+            if self.adapters is not None:
+                raise ValueError("--images and --image-tokens are not planned with --peft: leave out one of the two")
         if self.quantization is not None and self.adapters is None:
             raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
         if self.quantization is not None and self.sharding.method not in ("none", "ddp"):
@@ -133,12 +123,6 @@ class FakeModel:
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
         self.model = empty_model(workload, dtype)
-        check_attention(self.model, workload.ranks_per_sequence)
-        self.whole_gradient_bytes = 0
-        """Bytes of gradients that a device holds in addition to those of its parameters."""
-        if workload.ranks_per_layer > 1:
-            num_bytes = shard_model(self.model, workload.ranks_per_layer)
-            self.whole_gradient_bytes = 0 if sharding.method == "fsdp" else num_bytes  # FSDP shards each gradient
         _disable_caches(self.model)
         self.model.train()
         self.images_per_sequence = (
@@ -169,15 +153,13 @@ class FakeModel:
         return self._trace(batch_size, seq_len)[0]
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        """Return one device's part of a batch of `batch_size` sequences of `seq_len` tokens, with labels."""
-        num_ranks = self.workload.ranks_per_sequence
-        ids = torch.zeros((batch_size, -(-seq_len // num_ranks)), dtype=torch.long)
+        """Return a batch of `batch_size` sequences of `seq_len` tokens, with labels."""
+        ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
-        positions = {} if num_ranks == 1 else {"position_ids": ids.clone()}
         images = {}
         if self.images_per_sequence:
             images = {"pixel_values": pixel_values(self.workload.config, batch_size * self.images_per_sequence)}
-        return {"input_ids": ids, "labels": labels.clone(), **positions, **images}
+        return {"input_ids": ids, "labels": labels.clone(), **images}
 
     def _trace(self, batch_size: int, seq_len: int) -> tuple[Profile, dict[str, float]]:
         """Return the profile of the present blocks, and the milliseconds of each block's backward."""
@@ -197,7 +179,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
     placeholders = unchecked_placeholders() if workload.image_tokens else nullcontext()
-    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence), placeholders:
+    with fake_tensors(workload.trace), placeholders:
         try:
             yield FakeModel(workload)
         except AdaccError:

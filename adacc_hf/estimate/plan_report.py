@@ -50,8 +50,6 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
         "seq_len": request.seq_len,
         "attention": plan.attention,
         "optimizer": request.optimizer,
-        "ranks_per_sequence": request.workload.ranks_per_sequence,
-        "ranks_per_layer": request.workload.ranks_per_layer,
         "sharding": asdict(request.workload.sharding),
         "budget_bytes": request.budget,
         "host_memory_bytes": request.workload.adacc.host_memory,
@@ -92,15 +90,11 @@ def _plan_title(plan: TrainingPlan) -> str:
     request, device = plan.request, plan.request.workload.device
     sharding = request.workload.sharding
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
-    if request.workload.ranks_per_layer > 1:
-        sharding_text += f", tensor parallel over {request.workload.ranks_per_layer}"
-    num_ranks = request.workload.ranks_per_sequence
-    place = "device" if num_ranks == 1 else f"{num_ranks} devices (Ulysses)"
     image_tokens = request.workload.image_tokens
     images_text = f" ({image_tokens} of each sequence for images)" if image_tokens else ""
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
-        f"{place}{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
+        f"device{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
     )
 
 

@@ -156,10 +156,9 @@ class TrainingPlanner:
         self.request = request
         self.model = model
         workload = model.workload
-        static = static_memory(
+        self.static = static_memory(
             model.model, model.blocks, request.optimizer, workload.sharding, workload.has_master_weights
         )
-        self.static = replace(static, gradients_bytes=static.gradients_bytes + model.whole_gradient_bytes)
         self._traced: dict[tuple[int, int], Profile] = {}
         """Profiles by (batch size, sequence length)."""
         self._peak = cache(self._smallest_peak)
@@ -227,8 +226,7 @@ class TrainingPlanner:
             shifts = {name: extra_bytes - nbytes for name, nbytes in gradients.items()}
         else:
             # Only a shard of each finished gradient stays live, possibly in a dtype that differs from the traced one.
-            shard_bytes = self.static.gradients_bytes - self.model.whole_gradient_bytes
-            share = shard_bytes / max(1, _trained_bytes(self.model.model))
+            share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
             shifts = {name: extra_bytes - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
@@ -394,8 +392,7 @@ def tiled_title(profile: Profile) -> str:
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
     """Predict the memory that torch's caching allocator reserves on the GPU, or return None if impossible."""
     workload = request.workload
-    is_shared = workload.sharding.method != "none" or workload.ranks_per_layer > 1
-    if is_shared or workload.trace == "cpu" or request.profile is not None:
+    if workload.sharding.method != "none" or workload.trace == "cpu" or request.profile is not None:
         return None
     return reserved_bytes(
         model, request.batch_size, request.seq_len, request.optimizer, request.accumulates, is_checkpointed

@@ -41,7 +41,7 @@ __all__ = [
     "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS",
     "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "VIEWED", "DataDependentOutputException",
     "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase",
-    "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all", "attention_operator", "attention_priority",
+    "TorchDispatchMode", "attention_operator", "attention_priority",
     "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices", "coo_values",
     "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "functions_unprofiled",
     "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
@@ -217,29 +217,6 @@ def collective_counts() -> list[Any]:
         except RuntimeError:  # the backend has no such counter
             counts.append(object())
     return counts
-
-
-def all_to_all(parts: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """Send `parts[n]` to rank n, and return the received parts, with autograd. Fake tensors need no process group."""
-    import torch.distributed._functional_collectives  # defines the results for fake tensors
-
-    sizes = [parts.shape[0] // num_ranks] * num_ranks
-    return torch.ops._c10d_functional_autograd.all_to_all_single(parts, sizes, sizes, group_name)
-
-
-def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
-    """Return the sum of the ranks' tensors, without autograd. Fake tensors need no process group."""
-    import torch.distributed._functional_collectives  # defines the results for fake tensors
-
-    return torch.ops._c10d_functional.all_reduce(tensor, "sum", group_name)
-
-
-def all_gather(tensor: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """Return the ranks' tensors, concatenated along dimension 0, without autograd. Fake tensors need no process
-    group."""
-    import torch.distributed._functional_collectives  # defines the results for fake tensors
-
-    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, num_ranks, group_name)
 
 
 # Operators.

@@ -133,7 +133,7 @@ def test_precisions_compute_in_the_dtype_that_is_checked_without_torch() -> None
 def test_wrong_options_are_refused_before_torch_is_imported() -> None:
     wrong = (
         ["--device", "b200"], ["--optimizer", "adam"], ["--zero", "4", "2"], ["--fsdp", "1"], ["--budget", "20"],
-        ["--budget", "much"], ["--device", "v100"], ["--tp", "2", "--ddp", "2"], ["--model", "/no/such/folder"],
+        ["--budget", "much"], ["--device", "v100"], ["--lora-rank", "8"], ["--model", "/no/such/folder"],
     )  # fmt: skip
     code = (
         "import sys; from adacc_hf.cli import main\n"
