@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-FIRST_SETTING = {"gpt2_pile": "--model MODEL", "long_context": "--model MODEL", "sft_lora": "--chats CHATS"}
+FIRST_SETTING = {"gpt2_pile": "--model MODEL", "sft_lora": "--chats CHATS"}
 
 
 @pytest.mark.parametrize("name", FIRST_SETTING)
