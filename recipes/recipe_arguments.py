@@ -39,8 +39,8 @@ class DataArguments:
         default="stdlib",
         metadata={
             "help": "pile (streamed from the hub), stdlib (the source text of the running Python's standard library, "
-            "no download), or a file: .txt (documents are separated by lines with only <|endoftext|>, or else by blank "
-            'lines), .jsonl or .jsonl.zst with rows {"text": ...}; or a folder of such files.'
+            "no download), or a file: .txt (documents are separated by blank lines), "
+            '.jsonl or .jsonl.zst with rows {"text": ...}; or a folder of such files.'
         },
     )
     pile_id: str = field(

@@ -33,9 +33,8 @@ def load_text_data(
     with main_process_first(desc="preparing the data"):
         train, validation, text_key = _split_documents(args)
         tokenizer = _recipe_tokenizer(args, train, text_key)
-        cache_dir = str(Path(args.cache_dir) / "sequences")
-        packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, cache_dir, "training")
-        packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, cache_dir, "validation")
+        packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, "training")
+        packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, "validation")
         first_validation = _first_sequences(packed_validation, args.max_eval_sequences)
     return TextData(tokenizer=tokenizer, train=packed_train, validation=first_validation, held_out=validation)
 
@@ -47,9 +46,9 @@ def _split_documents(
     if args.dataset == "pile":
         train, validation = split_stream(stream_pile(args.pile_id), args.validation_documents)
         return train, validation, f"{args.pile_id} from {args.validation_documents}"
-    documents, digest = load_documents(args.dataset, Path(args.cache_dir))
+    documents = load_documents(args.dataset, Path(args.cache_dir) / "documents")
     train, validation = split_by_document(documents, args.validation_fraction)
-    return train, validation, f"{digest} without {args.validation_fraction}"
+    return train, validation, train._fingerprint
 
 
 def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:

@@ -1,18 +1,16 @@
 """Training documents: the Pile, the running Python's standard library, a file, or a folder of files.
 
-Every source gives one `datasets` object with the single column "text", one row per document. Local text is cached as an
-Arrow file. The content is the cache's key, so a changed file is read again. The Pile is streamed.
+Every source gives one `datasets` object with the single column "text", one row per document. `datasets` reads local
+files, caches them as Arrow files, and reads a changed file again. The Pile is streamed.
 """
 
-import hashlib
 import sysconfig
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from arrow_cache import cached_rows
-from datasets import Dataset, Features, IterableDataset, Value, load_dataset
-from text_files import checked_files, read_file
+from datasets import Dataset, IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
+FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
 # Exclude third-party packages, which are not the standard library, and test data, which is not useful text.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -23,20 +21,25 @@ def stream_pile(pile_id: str) -> IterableDataset:
     return rows.select_columns("text")
 
 
-def load_documents(dataset: str, cache_dir: Path) -> tuple[Dataset, str]:
-    """Return the documents of "stdlib", a file or a folder of files, and the SHA-256 of their content. Raises
-    FileNotFoundError for a missing file and ValueError for unusable text. After an error, no file remains in the
-    cache."""
-    paths = stdlib_files() if dataset == "stdlib" else checked_files(dataset)
-    digest = _content_digest(paths)
-    documents = cached_rows(
-        _stdlib_rows if dataset == "stdlib" else _file_rows,
-        Features({"text": Value("string")}),
-        str(cache_dir / "documents"),
-        digest,
-        paths=[str(path) for path in paths],
-    )
-    return documents, digest
+def load_documents(dataset: str, cache_dir: Path) -> Dataset:
+    """Return the documents of "stdlib", a file or a folder of files, without blank ones.
+
+    Raises FileNotFoundError for a missing file, and ValueError for unusable text. Both name the setting.
+    """
+    if dataset == "stdlib":
+        # A few files declare an encoding other than UTF-8; replaced characters do no harm here.
+        settings = {"sample_by": "document", "encoding_errors": "replace"}
+        parts = [_read_files("text", stdlib_files(), dataset, cache_dir, **settings)]
+    else:
+        files = checked_files(dataset)
+        texts = [path for path in files if path.suffix == ".txt"]
+        rows = [path for path in files if path.suffix != ".txt"]
+        parts = [_read_files("text", texts, dataset, cache_dir, sample_by="paragraph")] if texts else []
+        parts += [_read_files("json", rows, dataset, cache_dir)] if rows else []
+    documents = concatenate_datasets(parts).filter(_have_text, batched=True)
+    if not len(documents):
+        raise ValueError(f"--dataset={dataset} holds no text: every document in it is empty; pass a file with text")
+    return documents
 
 
 def stdlib_files() -> list[Path]:
@@ -46,26 +49,48 @@ def stdlib_files() -> list[Path]:
     return [root / file for file in sorted(files) if _SKIPPED_FOLDERS.isdisjoint(file.parts)]
 
 
-def _stdlib_rows(paths: list[str]) -> Iterator[dict[str, str]]:
-    """Yield one document per source file. Empty files (most `__init__.py`) are left out."""
-    for path in paths:
-        # A few files declare an encoding other than UTF-8; replaced characters do no harm here.
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        if text.strip():
-            yield {"text": text}
+def checked_files(dataset: str) -> list[Path]:
+    """Return the file in `--dataset`, or all non-empty text files of a folder, in a fixed order.
+
+    Raises FileNotFoundError or ValueError if there are none.
+    """
+    path = Path(dataset)
+    if path.is_dir():
+        files = (file for file in path.rglob("*") if file.name.endswith(FILE_SUFFIXES) and file.is_file())
+        text_files = sorted(file for file in files if file.stat().st_size > 0)
+        if not text_files:
+            raise ValueError(
+                f"--dataset={dataset} is a folder without text; put files there that end in {', '.join(FILE_SUFFIXES)}"
+            )
+        return text_files
+    if not path.name.endswith(FILE_SUFFIXES):
+        raise ValueError(
+            f"--dataset={dataset} is neither pile, stdlib, a folder, nor a file of a known kind; "
+            f"name a file that ends in {', '.join(FILE_SUFFIXES)}"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"--dataset={dataset}: no such file; check the path (relative to {Path.cwd()})")
+    return [path]
 
 
-def _file_rows(paths: list[str]) -> Iterator[dict[str, str]]:
-    for path in paths:
-        yield from ({"text": text} for text in read_file(path))
+def _read_files(kind: str, files: list[Path], dataset: str, cache_dir: Path, **settings: str) -> Dataset:
+    try:
+        rows = load_dataset(
+            kind, data_files=[str(file) for file in files], split="train", cache_dir=str(cache_dir), **settings
+        )
+    except (DatasetGenerationError, ValueError, StopIteration) as error:  # datasets logs which file it could not read
+        reason = str(error.__cause__ or error) or "it is empty, or cut short"
+        raise ValueError(
+            f"--dataset={dataset} could not be read ({reason}); files must be UTF-8, and each line "
+            f'of a .jsonl file one JSON object {{"text": "...", ...}}'
+        ) from error
+    if rows.features.get("text") != Value("string") or rows.data.column("text").null_count:
+        raise ValueError(
+            f'--dataset={dataset} has rows without a "text" string (its keys are {rows.column_names}); each row must '
+            f'be {{"text": "...", ...}}'
+        )
+    return rows.select_columns("text")
 
 
-def _content_digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of the files' suffixes, lengths and bytes."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()
+def _have_text(batch: dict[str, list[str]]) -> list[bool]:
+    return [bool(text.strip()) for text in batch["text"]]

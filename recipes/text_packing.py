@@ -2,16 +2,16 @@
 and cut to sequences of equal length."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
-from arrow_cache import cached_rows
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 Documents = TypeVar("Documents", Dataset, IterableDataset)
+_STREAM_BATCH = 1000  # documents of a stream that are packed together
 _ENCODE_BATCH = 256  # documents per tokenizer call: enough for the tokenizer's threads, with little memory
 
 
@@ -56,31 +56,31 @@ def encode_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -
     )
 
 
-def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
-    """Yield all tokens in order, in sequences of exactly `seq_len`. At most seq_len - 1 tokens at the end are dropped.
+def pack_documents(encoded: Documents, seq_len: int, part: str) -> Documents:
+    """Concatenate encoded documents, and return sequences of `seq_len` tokens, [seq_len] int64 each.
 
-    Example: [[1, 2, 3], [4, 5]] with seq_len 2 gives [1, 2], [3, 4].
+    At most seq_len - 1 tokens are dropped: at the end of a Dataset, or of every 1,000 documents of a stream. Raises
+    ValueError, with the name `part` in the message, if the text of a Dataset does not fill one sequence.
     """
-    buffer: list[int] = []
-    for tokens in documents:
-        buffer.extend(tokens)
-        num_packed = len(buffer) - len(buffer) % seq_len
-        for start in range(0, num_packed, seq_len):
-            yield buffer[start : start + seq_len]
-        del buffer[:num_packed]
+    batch_size = _STREAM_BATCH if isinstance(encoded, IterableDataset) else None  # None: all documents at once
+    settings = {"seq_len": seq_len}
+    packed = encoded.with_format("numpy").map(cut_tokens, batched=True, batch_size=batch_size, fn_kwargs=settings)
+    if isinstance(packed, Dataset) and not len(packed):
+        raise ValueError(
+            f"--seq_len={seq_len} is longer than all {part} text of --dataset together; lower --seq_len, use more text"
+            + (", or raise --validation_fraction" if part == "validation" else "")
+        )
+    return packed.with_format("torch")
 
 
-def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
-    """Concatenate encoded documents, and return sequences of `seq_len` tokens, [seq_len] int64 each. The sequences of a
-    Dataset are cached as an Arrow file. The sequences of a stream are streamed. Raises ValueError, with the name `part`
-    in the message, if the text does not fill one sequence."""
-    features = Features({"input_ids": List(Value("int32"), length=seq_len)})
-    kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}
-    if isinstance(encoded, IterableDataset):
-        return IterableDataset.from_generator(_packed_rows, features, kwargs).with_format("torch")
-    # The rows depend only on these two. Without a key, datasets would hash the whole object.
-    key = hashlib.sha256(f"packed {encoded._fingerprint} {seq_len}".encode()).hexdigest()
-    return cached_rows(_packed_rows, features, cache_dir, key, **kwargs).with_format("torch")
+def cut_tokens(batch: dict[str, Sequence[np.ndarray]], seq_len: int) -> dict[str, np.ndarray]:
+    """Cut the concatenated documents of a batch into rows of `seq_len` tokens.
+
+    Example: [1, 2, 3] and [4, 5] with seq_len 2 give [1, 2] and [3, 4].
+    """
+    tokens = np.concatenate([np.empty(0, dtype=np.int32), *batch["input_ids"]]).astype(np.int32)
+    num_rows = len(tokens) // seq_len
+    return {"input_ids": tokens[: num_rows * seq_len].reshape(num_rows, seq_len)}
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -89,18 +89,6 @@ def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
     modelling, this function keeps the labels of <|endoftext|>."""
     input_ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}
-
-
-def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) -> Iterator[dict[str, list[int]]]:
-    batches = (batch["input_ids"] for batch in encoded.iter(batch_size=_ENCODE_BATCH))
-    sequences = pack_tokens(chain.from_iterable(batches), seq_len)
-    first = next(sequences, None)
-    if first is None:
-        raise ValueError(
-            f"--seq_len={seq_len} is longer than all {part} text of --dataset together; lower --seq_len, use more text"
-            + (", or raise --validation_fraction" if part == "validation" else "")
-        )
-    yield from ({"input_ids": sequence} for sequence in chain([first], sequences))
 
 
 def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:

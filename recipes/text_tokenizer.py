@@ -8,10 +8,10 @@ from pathlib import Path
 
 import tokenizers
 from datasets import Dataset, IterableDataset
-from text_files import END_OF_TEXT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the 256 bytes and <|endoftext|>
 
 

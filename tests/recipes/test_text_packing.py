@@ -1,18 +1,19 @@
 from itertools import chain
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from text_packing import encode_documents, pack_documents, pack_tokens, split_by_document, stack_sequences
+from text_packing import cut_tokens, encode_documents, pack_documents, split_by_document, stack_sequences
 from transformers import PreTrainedTokenizerBase
 
 
 @given(st.lists(st.lists(st.integers(0, 999), max_size=40), max_size=30), st.integers(1, 50))
 def test_packing_keeps_every_token_in_order(documents: list[list[int]], seq_len: int):
-    sequences = list(pack_tokens(iter(documents), seq_len))
+    arrays = [np.array(document, dtype=np.int32) for document in documents]
+    sequences = cut_tokens({"input_ids": arrays}, seq_len)["input_ids"].tolist()
     tokens = list(chain.from_iterable(documents))
     assert all(len(sequence) == seq_len for sequence in sequences)
     assert len(sequences) == len(tokens) // seq_len
@@ -20,13 +21,13 @@ def test_packing_keeps_every_token_in_order(documents: list[list[int]], seq_len:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["dataset", "stream"])
-def test_packed_rows_hold_the_encoded_text(streamed, tokenizer, texts, tmp_path):
-    documents = Dataset.from_dict({"text": texts * 60})  # 720 documents, more than one batch of the packer
+def test_packed_rows_hold_the_encoded_text(streamed, tokenizer, texts):
+    documents = Dataset.from_dict({"text": texts * 60})  # 720 documents, more than one batch of the tokenizer
     expected = []
     for text in documents["text"]:
         expected += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     source = documents.to_iterable_dataset() if streamed else documents
-    packed = pack_documents(encode_documents(source, tokenizer), 64, str(tmp_path), "training")
+    packed = pack_documents(encode_documents(source, tokenizer), 64, "training")
     assert isinstance(packed, IterableDataset if streamed else Dataset)
     tokens = torch.cat([row["input_ids"] for row in packed])
     assert tokens.tolist() == expected[: len(expected) // 64 * 64]
@@ -47,11 +48,10 @@ def test_encoding_without_an_end_marker_is_refused(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.parametrize("part", ["training", "validation"])
-def test_too_little_text_for_one_sequence_is_refused(part: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+def test_too_little_text_for_one_sequence_is_refused(part: str, tokenizer: PreTrainedTokenizerBase):
     encoded = encode_documents(Dataset.from_dict({"text": ["short"]}), tokenizer)
     with pytest.raises(ValueError, match=rf"--seq_len=4096 is longer than all {part} text of --dataset"):
-        pack_documents(encoded, 4096, str(tmp_path), part)
-    assert not list(tmp_path.rglob("*.arrow"))
+        pack_documents(encoded, 4096, part)
 
 
 @given(st.lists(st.text(max_size=20), min_size=2, max_size=60, unique=True), st.floats(0.01, 0.9), st.randoms())
