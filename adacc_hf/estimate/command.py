@@ -131,12 +131,10 @@ def add_parser(commands: Any) -> None:
         help="share of the channels assumed to be outliers, 0 to 1 (default 0.01)",
     )
     more.add_argument(
-        "--largest", action="store_true", help="also search for the largest batch and the longest sequence"
-    )
-    more.add_argument(
-        "--longest",
+        "--largest",
         action="store_true",
-        help="print the longest sequence and its time per token for five methods, and nothing else (takes minutes)",
+        help="print the largest batch, the longest sequence and its time per token for five methods, and nothing else "
+        "(takes minutes)",
     )
     more.add_argument("--json", action="store_true", help="print one JSON record")
     more.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
@@ -152,17 +150,17 @@ def run(arguments: argparse.Namespace) -> str:
         log.info("loading torch and Transformers")
         gc.disable()  # imports leave no garbage, and the search for it takes a sixth of their time
         try:
-            from adacc_hf.estimate.longest import longest_json, longest_sequences, longest_text
+            from adacc_hf.estimate.largest import largest_json, largest_shapes, largest_text
             from adacc_hf.estimate.plan_report import to_json, to_text
             from adacc_hf.estimate.planning import plan
 
             request = _plan_request(arguments)
         finally:
             gc.enable()
-        if arguments.longest:
-            longest = longest_sequences(request)
-            as_json = longest_json(request, longest)
-            return json.dumps(as_json, indent=1) if arguments.json else longest_text(request, longest)
+        if arguments.largest:
+            largest = largest_shapes(request)
+            as_json = largest_json(request, largest)
+            return json.dumps(as_json, indent=1) if arguments.json else largest_text(request, largest)
         training_plan = plan(request)
     if arguments.html is not None:
         _write_plan_report(arguments.html, training_plan)
@@ -219,7 +217,7 @@ _NEEDS = {
 }
 """Options that have no effect without another one, which may have a value."""
 _EXCLUDED = {
-    "--longest": ("--profile",),
+    "--largest": ("--profile",),
     "--host-bandwidth": ("--profile",),
 }
 """Options that are not planned together with others."""
@@ -333,7 +331,6 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         accumulates=arguments.accumulate,
         budget_bytes=arguments.budget,
         longest_seq_len=context_length(config),
-        find_largest=arguments.largest,
         profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.images import image_size
-from adacc_hf.estimate.planning import LENGTH_STEP, TrainingPlan
+from adacc_hf.estimate.planning import TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
 
 WIDTH = 100
@@ -30,7 +30,6 @@ ASSUMPTIONS = (
     "launch. Communication, the optimizer's step and data loading are not included.",
     'Peaks count live tensor bytes. "reserved" is the memory that an allocator without expandable segments holds after '
     "two steps.",
-    f"The longest sequence is searched in steps of {LENGTH_STEP} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is assumed to be exact for torch's own operators, including dropout's masks.",
     "For 46 published memory measurements, 31 predictions were within 10 %, and the median error was 4.5 % "
@@ -165,13 +164,8 @@ def _method_table(plan: TrainingPlan) -> list[str]:
         ("step", *(_plan_ratio(forecast.step_ms, 1, "{:.1f} ms") for forecast in forecasts)),
         ("of plain's time", *(_plan_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
         ("of recomputation's", *(_plan_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
-        ("largest batch", *(_plan_count(forecast.largest_batch) for forecast in forecasts)),
-        (
-            "longest sequence",
-            *(_plan_length(forecast.longest_seq_len, plan.request.longest_seq_len) for forecast in forecasts),
-        ),
     ]
-    return plan_table(rows if plan.request.find_largest else rows[:-2])
+    return plan_table(rows)
 
 
 def _memory_table(plan: TrainingPlan) -> list[str]:
@@ -240,14 +234,6 @@ def _host_note(plan: TrainingPlan) -> str:
         f"80 % of 16 lanes of the device's PCIe generation) and not to overlap with kernels: "
         f"{2e3 * host_bytes / bandwidth:.1f} ms per step here."
     )
-
-
-def _plan_count(number: int | None) -> str:
-    return "-" if number is None else str(number)
-
-
-def _plan_length(number: int | None, limit: int | None) -> str:
-    return f"{number} (the model's limit)" if number is not None and number == limit else _plan_count(number)
 
 
 def _plan_bytes(num_bytes: int | None) -> str:

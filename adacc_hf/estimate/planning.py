@@ -31,7 +31,7 @@ METHODS = ("plain", "full recomputation", "adacc")
 """Training methods that are compared: retaining every activation, torch's checkpoint around every block, and the policy
 from the solver."""
 EXACT, TILED = "adacc, exact", "recomputation, tiles and chunked head"
-"""Additional training methods that the search for the longest sequence compares."""
+"""Additional training methods that the search for the largest batch and the longest sequence compares."""
 SEARCH_LIMIT = 2**20
 """Upper end of the searches for the largest batch size and the longest sequence."""
 LENGTH_STEP = 8
@@ -56,8 +56,6 @@ class Request:
     `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
     """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
-    find_largest: bool = True
-    """True to search for the largest batch and the longest sequence, which takes about 15 additional traces."""
     profile: Profile | None = None
     """Saved profile to use instead of tracing the model, or None."""
 
@@ -94,8 +92,6 @@ class Forecast:
     reserved_bytes: int | None = None
     """Bytes that torch's caching allocator reserves. None if the allocator is not simulated: for method "adacc", on
     several devices, on a CPU, and with a saved profile."""
-    largest_batch: int | None = None
-    longest_seq_len: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +171,6 @@ class TrainingPlanner:
         policy, peak_bytes, bound_bytes = _solve_forecast(profile, request.budget, request.workload.adacc)
         log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
-        if request.find_largest and request.profile is None:
-            forecasts = self._add_largest(forecasts)
         return TrainingPlan(
             request=request,
             attention=" and ".join(attention_of(self.model.model)),
@@ -281,19 +275,11 @@ class TrainingPlanner:
         fits = peak_bytes <= self.request.budget
         return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
 
-    def _add_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
-        """Return `forecasts` with each method's largest batch and longest sequence added. The search for each method
-        starts at the result of the previous method."""
-        extended = {}
-        largest_batch, seq_len = self.request.batch_size, self.request.seq_len
-        for method, forecast in forecasts.items():
-            log.info("searching for the largest batch and the longest sequence: %s", method)
-            largest_batch = self._largest_batch(method, max(1, largest_batch))
-            seq_len = self.longest_seq_len(method, max(1, seq_len))
-            extended[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
-        return extended
+    def largest_batch(self, method: str, start: int) -> int:
+        """Return the largest batch size whose peak under `method` is within the budget, or 0.
 
-    def _largest_batch(self, method: str, start: int) -> int:
+        The sequence length is that of `self.request`. The search begins at `start` sequences.
+        """
         seq_len = self.request.seq_len
         hints = {
             batch: excess for (batch, length), excess in self._traced_excess(method).items() if length in (0, seq_len)

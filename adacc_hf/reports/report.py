@@ -22,7 +22,6 @@ from adacc_hf.reports.explain import (
     format_shape,
     plan_groups,
 )
-from adacc_hf.reports.largest_shapes import draw_largest_shapes, has_largest_shapes
 from adacc_hf.reports.memory_bars import draw_memory_bars, peak_memory
 from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
 from adacc_hf.reports.step_times import first_steps_parts
@@ -191,13 +190,7 @@ def percent(part: float, total: float) -> str:
 
 
 def _comparison_section(records: Sequence[Record] | None) -> list[Part]:
-    if not records:
-        return []
-    parts: list[Part] = ["## Comparison of methods", _record_table(records)]
-    if has_largest_shapes(records):
-        title = "Largest batch and longest sequence, by method"
-        parts.append(Figure("largest_shapes.png", title, draw_largest_shapes(records)))
-    return parts
+    return ["## Comparison of methods", _record_table(records)] if records else []
 
 
 def _actions_section(profile: Profile, policy: Policy) -> list[Part]:

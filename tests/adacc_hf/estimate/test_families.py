@@ -19,7 +19,7 @@ def workload(config: PretrainedConfig, precision: str = "bf16-amp", attention: s
 
 def plan_on_one_gpu(name: str, config: PretrainedConfig, attention: str | None = None) -> TrainingPlan:
     settings = workload(config, attention=attention)
-    return plan(Request(model=name, workload=settings, batch_size=2, seq_len=16, find_largest=False))
+    return plan(Request(model=name, workload=settings, batch_size=2, seq_len=16))
 
 
 def assert_complete(training_plan: TrainingPlan) -> None:

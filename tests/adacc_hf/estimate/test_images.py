@@ -56,7 +56,7 @@ def test_activations_and_peaks_are_those_of_a_step_with_images(name: str, one_th
 def test_a_small_model_of_a_family(name: str) -> None:
     config = architectures()[name].build().config
     settings = workload(config, precision=PRECISIONS["bf16-amp"])
-    training_plan = plan(Request(model=name, workload=settings, batch_size=2, seq_len=16, find_largest=False))
+    training_plan = plan(Request(model=name, workload=settings, batch_size=2, seq_len=16))
     plain, full = (training_plan.forecasts[method] for method in ("plain", "full recomputation"))
     assert full.peak_bytes < plain.peak_bytes <= plain.reserved_bytes
     assert {block.kind for block in training_plan.profile.blocks} >= {0, 1}, "blocks of the tower and of the text"

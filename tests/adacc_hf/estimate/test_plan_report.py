@@ -17,9 +17,7 @@ CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=5
 def test_the_text_has_the_range_that_is_expected_on_the_device():
     """Fragments, temporary tensors and the CUDA context widen the peak to a range. A CPU has none."""
     workload = Workload(config=CONFIG, device=find_device("h100"), precision=PRECISIONS["bf16-amp"])
-    training_plan = planning.plan(
-        Request(model="small", workload=workload, batch_size=2, seq_len=32, find_largest=False)
-    )
+    training_plan = planning.plan(Request(model="small", workload=workload, batch_size=2, seq_len=32))
     low, high = expected_bytes(training_plan)
     peak_bytes = training_plan.forecasts["plain"].peak_bytes
     assert low < peak_bytes < high - CONTEXT_BYTES

@@ -48,7 +48,7 @@ def request_for(name, precision="bf16", sharding=None, device="a100", **options)
         adapters=options.pop("adapters", None),
         sharding=sharding or Sharding(),
     )
-    settings = {"batch_size": 8, "seq_len": 128, "find_largest": False, **options}
+    settings = {"batch_size": 8, "seq_len": 128, **options}
     return Request(model=name, workload=workload, **settings)
 
 

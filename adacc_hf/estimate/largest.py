@@ -1,4 +1,4 @@
-"""Longest sequences that a device can train on, by training method (`adacc plan --longest`)."""
+"""Largest batches and longest sequences that a device can train on, by training method (`adacc plan --largest`)."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ from adacc_hf.solve.solver import solve_policy
 
 log = logging.getLogger(__name__)
 
-LONGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
+LARGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
 """Training methods that are compared. Three have no policy: plain training, full recomputation, and full recomputation
 with modules that run on some rows at a time. Two use a policy: one with exact actions only, and one with all
 actions."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongestSequence:
-    """Longest sequence that one training method fits into the budget."""
+class LargestShapes:
+    """Largest batch and longest sequence that one training method fits into the budget."""
 
     method: str
     title: str
     """Name of the method in the table. TILED is named by the parts that this model and this batch have."""
+    batch_size: int
+    """Largest number of sequences of the requested length. 0 if none fits."""
     seq_len: int
-    """Length of the sequence in tokens. 0 if no sequence fits."""
+    """Length in tokens of the longest sequence at the requested batch size. 0 if none fits."""
     is_at_limit: bool
     """True if the model's context length limits the sequence, not the memory."""
     ms_per_token: float | None
-    """Predicted time of forward and backward per token, for this sequence. None if no sequence fits."""
+    """Predicted time of forward and backward per token, for the longest sequence. None if no sequence fits."""
 
 
-def longest_sequences(request: Request) -> list[LongestSequence]:
-    """Return, for each of LONGEST_METHODS, the longest sequence within the budget of `request` and the model's context.
+def largest_shapes(request: Request) -> list[LargestShapes]:
+    """Return, for each of LARGEST_METHODS, the largest batch and the longest sequence within the budget of `request`,
+    and the model's context.
 
     Raises the errors of `planning.plan`.
     """
@@ -55,22 +58,24 @@ def longest_sequences(request: Request) -> list[LongestSequence]:
     with fake_model(request.workload) as model:
         planner = TrainingPlanner(request, model)
         planner.check_budget()
-        found: list[LongestSequence] = []
-        for method in LONGEST_METHODS:
-            log.info("searching for the longest sequence: %s", method)
-            start = max([request.seq_len, *(each.seq_len for each in found)])
-            seq_len = planner.longest_seq_len(method, start)
+        largest: list[LargestShapes] = []
+        batch_size, seq_len = request.batch_size, request.seq_len
+        for method in LARGEST_METHODS:  # each search starts at the previous method's result
+            log.info("searching for the largest batch and the longest sequence: %s", method)
+            batch_size = planner.largest_batch(method, max(1, batch_size))
+            seq_len = planner.longest_seq_len(method, max(request.seq_len, seq_len))
             profile = planner.profile_at(request.batch_size, seq_len if seq_len >= 2 else request.seq_len)
-            found.append(
-                LongestSequence(
+            largest.append(
+                LargestShapes(
                     method=method,
                     title=tiled_title(profile) if method == TILED else method,
+                    batch_size=batch_size,
                     seq_len=seq_len,
                     is_at_limit=seq_len == request.longest_seq_len,
                     ms_per_token=_ms_per_token(planner, profile, method, seq_len) if seq_len >= 2 else None,
                 )
             )
-        return found
+        return largest
 
 
 def _ms_per_token(planner: TrainingPlanner, profile: Profile, method: str, seq_len: int) -> float | None:
@@ -88,27 +93,28 @@ def _ms_per_token(planner: TrainingPlanner, profile: Profile, method: str, seq_l
     return (plain_ms(profile) + overhead_ms) / (request.batch_size * seq_len)
 
 
-def longest_text(request: Request, longest: list[LongestSequence]) -> str:
-    """Return the results of `longest_sequences` as a text table."""
-    plain = next(each for each in longest if each.method == METHODS[0])
-    rows = [("", "longest sequence", "of plain's", "ms per 1,000 tokens")]
-    for each in longest:
+def largest_text(request: Request, largest: list[LargestShapes]) -> str:
+    """Return the results of `largest_shapes` as a text table."""
+    plain = next(each for each in largest if each.method == METHODS[0])
+    rows = [("", "largest batch", "longest sequence", "of plain's", "ms per 1,000 tokens")]
+    for each in largest:
         length = f"{each.seq_len:,}{' (the context)' if each.is_at_limit else ''}" if each.seq_len else "none"
         ratio = f"{each.seq_len / plain.seq_len:.1f}" if plain.seq_len else "-"
         time = "-" if each.ms_per_token is None else f"{1e3 * each.ms_per_token:.1f}"
-        rows.append((each.title, length, ratio, time))
+        rows.append((each.title, f"{each.batch_size:,}" if each.batch_size else "none", length, ratio, time))
     title = (
-        f"{request.model}: longest of {request.batch_size} sequences per device within "
-        f"{format_bytes(request.budget)}, on {request.workload.device.title}"
+        f"{request.model}: largest batch of {request.seq_len} tokens, and longest sequence in batches of "
+        f"{request.batch_size}, per device within {format_bytes(request.budget)}, on {request.workload.device.title}"
     )
     return "\n".join([title, "", *plan_table(rows)])
 
 
-def longest_json(request: Request, longest: list[LongestSequence]) -> dict[str, object]:
-    """Return the results of `longest_sequences` as a JSON record."""
+def largest_json(request: Request, largest: list[LargestShapes]) -> dict[str, object]:
+    """Return the results of `largest_shapes` as a JSON record."""
     return {
         "model": request.model,
         "batch_size": request.batch_size,
+        "seq_len": request.seq_len,
         "budget_bytes": request.budget,
-        "longest": {each.method: vars(each) for each in longest},
+        "largest": {each.method: vars(each) for each in largest},
     }

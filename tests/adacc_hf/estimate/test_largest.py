@@ -1,4 +1,4 @@
-"""`adacc plan --longest`: the longest sequence of five methods, and its time per token."""
+"""`adacc plan --largest`: the largest batch and the longest sequence of five methods, and its time per token."""
 
 import json
 
@@ -8,31 +8,38 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.cli import main
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
-from adacc_hf.estimate.longest import LONGEST_METHODS
+from adacc_hf.estimate.largest import LARGEST_METHODS
 from adacc_hf.estimate.planning import TILED, Request, tiled_title, training_profile
 
 
 @pytest.fixture
-def longest(folder, capsys):
-    """`longest(*options)`: what `adacc plan --longest` prints for 32 sequences."""
+def largest(folder, capsys):
+    """`largest(*options)`: what `adacc plan --largest` prints for 32 sequences."""
 
     def run(*options):
-        assert main(["plan", "--model", folder, "--batch-size", "32", "--longest", "--dtype", "fp32", *options]) == 0
+        assert main(["plan", "--model", folder, "--batch-size", "32", "--largest", "--dtype", "fp32", *options]) == 0
         return capsys.readouterr().out
 
     return run
 
 
-def test_methods_reach_longer_sequences_one_after_the_other(longest):
-    record = json.loads(longest("--budget", "20MiB", "--json"))
-    lengths = {method: each["seq_len"] for method, each in record["longest"].items()}
-    assert tuple(lengths) == LONGEST_METHODS
+def test_methods_reach_larger_shapes_one_after_the_other(largest, plan):
+    record = json.loads(largest("--budget", "20MiB", "--json"))
+    lengths = {method: each["seq_len"] for method, each in record["largest"].items()}
+    assert tuple(lengths) == LARGEST_METHODS
     plain, full, tiled, exact, ours = lengths.values()
     assert 0 < plain < full <= tiled <= ours == 64
     assert full <= exact <= ours
-    assert all(each["ms_per_token"] > 0 for each in record["longest"].values())
-    at_limit = [each["is_at_limit"] for each in record["longest"].values()]
+    assert all(each["ms_per_token"] > 0 for each in record["largest"].values())
+    at_limit = [each["is_at_limit"] for each in record["largest"].values()]
     assert at_limit == [length == 64 for length in lengths.values()]
+    batches = [each["batch_size"] for each in record["largest"].values()]
+    assert 0 < batches[0] < batches[1] <= batches[2]
+    assert batches[1] <= batches[3] <= batches[4]
+    options = ("--dtype", "fp32", "--budget", "20MiB", "--batch-size")
+    at, beyond = (plan(*options, str(batches[4] + more))["fits"] for more in (0, 1))
+    assert at
+    assert not beyond
 
 
 @pytest.mark.parametrize(
@@ -57,8 +64,8 @@ def test_the_row_of_tiles_and_head_is_named_by_what_it_has(planned_config, batch
     assert tiled_title(profile) == title
 
 
-def test_a_budget_below_every_sequence_says_none(longest):
-    text = longest("--budget", "8MiB", "--seq-len", "64")
-    assert "longest of 32 sequences per device within 8.00 MiB" in text
+def test_a_budget_below_every_sequence_says_none(largest):
+    text = largest("--budget", "8MiB", "--seq-len", "64")
+    assert "longest sequence in batches of 32, per device within 8.00 MiB" in text
     assert "none" in text
     assert "\nrecomputation, chunked head " in text, "32 x 64 tokens have no tiles"
