@@ -99,14 +99,7 @@ class FakeMeasurement(Measurement):
         channels = {v: encode_view(tape, v).geometry[0][-1] for v in outlier_codecs(tape, config)}
         return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
 
-    def price(
-        self,
-        tape: Tape,
-        bases: list[torch.Tensor],
-        config: AdaccConfig,
-        outliers: dict[int, int],
-        run_block: Callable[[], object] | None = None,
-    ) -> Prices:
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         codecs = {
             value: self._options(tape, value, [make_codec(name, outliers.get(value, 0)) for name in names])
             for value, names in codec_candidates(tape, config).items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -39,18 +39,11 @@ class CachingMeasurement(Measurement):
         self.store = store
         self._is_usable = True
 
-    def price(
-        self,
-        tape: Tape,
-        bases: list[torch.Tensor],
-        config: AdaccConfig,
-        outliers: dict[int, int],
-        run_block: Callable[[], object] | None = None,
-    ) -> Prices:
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         key = price_key(tape, bases[0].device, config, outliers)
         prices = self._cached_prices(key, tape) if config.reuse_prices else None
         if prices is None:
-            prices = super().price(tape, bases, config, outliers, run_block)
+            prices = super().price(tape, bases, config, outliers)
             self._store_prices(key, tape, prices)
         return prices
 

@@ -47,19 +47,15 @@ def price_tape(
     bases: Sequence[torch.Tensor],
     config: AdaccConfig,
     outliers: dict[int, int],
-    run_block: Callable[[], object] | None = None,
 ) -> Prices:
     """Measure, on the recorded tensors `bases`, the times of the operators on `tape` and the costs of the activations'
     codecs.
 
     The times are the device's or the host's, whichever limits the speed of a step.
-
-    `run_block` is a function that runs the whole block once more, or None if the block cannot run again.
     """
-    block_host_ms = host_ms_of_block(run_block, bases[0].device)
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         timings = operator_timings(tape, bases)
-        resource = bottleneck(timings, block_host_ms)
+        resource = bottleneck(timings)
         codecs = codec_options(tape, bases, config, outliers, resource)
         times = [getattr(timing, resource) for timing in timings]
         return Prices(times, operator_workspaces(tape, bases), codecs, resource)
@@ -111,33 +107,6 @@ def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Co
     if not codecs or any(codec.stands_in for codec in codecs):
         return False
     return not any(is_accurate_enough(errors.codecs, value, codec.name) for codec in codecs)
-
-
-def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:
-    """Return the milliseconds that the host takes to launch a block's forward in training.
-
-    Return None on a CPU, or if `run` is None.
-    """
-    return None if run is None or device.type != "cuda" else host_ms_of(run, device)
-
-
-def host_ms_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds that the host takes for `run` with gradients enabled.
-
-    Tensors that autograd saves for backward are dropped.
-    """
-    drop_saved_tensors = torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward)
-    with torch.enable_grad(), drop_saved_tensors:
-        return time_of(run, device).host_ms
-
-
-def _drop_tensor(_: object) -> None:
-    """Drop a tensor that autograd saves, for a call that has no backward."""
-
-
-def _refuse_backward(_: object) -> torch.Tensor:
-    """Raise RuntimeError in place of a backward through a call that is run only to be timed."""
-    raise RuntimeError("a call that is timed has no backward")
 
 
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:

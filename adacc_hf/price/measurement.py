@@ -19,11 +19,7 @@ from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import count_outlier_channels
-from adacc_hf.price.cost_model import (
-    Prices,
-    measure_gradient_errors,
-    price_tape,
-)
+from adacc_hf.price.cost_model import Prices, measure_gradient_errors, price_tape
 from adacc_hf.price.host_copies import measure_host_link
 from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.operator_effects import RngUse
@@ -53,19 +49,9 @@ class Measurement:
         considered."""
         return count_outlier_channels(tape, bases, config)
 
-    def price(
-        self,
-        tape: Tape,
-        bases: list[torch.Tensor],
-        config: AdaccConfig,
-        outliers: dict[int, int],
-        run_block: Callable[[], object] | None = None,
-    ) -> Prices:
-        """Measure the time of each operator of `tape`, and the costs of the codecs for each activation.
-
-        `run_block` is a function that runs the whole block once more, or None if the block cannot run again.
-        """
-        return price_tape(tape, bases, config, outliers, run_block)
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+        """Measure the time of each operator of `tape`, and the costs of the codecs for each activation."""
+        return price_tape(tape, bases, config, outliers)
 
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig

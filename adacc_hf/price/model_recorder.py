@@ -197,7 +197,7 @@ class ModelRecorder:
         graph = None if known_shapes.graph_of(tape, fn, args) is None else any_graph
         outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder, outliers, graph)
+            self._prices[tape.digest] = self._price(tape, recorder, outliers)
         errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
         if tiling is not None and tape.digest not in self.tile_memory:
             self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
@@ -284,20 +284,13 @@ class ModelRecorder:
             recording.hand_over(plan, {})
         return frozenset(plan.roots) | {value for value in saved if choices[value] is RETAIN}
 
-    def _price(
-        self,
-        tape: Tape,
-        recorder: Recorder,
-        outliers: dict[int, int],
-        graph: tuple[Callable[..., Any], tuple[Any, ...]] | None,
-    ) -> Prices:
-        """Measure the times and codec costs of a recorded call, whose traced `graph` can run again."""
+    def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int]) -> Prices:
+        """Measure the times and codec costs of a recorded call."""
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
         if tape.untrusted in HIDDEN and not tape.has_collectives:
             return Prices([self._run_ms], [0])
-        run = None if graph is None or tape.has_collectives else lambda: graph[0](*graph[1])
-        return self._measurement.price(tape, recorder.bases, self._config, outliers, run)
+        return self._measurement.price(tape, recorder.bases, self._config, outliers)
 
     def _measure_memory(
         self,

@@ -7,7 +7,7 @@ tiles, because a tensor's codecs do not depend on tiles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -224,14 +224,7 @@ class _Unpriced(Measurement):
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
         return {}
 
-    def price(
-        self,
-        tape: Tape,
-        bases: list[torch.Tensor],
-        config: AdaccConfig,
-        outliers: dict[int, int],
-        run_block: Callable[[], object] | None = None,
-    ) -> Prices:
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         return Prices([0.0] * len(tape.operators), [0] * len(tape.operators))
 
     def gradient_errors(

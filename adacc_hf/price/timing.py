@@ -97,15 +97,10 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
     return torch.zeros(max(1, nbytes // 4), device=device).sum
 
 
-def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
+def bottleneck(timings: Iterable[Timing]) -> Bottleneck:
     """Return the resource that limits a step whose forward takes `timings`: the device, or the host that launches its
-    work.
-
-    `block_host_ms` is the host's time for the block's forward without a policy. This time includes modules, hooks and
-    autograd's graph. If `block_host_ms` is None, the host's time is the sum of the host times in `timings`.
-    """
+    work."""
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
-    host_ms = host_ms if block_host_ms is None else block_host_ms
     on_device, on_host = device_ms * (1.0 + BACKWARD_ON_DEVICE), host_ms * (1.0 + BACKWARD_ON_HOST)
     return "device_ms" if on_device >= on_host else "host_ms"
 

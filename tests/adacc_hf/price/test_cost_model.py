@@ -35,27 +35,6 @@ def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_bat
     assert {option.encode_ms for option in options} == {option.decode_ms for option in options} == {scarce_ms}
 
 
-def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, tiny_gpt2, token_batch):
-    """The block's own host time decides which resource is scarce. Its launches alone are ahead of the device; with
-    modules, hooks and autograd's graph the host is behind."""
-    host_times = []
-
-    def block_host_ms(run, device):
-        host_times.append(cost_model.host_ms_of(run, device))
-        return 1000.0
-
-    def time_of(run, device):
-        run()
-        return Timing(2.0, 1.0)
-
-    monkeypatch.setattr(cost_model, "host_ms_of_block", block_host_ms)
-    for module in ("cost_model", "codec_selection"):
-        monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", time_of)
-    (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
-    assert {operator.ms for operator in kind.operators} == {1.0}
-    assert host_times == [1.0]  # blocks are alike
-
-
 def test_operators_on_results_that_the_recorder_has_freed_are_timed(toy_model, toy_batch, monkeypatch):
     monkeypatch.setattr(cost_model, "time_of", lambda run, device: run() or Timing(1.0, 1.0))
 
