@@ -19,7 +19,7 @@ from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
-from adacc_hf.artifacts.notebook_html import paragraph, plans_html, policy_map_html
+from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.callbacks.compiled_phase import CompiledPhase
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
@@ -275,9 +275,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         phase = None if self.session is None else self._session.phase
         return phase if isinstance(phase, CompiledPhase) else None
 
-    def _repr_html_(self) -> str:
-        """Return HTML for notebooks: the settings and, if there is a policy, tables of its actions."""
-        if self.policy is None:
-            return paragraph(f"{self!r}: no policy yet")
-        policy_map = "" if self.profile is None else policy_map_html(self.policy, self.profile)
-        return paragraph(repr(self)) + plans_html(self.policy) + policy_map
+    def _repr_markdown_(self) -> str:
+        """Return the settings and, if there is a policy, a table of its actions, which notebooks show."""
+        return f"`{self!r}`: no policy yet" if self.policy is None else policy_tables(repr(self), self.policy)

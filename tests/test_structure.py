@@ -122,8 +122,8 @@ def test_each_file_of_the_product_has_a_test_file_of_its_name() -> None:
 
 
 def is_private(name: str) -> bool:
-    """Return True for a private name. `_repr_html_` is public: notebooks call it."""
-    return name != "_repr_html_" and name.startswith("_") and not name.startswith("__") and name != "_"
+    """Return True for a private name. `_repr_html_` and `_repr_markdown_` are public: notebooks call them."""
+    return not name.startswith("_repr_") and name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 @cache

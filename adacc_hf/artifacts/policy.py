@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import POLICY_FILE, policy_file, read_json, write_json
+from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_names import is_on_host
@@ -261,11 +262,9 @@ class Policy:
     def __repr__(self) -> str:
         return f"<Policy: {self.describe()}>"
 
-    def _repr_html_(self) -> str:
-        """Return the policy as a small HTML table, which notebooks show."""
-        from adacc_hf.artifacts.notebook_html import policy_html  # imported here, because it imports this module
-
-        return policy_html(self)
+    def _repr_markdown_(self) -> str:
+        """Return the policy as a small table, which notebooks show."""
+        return policy_tables(self.describe(), self)
 
     def __str__(self) -> str:
         lines = [f"Policy: {self.summary()}"]

@@ -16,9 +16,9 @@ from typing import Any
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
 from adacc_hf.artifacts.kind_profile import KindProfile, Value, kind_from_json
-from adacc_hf.artifacts.notebook_html import profile_html
 from adacc_hf.artifacts.policy import Plan
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
+from adacc_hf.artifacts.tables import profile_tables
 from adacc_hf.artifacts.units import format_bytes
 
 FORMAT_VERSION = 10
@@ -330,9 +330,9 @@ class Profile:
             f"{format_bytes(self.plain_stored_bytes)} for backward>"
         )
 
-    def _repr_html_(self) -> str:
+    def _repr_markdown_(self) -> str:
         """Return the profile as a small table, which notebooks show."""
-        return profile_html(self)
+        return profile_tables(self)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.notebook_html import ACTION_COLORS
+from adacc_hf.artifacts.tables import ACTION_COLORS, table
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import Figure, Part, Report, table
+from adacc_hf.reports.document import Figure, Part, Report
 from adacc_hf.reports.plots import FONT, draw_action_legend, new_figure, plot_module, to_png, unit_of
 from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
 from adacc_hf.reports.step_times import first_steps_parts

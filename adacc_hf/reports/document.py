@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from adacc_hf.artifacts.notebook_html import ACTION_COLORS, TEXT_COLORS
+from adacc_hf.artifacts.tables import ACTION_COLORS
 from adacc_hf.reports.plots import plot_module
 
 _STYLE = """
@@ -36,6 +36,8 @@ SCOPE th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
 SCOPE .action { padding: 1px 7px; border-radius: 4px; }
 """
 """CSS for the parts of a document. SCOPE is replaced by the selector of the element that contains the parts."""
+TEXT_COLORS = {"retain": "#fff", "compress": "#1f2328", "recompute": "#1f2328"}
+"""Text colours on `ACTION_COLORS`, readable on light and dark pages."""
 SCOPE = "adacc-report"
 """CSS class of the element around a report in a notebook, so that the notebook's other cells keep their style."""
 SYNTAX = ("heading", "image", "escape", "table")
@@ -57,16 +59,6 @@ class Figure:
 
 Part = str | Figure
 """Part of a report: a figure, or a heading, paragraph or table in Markdown."""
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> str:
-    """Return a table of text cells in Markdown. Columns whose header is in `numbers` are right-aligned."""
-    for row in rows:
-        if len(row) != len(headers):
-            raise ValueError(f"a row has {len(row)} cells under {len(headers)} headers: {row!r}")
-    rule = ["---:" if header in numbers else "---" for header in headers]
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (headers, rule, *rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def to_markdown(parts: Sequence[Part]) -> str:

@@ -9,8 +9,9 @@ from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_time import plain_blocks_ms
+from adacc_hf.artifacts.tables import table
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import Figure, Part, Report, table
+from adacc_hf.reports.document import Figure, Part, Report
 from adacc_hf.reports.explain import (
     NOTHING_TO_DECIDE,
     ActivationRow,

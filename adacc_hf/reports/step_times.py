@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adacc_hf.adapt.first_steps import EVENTS
-from adacc_hf.reports.document import Figure, Part, table
+from adacc_hf.artifacts.tables import table
+from adacc_hf.reports.document import Figure, Part
 from adacc_hf.reports.plots import FONT, new_figure, plot_module, to_png
 
 Record = Mapping[str, Any]

@@ -65,9 +65,9 @@ from torch import nn
 from adacc_hf.artifacts.call_names import block_of_call, call_name, calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
-from adacc_hf.artifacts.notebook_html import paragraph, plans_html
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
+from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
@@ -204,9 +204,9 @@ class PolicyHandle:
         state = "" if self.installation.modules else " (removed)"
         return f"<PolicyHandle on {type(self.installation.model).__name__}{state}: {self.policy.describe()}>"
 
-    def _repr_html_(self) -> str:
-        """Return the policy as a small HTML table, which notebooks show."""
-        return paragraph(repr(self)) + plans_html(self.policy)
+    def _repr_markdown_(self) -> str:
+        """Return the policy as a small table, which notebooks show."""
+        return policy_tables(repr(self), self.policy)
 
     def __enter__(self) -> PolicyHandle:
         return self

@@ -44,7 +44,7 @@ def test_a_policy_without_a_profile_has_no_report(train, run_callback):
     with pytest.raises(ValueError, match=r"no profile to explain it with: .*adacc report POLICY --profile PROFILE"):
         callback.report()
     assert callback.policy.summary() in repr(callback)
-    assert "<table" in callback._repr_html_()
+    assert "| run as |" in callback._repr_markdown_()
 
 
 # Importing Inductor raises torch's own deprecation warnings. Tracing a loss after another graph does so, too.

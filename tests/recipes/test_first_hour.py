@@ -14,7 +14,7 @@ EXPECTED = {
     "profile": "Profile of LlamaForCausalLM on cpu",
     "handle": "PolicyHandle on LlamaForCausalLM",
 }
-"""Last line of a cell, and a part of the HTML that the cell shows."""
+"""Last line of a cell, and a part of the text that the cell shows."""
 
 # Runs the code cells in one namespace and writes what they show. Python's own parser finds a cell's last expression.
 RUNNER = """
@@ -26,7 +26,8 @@ for source in json.load(open(sys.argv[1], encoding="utf-8")):
     last = body.pop() if isinstance(body[-1], ast.Expr) else None
     exec(compile(ast.Module(body, []), "cell", "exec"), namespace)
     value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), namespace)
-    shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
+    methods = [getattr(value, name, None) for name in ("_repr_html_", "_repr_markdown_")]
+    shown.append(next((method() for method in methods if method is not None), repr(value)))
 json.dump(shown, open(sys.argv[2], "w", encoding="utf-8"))
 """
 
@@ -37,7 +38,7 @@ def code_cells() -> list[str]:
 
 
 def run_with_nbclient(folder: Path) -> tuple[list[str], str]:
-    """Return the HTML that each code cell shows, and all printed text."""
+    """Return the HTML or Markdown that each code cell shows, and all printed text."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -46,7 +47,9 @@ def run_with_nbclient(folder: Path) -> tuple[list[str], str]:
     shown, printed = [], ""
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         results = [
-            output.data.get("text/html", "") for output in cell.outputs if output.output_type == "execute_result"
+            output.data.get("text/html", output.data.get("text/markdown", ""))
+            for output in cell.outputs
+            if output.output_type == "execute_result"
         ]
         shown.append("".join(results))
         printed += "".join(output.text for output in cell.outputs if output.output_type == "stream")

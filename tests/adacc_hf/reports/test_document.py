@@ -7,7 +7,8 @@ import base64
 import pytest
 from html_pages import Page
 
-from adacc_hf.reports.document import Figure, Report, table, to_html, to_markdown
+from adacc_hf.artifacts.tables import table
+from adacc_hf.reports.document import Figure, Report, to_html, to_markdown
 
 PARTS = [
     "# Title",
