@@ -18,11 +18,8 @@ from adacc_hf.torch_glue.private import tree_leaves, tree_map_only
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The keyword arguments of a model's forward, labels included, and the sizes of the tensors among the arguments.
-
-    Tensors that the training loop has computed with gradients, such as `inputs_embeds`, are detached: a backward of the
-    profile must not free the loop's graph.
-    """
+    """Keyword arguments of a model's forward, labels included. Tensors with a graph, such as `inputs_embeds` of the
+    loop, are detached, because a backward of the profile must not free the loop's graph."""
 
     tensors: Mapping[str, Any]
 
@@ -47,8 +44,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the batch: elements of the largest tensor of shape (samples, length), or 0 without such a
-        tensor."""
+        """Number of tokens: elements of the largest tensor of shape (samples, length), or 0 without such a tensor."""
         if not isinstance(self.tensors, Mapping):  # the entry of the profiler refuses such a batch in words
             return 0
         return max((prod(shape.size) for shape in self.shapes if len(shape.size) == 2), default=0)

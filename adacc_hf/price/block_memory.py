@@ -1,8 +1,7 @@
 """Memory of one block, measured on a recorded call that runs again alone.
 
-A forward that stores nothing shows when forward itself frees each value. It runs the block's own code, whose variables
-hold tensors. A forward and backward that stores everything shows when backward unpacks and frees each saved tensor, and
-how much memory gradients and temporaries take then. It runs the traced graph, if there is one.
+A forward that stores nothing shows when forward frees each value. A forward and backward that stores everything shows
+when backward unpacks and frees each saved tensor, and the memory of gradients and temporaries.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 FLAT_PARAMETER = "_flat_param"
 """Name under which FSDP 1 registers all parameters of a block as one. The block reads views of it."""
 TILES = ("begin tiles", "end tiles")
-"""First parts of the labels that a meter gets when a module begins and when it stops running in tiles (groups of
-rows). The second part is the module's index in `Tiling.modules`."""
+"""First parts of a meter's labels where a module begins and stops running in tiles. The second part is its index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +56,7 @@ class BlockMemory:
 
 
 class RepeatedCall:
-    """A call of a block that can run again, and whose backward ends at the call's inputs and copies of parameters.
-
-    Each run has new copies, which share the parameters' memory, so that autocast casts them again.
-    """
+    """Call of a block that can run again, on new copies of its parameters, which share their memory."""
 
     def __init__(self, run: Callable[[_Leaves], Any], num_results: int, overwrites: bool) -> None:
         self._run = run
@@ -72,11 +67,8 @@ class RepeatedCall:
 
     @staticmethod
     def of_graph(graph: Callable[..., Any], inputs: Sequence[Any], num_results: int, overwrites: bool) -> RepeatedCall:
-        """Return a call that runs a traced `graph` on its `inputs`.
-
-        `num_results` is the number of results that require gradients, which the graph returns first. `overwrites` is
-        True if the call writes to an input.
-        """
+        """Return a call that runs a traced `graph`, whose first `num_results` results require gradients. `overwrites`
+        is True if the call writes to an input."""
         return RepeatedCall(lambda leaves: graph(*map(leaves.of, inputs)), num_results, overwrites)
 
     @staticmethod
@@ -89,10 +81,8 @@ class RepeatedCall:
         overwrites: bool,
         is_forward: bool = False,
     ) -> RepeatedCall:
-        """Return a call that runs the block's own code, `fn(*args)`, with modules in tiles if `tiling` is given.
-
-        If `is_forward`, no backward will follow, and the block's own parameters may be read.
-        """
+        """Return a call that runs the block's own code, in tiles if `tiling` is given. If `is_forward`, no backward
+        will follow, and the block's own parameters may be read."""
 
         def run(leaves: _Leaves) -> Any:
             called = fn
@@ -136,8 +126,8 @@ class RepeatedCall:
 
 @contextmanager
 def _computed_tensors_as_leaves(block: nn.Module, leaves: _Leaves) -> Iterator[None]:
-    """Replace the tensors with a graph that modules of `block` hold, such as FSDP's views of gathered parameters, by
-    leaves inside the `with` block."""
+    """Replace tensors with a graph in attributes of modules (FSDP's views of gathered parameters) by leaves
+    meanwhile."""
     attributes = [
         (vars(module), name, value)
         for module in block.modules()
@@ -162,10 +152,8 @@ class _Leaves:
         self.made: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """Return the leaf for a tensor that requires a gradient, and all other values unchanged.
-
-        If the call writes to an input, return clones of all tensors but parameters.
-        """
+        """Return the leaf for a tensor that requires a gradient, a clone if the call writes to an input, else
+        `value`."""
         if id(value) not in self.made:
             self.made[id(value)] = self._make(value)
         return self.made[id(value)]
@@ -198,11 +186,11 @@ def measure_block(
     measurement: Measurement,
     has_gradients: bool,
 ) -> BlockMemory:
-    """Run the forward of `call`, which was recorded on `tape`, and forward and backward of `graph`, which has the same
-    operators, and return the memory events.
+    """Run the forward of `call` and forward and backward of `graph`, both with the operators of `tape`. Return the
+    memory events.
 
     `dead_slots` are the saved tensors that the forward itself frees. If `has_gradients`, the parameters have gradients
-    of earlier backwards already.
+    already.
     """
     device = tape.values[0].device
     with garbage_collection_disabled():
@@ -221,9 +209,8 @@ def measure_block(
 def measure_by_other_graph(
     graph: RepeatedCall, tape: Tape, dead_slots: frozenset[int], measurement: Measurement, has_gradients: bool
 ) -> BlockMemory:
-    """Return the memory events of a call that was recorded on `tape`, and whose traced `graph` has somewhat other
-    operators. Those of forward are those of the tape, and those of backward are the graph's. The saved tensors of both
-    are matched in their order."""
+    """Return the memory events of a call whose traced `graph` has somewhat other operators than `tape`: those of
+    forward are the tape's, those of backward the graph's. Saved tensors are matched in their order."""
     keys: list[Any] = []
 
     @torch.compiler.disable
@@ -294,8 +281,8 @@ class _Slots:
         self._numbers = iter(range(len(tape.slots)) if numbers is None else numbers)
 
     def next(self, tensor: torch.Tensor) -> tuple[int, int, bool]:
-        """Return (slot, value, True if the value is new) of the next saved tensor. The slot is -1 if the tape has no
-        such tensor."""
+        """Return (slot, value, True if the value is new) of the next saved tensor. The slot is -1 if it is not on the
+        tape."""
         slot = next(self._numbers)
         value = self.values[slot] if slot >= 0 else -1
         is_new = value >= 0 and value not in self.storages
@@ -332,10 +319,7 @@ def _run_forward(call: RepeatedCall, slots: _Slots) -> None:
 
 
 def refuse_backward(_: Any) -> torch.Tensor:
-    """Raise ValueError, because autograd unpacks a tensor in a profiling pass without backward.
-
-    The cause is a backward that the model's own code runs before it returns the loss.
-    """
+    """Raise ValueError, because the model's own code runs a backward before it returns the loss."""
     raise ValueError(
         "the loss runs a backward of its own before it is returned, within a block or around it (a gradient penalty, "
         "forces as gradients of an energy, or a loss that embeds small batches one by one, such as "
@@ -365,7 +349,7 @@ def _forward_events(points: Sequence[MemoryPoint]) -> tuple[ForwardEvent, ...]:
 
 
 class TrackedTensor:
-    """Packed form of a saved tensor. When autograd frees this object, the event "release" is recorded."""
+    """Packed saved tensor that records the event "release" when autograd frees it."""
 
     __slots__ = ("mark", "slot", "tensor")
 
@@ -423,8 +407,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _backward_events(points: Sequence[MemoryPoint], slots: _Slots, survivors: set[int]) -> tuple[BackwardEvent, ...]:
-    """Return the memory events of a backward. The values in `survivors` were alive when it had ended, in autocast's
-    cache, for example."""
+    """Return the memory events of a backward. `survivors` were alive at its end, in autocast's cache for example."""
     labels = [point.label[0] for point in points]
     if "backward" not in labels:
         return ()

@@ -29,11 +29,9 @@ _WARNED: set[str] = set()
 
 
 class CachingMeasurement(Measurement):
-    """Measurement in real runs that stores all measured times and codec costs in the cache `store`.
-
-    If `AdaccConfig.reuse_prices` is set, times and costs that are in the cache are not measured again. If the cache's
-    folder cannot be used, one warning is logged, and the cache is disabled from then on.
-    """
+    """Measurement in real runs whose times and codec costs are stored in the cache `store`, and read from it if
+    `AdaccConfig.reuse_prices` is set. If the folder cannot be used, one warning is logged, and the cache is
+    disabled."""
 
     def __init__(self, store: ProfileCache) -> None:
         self.store = store
@@ -83,8 +81,7 @@ class CachingMeasurement(Measurement):
 
 
 def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> PriceKey:
-    """Return the key under which the cache stores the measured times and codec costs of the block recorded on
-    `tape`."""
+    """Return the key of the cached times and codec costs of the block recorded on `tape`."""
     settings = (
         config.actions,
         [*map(codecs_suiting, ROLES), precise_codec()] if config.codecs is None else config.codecs,
@@ -105,8 +102,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
 
 
 def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
-    """Convert `prices`, the measured times and codec costs of a recorded block, to JSON values with names for human
-    readers."""
+    """Convert `prices` to JSON values with names for human readers."""
     return {
         "operators": [
             {"name": operator.name, "ms": ms, "workspace_bytes": nbytes}
@@ -126,7 +122,7 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
 
 
 def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
-    """Return the measured times and codec costs in `record`, a result of `prices_to_json` for `tape`.
+    """Return the prices in `record`, a result of `prices_to_json`.
 
     Raises KeyError, TypeError or ValueError if the record does not belong to `tape`.
     """
@@ -145,8 +141,7 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name, a part of the key of cached times. A CPU's name includes torch's number of threads,
-    because times depend on this number."""
+    """Return the device's name, with the number of threads for a CPU. Times depend on both."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor_name()}, {torch.get_num_threads()} threads"

@@ -15,13 +15,11 @@ from adacc_hf.torch_glue.private import tree_leaves
 
 
 class CallMarker:
-    """Wrapper of a block's strategy that records in a meter when the block's forward begins and ends, and when its
-    backward starts.
+    """Wrapper of a block's strategy that marks in a meter when forward begins and ends, and when backward starts.
 
-    If other modules have a backward after that of all blocks, a mark with the label "tail" separates the two.
-    The mark "tail" belongs to the first call whose result requires a gradient. To find this call, all markers of a
-    model share `trained_calls`, the names of such calls in the current forward. The first call (`is_first`) clears
-    them. `before_backward` is called before a mark of a backward.
+    The mark "tail" separates the blocks' backward from that of modules before them. It belongs to the first call whose
+    result requires a gradient: the markers of a model share `trained_calls`, which the first call (`is_first`) clears.
+    `before_backward` is called before a mark of a backward.
     """
 
     def __init__(
@@ -56,8 +54,8 @@ class CallMarker:
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:
-        """Set a mark with `label` in the memory meter as soon as the gradient of the first differentiable tensor in
-        `tree` is complete. Return False if `tree` has no such tensor."""
+        """Mark `label` once the gradient of the first differentiable tensor in `tree` is complete. Return False without
+        one."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.measurement.on_gradient(leaf, lambda: self._mark(label))

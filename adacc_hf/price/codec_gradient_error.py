@@ -1,16 +1,10 @@
 """Measurement of the gradient errors that lossy codecs cause: backward reads a decoded or recomputed tensor.
 
-The round-trip error of a codec does not predict the gradient's error. For example, the backward of fused attention
-recomputes the softmax from the saved queries and keys. The softmax takes the exponential of the scores. If the scores
-are large, a relative error of 10 % in queries and keys changes the probabilities by large factors. If one probability p
-is close to 1, the softmax's gradient is proportional to 1 - p, and the relative error of 1 - p is much larger than that
-of p.
-
-The operators of a recorded block are therefore run once more. The backward of each operator runs once on exact tensors,
-and once for each inexact tensor that may replace a saved tensor.
-
-The relative error of a matrix product's gradient equals the relative error of the replaced factor. Matrix products are
-therefore not run.
+The round-trip error of a codec does not predict the gradient's error. The backward of fused attention, for example,
+recomputes the softmax from the saved queries and keys, and a relative error of 10 % in large scores changes
+probabilities by large factors. So the operators of a recorded block run once more. The backward of each operator runs
+on exact tensors, and once for each inexact tensor that may replace a saved tensor. Matrix products are not run, because
+the error of their gradient equals that of the replaced factor.
 """
 
 from __future__ import annotations
@@ -33,25 +27,21 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convoluti
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """Relative L2 errors of operators' gradients, by the saved value that is replaced by an inexact tensor.
-
-    If several operators saved the value, the error is the largest among these operators.
-    """
+    """Relative L2 errors of operators' gradients, by the saved value that an inexact tensor replaces: the largest error
+    among the operators that saved the value."""
 
     codecs: dict[tuple[int, str], float] = field(default_factory=dict)
     """Gradient error if a codec stores the value, keyed by (value index, codec name)."""
     replay: dict[int, float] = field(default_factory=dict)
-    """Gradient error if the value is recomputed from values that a codec has decoded, by value index. The codec is the
-    coarsest one that is accurate enough."""
+    """Gradient error by value index if the value is recomputed from decoded values, of the coarsest accurate codec."""
 
 
 @torch.no_grad()
 def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> GradientErrors:
-    """Measure the gradient errors that codecs and recomputation cause in one recorded block, on its recorded tensors
-    `bases`.
+    """Measure the gradient errors of codecs and recomputation in one recorded block, on its tensors `bases`.
 
-    `codecs` contains the lossy codecs of each activation, the coarsest first. All codecs are measured. The errors of
-    recomputation are for inputs decoded by the coarsest codec whose error is at most DEGRADED_ERROR.
+    `codecs` contains the lossy codecs of each activation, the coarsest first. Errors of recomputation are for inputs
+    decoded by the coarsest codec whose error is at most DEGRADED_ERROR.
     """
     codec_errors: dict[tuple[int, str], float] = {}
     while any(codecs.values()):
@@ -68,15 +58,13 @@ def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[i
 
 
 def is_accurate_enough(errors: Mapping[tuple[int, str], float], value: int, codec: str) -> bool:
-    """Return True if `codec` causes a gradient error of at most DEGRADED_ERROR on `value`, or if the error was not
-    measured."""
+    """Return True unless `codec` causes a gradient error above DEGRADED_ERROR on `value`."""
     return errors.get((value, codec), 0.0) <= DEGRADED_ERROR
 
 
 def _measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]
 ) -> GradientErrors:
-    """Measure the gradient errors that codecs and recomputation cause in each operator of `tape`."""
     worst_errors = GradientErrors()
     environment = recorded_environment(tape, bases)
     stand_ins = _StandIns(tape, environment, codecs)
@@ -95,9 +83,7 @@ def _raise_errors(
     stand_ins: _StandIns,
     worst_errors: GradientErrors,
 ) -> None:
-    """Update the maxima in `worst_errors` with the gradient errors that `backward` makes with inexact tensors. For each
-    of `values`, the saved tensor is replaced by the decoded and the recomputed tensors in `stand_ins`, one at a
-    time."""
+    """Update `worst_errors`: replace each of `values` by its decoded and recomputed tensors, one at a time."""
     if backward is None:
         return
     for value in values:
@@ -112,12 +98,8 @@ def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
 
 
 class _StandIns:
-    """Inexact tensors that may replace a recorded block's saved tensors in backward: decoded tensors, and recomputed
-    tensors.
-
-    They are computed operator by operator. Each operator is recomputed from the decoded activations that it reads,
-    because under a policy, recomputation may start at any activation.
-    """
+    """Inexact tensors that may replace a recorded block's saved tensors: decoded tensors, and tensors recomputed from
+    decoded activations, operator by operator."""
 
     def __init__(self, tape: Tape, recorded: Environment, codecs: Mapping[int, Sequence[Codec]]) -> None:
         self.recomputed: dict[int, torch.Tensor] = {}
@@ -152,7 +134,7 @@ class _StandIns:
         return self._decoded[value]
 
     def run(self, operator: TapeOperator) -> None:
-        """Compute the results of `operator` from inexact inputs. Results that replay cannot recompute are left out."""
+        """Compute the results of `operator` from inexact inputs, except for results that replay cannot recompute."""
         results, environment = operator.results(), self._environment
         has_inexact_input = not self._inexact.isdisjoint(operator.inputs())
         is_ready = has_inexact_input and all(environment[value] is not None for value in operator.inputs())
@@ -168,9 +150,7 @@ class _StandIns:
             self._set_current(value)
 
     def _set_current(self, value: int) -> None:
-        """Set the tensor that later operators read for `value`. If `value` has lossy codecs, this is the tensor decoded
-        from the coarsest codec. Otherwise, this is the recomputed tensor if there is one, and the recorded tensor if
-        not."""
+        """Set the tensor that later operators read: decoded from the coarsest codec, else recomputed, else recorded."""
         if value in self._codecs:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]
@@ -212,23 +192,19 @@ def _make_backward(
 
 
 class _ProductBackward:
-    """Backward of a matrix product or convolution, whose gradient error is computed without running the backward."""
+    """Gradient error of a matrix product or convolution, computed without running its backward."""
 
     def __init__(self, operator: TapeOperator, bases: Mapping[int, torch.Tensor]) -> None:
         self._factors = {value: bases[value] for value in operator.inputs()}
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of the gradient if backward reads `replacement` in place of the factor `value`.
-
-        The gradient of a factor is a product with the other factor. The error of the gradient is therefore the relative
-        error of `replacement`. Return 0 if `value` is not a factor of the product.
-        """
+        """Return the relative L2 error of `replacement`, which is the gradient's error, or 0 if `value` is not a
+        factor."""
         return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 
 
 class _OperatorBackward:
-    """Autograd graph of one operator that was run again, whose backward can read other tensors in place of the saved
-    tensors."""
+    """Autograd graph of one operator that ran again, whose backward can read replaced saved tensors."""
 
     def __init__(self, operator: TapeOperator, bases: Mapping[int, torch.Tensor]) -> None:
         self._inputs: list[torch.Tensor] = []
@@ -268,10 +244,8 @@ class _OperatorBackward:
         return tensor
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Run the operator's backward with `replacement` in place of the saved tensor of `value`.
-
-        Return the relative L2 error of all gradients, or 0 if the operator did not save the value.
-        """
+        """Return the relative L2 error of the gradients with `replacement` as the saved tensor of `value`, or 0 if not
+        saved."""
         if value not in self._saved:
             return 0.0
         self._replacements[self._saved[value]] = replacement
@@ -292,13 +266,11 @@ class _OperatorBackward:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a recorded tensor's storage, which identifies the value of a saved tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _random_gradients(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a random gradient with a fixed seed for each of an operator's outputs, to measure a codec's gradient
-    error."""
+    """Yield a random gradient with a fixed seed for each output."""
     for output in outputs:
         generator = torch.Generator(output.device).manual_seed(0)
         yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)

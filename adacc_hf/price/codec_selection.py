@@ -1,7 +1,5 @@
-"""Selection of codecs for each activation by its role (Adacc paper, section 3.2), and measurement of the codecs' costs.
-
-The costs are measured on recorded tensors while the model is profiled.
-"""
+"""Selection of codecs for each activation by its role (Adacc paper, section 3.2), with costs measured on recorded
+tensors."""
 
 from __future__ import annotations
 
@@ -22,13 +20,11 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 from adacc_hf.torch_glue.tensors import relative_error
 
 OUTLIER_SHARE = 0.01
-"""Assumed share of outlier channels among all channels, used if no data is available in which outliers could be
-counted."""
+"""Share of outlier channels that is assumed where no data is available."""
 
 
 def storable_values(tape: Tape) -> list[int]:
-    """Return the indices of the values that a policy may store: values that the block computed and saved, and its
-    inputs.
+    """Return the values that a policy may store: values that the block computed and saved, and its inputs.
 
     The list is empty if the block's operators cannot be replayed.
     """
@@ -40,8 +36,7 @@ def storable_values(tape: Tape) -> list[int]:
 
 
 def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
-    """Return, for each value that a policy may store, the names of the codecs that may compress it. Keys are value
-    indices."""
+    """Return the names of the codecs for each value that a policy may store, by value index."""
     sensitive = precision_sensitive_values(tape)
     return {value: _codec_names(tape, value, config, value in sensitive) for value in storable_values(tape)}
 
@@ -57,8 +52,7 @@ def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool
 
 
 def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-    """Return the number of outlier channels (Adacc paper, equation 1) of each activation for which a codec that stores
-    outliers separately is considered."""
+    """Return the number of outlier channels (Adacc paper, equation 1) of each activation in `outlier_codecs`."""
     if not config.outliers:
         return {}
     return {
@@ -68,8 +62,7 @@ def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: Ad
 
 
 def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
-    """Return, by value index, the codec that stores outlier channels separately. Only activations that may use this
-    codec are included."""
+    """Return the codec that stores outlier channels separately, for each activation that may use it."""
     return {
         value: make_codec(name, 0)
         for value, names in codec_candidates(tape, config).items()
@@ -79,23 +72,21 @@ def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
 
 
 def make_codec(name: str, num_outliers: int) -> Codec:
-    """Return the codec `name`. `num_outliers` only matters to codecs that store outlier channels separately."""
+    """Return the codec `name`. `num_outliers` only matters to codecs that store outliers separately."""
     return get_codec(name, **({"num_outliers": num_outliers} if codec_type(name).keeps_outliers else {}))
 
 
 def assumed_outliers(channels: int, config: AdaccConfig, share: float) -> int:
-    """Return the number of outliers to assume among `channels` channels if no data is available to count outliers
-    in."""
+    """Return the number of outliers to assume among `channels` channels without data."""
     return math.ceil(share * channels) if config.outliers else 0
 
 
 def codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the codecs with measured costs for each value that a policy may store, by value index.
+    """Return the codecs with costs, measured on the recorded tensors, for each value that a policy may store.
 
-    Encoding and decoding are timed on the recorded tensor. `resource` selects the measured time: the device's or the
-    host's.
+    `resource` selects the measured time: the device's or the host's.
     """
     options = {}
     for value, names in codec_candidates(tape, config).items():
@@ -120,11 +111,8 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor) -> Codec:
 def precise_codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Measure the 8-bit codec (`precise_codec`) on each of `values` that it supports, and return the results by value
-    index.
-
-    Return an empty dict if the settings name the allowed codecs.
-    """
+    """Measure the 8-bit codec (`precise_codec`) on each of `values` that it supports. Return {} if the settings name
+    codecs."""
     options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), get_codec(precise_codec())
@@ -136,11 +124,7 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return copies of the codec `options` of `value` for `num_outliers` outlier channels, with updated payload bytes.
-
-    Codecs with outliers store these channels uncompressed. `num_outliers` is the largest number of outlier channels of
-    `value` in any of the blocks that share these options.
-    """
+    """Return copies of the codec `options` for `num_outliers` outlier channels, with updated payload bytes."""
     size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
     codecs = [make_codec(option.codec, num_outliers) for option in options]
     return tuple(
@@ -176,11 +160,8 @@ _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_rel
 
 
 def role_of(tape: Tape, value: int) -> str:
-    """Return the role of a recorded value, determined from the operators that produce and read the value.
-
-    The role is one of ROLES, or "parameter" for parameters and values computed from parameters alone, or "generator"
-    for a random generator's state.
-    """
+    """Return the role of a recorded value: one of ROLES, "parameter" (also for values computed from parameters alone),
+    or "generator" for a random generator's state."""
     record = tape.values[value]
     if is_parameter_cast(tape, value):
         return "parameter"
@@ -232,11 +213,7 @@ def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
-    """Return the names of the codecs for values of `role`.
-
-    If the settings name codecs, only these codecs are considered. Otherwise, return the codecs that suit the role
-    whatever the data is.
-    """
+    """Return the codecs for values of `role`: those that the settings name, else those that suit the role."""
     if config.codecs is not None:
         return [name for name in config.codecs if _may_encode(codec_type(name), role)]
     suitable = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
@@ -246,14 +223,13 @@ def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
 
 
 def _may_encode(codec: type[Codec], role: str) -> bool:
-    """Return True if a codec that the settings name may encode values of `role`. Values of the role MASK need a codec
-    that suits masks. A codec that suits only masks encodes no other values."""
+    """Return True if a codec that the settings name may encode values of `role`. Only codecs for masks encode masks."""
     return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:
-    """Return True if a value is computed from parameters alone, such as autocast's cast or a transposed copy.
-    Parameters and such values are never compressed (rule R4)."""
+    """Return True if a value is computed from parameters alone (autocast's cast, a transposed copy). Never compressed
+    (rule R4)."""
     producer = tape.values[value].producer
     if producer is None:
         return tape.is_module_state(value)

@@ -1,7 +1,4 @@
-"""Measured costs of a block: the times of its operators, and the codecs of its activations (paper, section 3.1).
-
-If the operators cannot be replayed, only the time of the whole call is measured.
-"""
+"""Measured costs of a block: the times of its operators, and the codecs of its activations (paper, section 3.1)."""
 
 from __future__ import annotations
 
@@ -27,19 +24,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prices:
-    """Measured times of a block's operators, and the codecs of the block's activations with their costs.
-
-    Blocks with equal tapes (records of their operators) share one `Prices` object.
-    """
+    """Measured times of a block's operators, and the codecs of its activations with their costs. Blocks with equal
+    tapes share one object."""
 
     operator_ms: list[float]
     operator_bytes: list[int]
-    """Bytes that each operator allocates in addition to its results, such as temporaries, and Python numbers converted
-    to tensors."""
+    """Bytes that each operator allocates besides its results: temporaries, and Python numbers as tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
     bottleneck: Bottleneck = "device_ms"
-    """Resource that limits the speed of a step: the device, or the host. All times in this object are times of this
-    resource."""
+    """Resource whose times these are: the one that limits the speed of a step."""
 
 
 def price_tape(
@@ -48,11 +41,8 @@ def price_tape(
     config: AdaccConfig,
     outliers: dict[int, int],
 ) -> Prices:
-    """Measure, on the recorded tensors `bases`, the times of the operators on `tape` and the costs of the activations'
-    codecs.
-
-    The times are the device's or the host's, whichever limits the speed of a step.
-    """
+    """Measure the times of the operators on `tape` and the costs of codecs, on the recorded tensors `bases`. The times
+    are the device's or the host's, whichever limits the speed of a step."""
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         timings = operator_timings(tape, bases)
         resource = bottleneck(timings)
@@ -66,9 +56,8 @@ def measure_gradient_errors(
 ) -> GradientErrors:
     """Return the gradient errors that codecs and replay cause in the block recorded on `tape`.
 
-    If no codec in `prices` is accurate enough for a value, a more precise codec is timed and added to `prices`.
-    Measuring takes memory on top of the recorded tensors. If this memory is not available, the errors are empty, and a
-    warning is logged.
+    If no codec in `prices` is accurate enough for a value, a more precise codec is added to `prices`. If there is not
+    enough memory, the errors are empty, and a warning is logged.
     """
     codecs = _lossy_codecs(prices.codecs)
     if not any(codecs.values()):
@@ -112,9 +101,8 @@ def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Co
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
     """Return the median times of each operator of `tape`, run on the recorded tensors `bases`.
 
-    Operators that are never run again in training get 0. If the tape cannot be replayed, all operators are timed,
-    because torch's checkpoint runs all of them again. Operators that replace a recorded tensor's storage take
-    negligible time, and are not run.
+    Operators that never run again in training get 0. If the tape cannot be replayed, torch's checkpoint may run all of
+    them again. Operators that replace a tensor's storage take negligible time, and are not run.
     """
     timings = [Timing(0.0, 0.0)] * len(tape.operators)
     for index, run in _timed_operators(tape, bases):
@@ -123,13 +111,8 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
 
 
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes that each operator allocates at its peak in addition to inputs and results.
-
-    Operators that are never run again in training get 0.
-
-    The allocator counts the bytes, because one operator may run several others inside (a safe softmax also allocates
-    masks and a second result).
-    """
+    """Return the bytes that each operator allocates at its peak besides inputs and results, as the allocator counts
+    them. Operators that never run again in training get 0."""
     workspaces = [0] * len(tape.operators)
     with MemoryMeter.for_device(bases[0].device) as meter:
         for index, run in _timed_operators(tape, bases):
@@ -145,8 +128,7 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield (index, function) for each operator to time, in order. The function runs the operator, and can be called
-    any number of times."""
+    """Yield (index, function that runs the operator, any number of times) for each operator to time."""
     environment = recorded_environment(tape, bases)
     for operator in walk(tape, environment):
         if tape.untrusted is None:

@@ -1,5 +1,4 @@
-"""Memory and time of both heads (output layer and loss), from the losses of a micro-batch that trains with one of
-them."""
+"""Memory and time of both heads, from the losses of a micro-batch that trains with one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from adacc_hf.torch_glue.meters import MemoryMeter
 
 
 class HeadMeter:
-    """Meter of the losses of one micro-batch. They are computed in chunks, or from whole logits if `is_plain`."""
+    """Meter of the losses of one micro-batch, computed in chunks, or from whole logits if `is_plain`."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class HeadMeter:
             self._head.check_used()
 
     def with_other_head(self, layout: StepLayout) -> StepLayout:
-        """Return the memory of the step with the other head, from `layout`, its memory with the head that trained."""
+        """Return the memory of the step with the other head."""
         stored, forward, backward = (-more if self.is_plain else more for more in self._more)
         return replace(
             layout,

@@ -26,19 +26,14 @@ SMALL_BYTES = 4 * 2**10
 
 
 def free_bytes_for(model: nn.Module) -> int:
-    """Return the bytes of host memory that are free for payloads (stored tensors) of `model`.
-
-    The free bytes include the pool of pinned memory that this process holds already, except for the bytes in the pool
-    that payloads of other models have reserved.
-    """
+    """Return the bytes of host memory that are free for payloads of `model`, with this process's pool of pinned memory,
+    but without what other models have reserved in the pool."""
     return max(0, free_host_bytes() + host_pool.nbytes - host_pool.reserved_for_others(model))
 
 
 def common_host_limit(config: AdaccConfig, model: nn.Module) -> int:
-    """Return the limit in bytes on payloads (stored tensors) of `model` in host memory: the least of all ranks' limits.
-
-    All ranks must call this function.
-    """
+    """Return the least of all ranks' limits on payloads of `model` in host memory, in bytes. All ranks must call
+    this."""
     if config.host_memory is None:
         return 0
     return min(gather_from_all_ranks(config.host_limit(free_bytes_for(model))))
@@ -47,9 +42,8 @@ def common_host_limit(config: AdaccConfig, model: nn.Module) -> int:
 def measure_host_link(device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
     """Return (cost of copies to and from host memory, free bytes of host memory for payloads of `model`).
 
-    A payload is what is stored of a tensor. Return (None, 0) if `config` stores nothing in host memory, or if the
-    memory of `device` is the host's. Log a warning if `config.host_memory` exceeds the free memory. In a distributed
-    run, all ranks of a host measure at about the same time, because in training all ranks copy at the same time too.
+    Return (None, 0) if `config` stores nothing there, or if the device's memory is the host's. All ranks of a host
+    measure at about the same time, because in training they copy at the same time too.
     """
     if config.host_memory is None or not has_own_memory(device):
         return None, 0

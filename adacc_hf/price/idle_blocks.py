@@ -1,8 +1,7 @@
 """Idle blocks: blocks that do not run in the profiled batch, or run without gradients, such as a teacher's blocks.
 
-An idle block stores nothing for backward, so a policy has nothing to decide for it. The profile lists idle blocks as
-blocks without activations. If a later step does train an idle block, the block runs under torch's checkpoint until such
-a step has been profiled.
+A profile lists them without activations. If a later step trains an idle block, it runs under torch's checkpoint until
+such a step has been profiled.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class ExecutedBlocks:
 
 
 class _NameRecorder:
-    """Forward hook that records a block's name while a batch is profiled.
-
-    The hook has no reference to the model, so that a copied hook does not copy the model.
-    """
+    """Forward hook that records a block's name. It has no reference to the model, which a copied hook would copy."""
 
     def __init__(self, name: str, names: set[str], untrained: set[str]) -> None:
         self.name = name
@@ -61,8 +57,7 @@ class _NameRecorder:
 
 
 def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
-    """Return a copy of `profile` that contains all blocks of `installation`. Blocks that `profile` lacks are added as
-    idle: without activations."""
+    """Return a copy of `profile` with all blocks of `installation`. Blocks that it lacks are added as idle."""
     profiled_names = {block.name for block in profile.blocks}
     classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
     kinds = {

@@ -1,7 +1,4 @@
-"""Builder of a block profile: the activations of a block, and the actions that a policy may choose for each activation.
-
-The profile is built from recorded blocks. Blocks that run the same operators are of one kind, and share a profile.
-"""
+"""Builder of a block profile: the activations of a block, and the actions that a policy may choose for them."""
 
 from __future__ import annotations
 
@@ -21,11 +18,8 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 
 
 class KindProfileBuilder:
-    """Builder of the profile of one kind of block, from the recorded blocks of the kind.
-
-    The blocks of one kind have equal tapes (records of their operators), and share the same tensors with other blocks.
-    The memory of forward and backward is measured later.
-    """
+    """Builder of the profile of one kind of block, from its recorded blocks, without the memory of forward and
+    backward."""
 
     def __init__(
         self, group: Sequence[RecordedBlock], shared_tensors: SharedTensors, prices: Prices, config: AdaccConfig
@@ -117,17 +111,15 @@ class KindProfileBuilder:
         )
 
     def _is_movable(self, index: int) -> bool:
-        """Return True if the value `index` may be stored in host memory. Small values, parameters and states of random
-        generators stay on the device."""
+        """Return True if the value may be stored in host memory. Small values and parameters stay on the device."""
         record = self.tape.values[index]
         is_large = record.nbytes >= self.config.min_compress_bytes and record.nbytes > 0
         is_own = role_of(self.tape, index) not in ("parameter", "generator")
         return index in self.optional and is_large and is_own and record.is_encodable
 
     def _place(self, index: int) -> Place:
-        """Return the place of the value `index` among the arguments of a block's call, for example (0,) for the first
-        argument. Return () if the value is not an argument, if it is inside a container among the arguments, or if a
-        codec cannot encode it with its dimensions in order."""
+        """Return the place of the value among a call's arguments, such as (0,), or () if a codec cannot encode it
+        there."""
         record = self.tape.values[index]
         if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
             return ()
@@ -139,12 +131,8 @@ class KindProfileBuilder:
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the earlier activation with equal bits that replay reads in place of the value `index`.
-
-        `ExecutionPlan`, which runs the plan of a block, follows the same rule.
-
-        Return None if no earlier activation has equal bits, or if the value must be stored.
-        """
+        """Return the earlier activation with equal bits that replay reads instead (as `ExecutionPlan` does), or
+        None."""
         equal_value = self.tape.equal.get(index)
         may_be_left_out = index in self.recomputable and (
             index in self.optional or index not in self.tape.saved_values()
@@ -165,9 +153,7 @@ class KindProfileBuilder:
         )
 
     def _reused_bytes(self, operator: TapeOperator) -> int:
-        """Return the bytes of inputs that `operator` overwrites in place in replay, so that its results need less new
-        memory. Replay overwrites a value only if no other operator reads the value. Otherwise, replay works on a
-        copy."""
+        """Return the bytes of inputs that `operator` overwrites in replay, because no other operator reads them."""
         return sum(
             self.tape.values[old].nbytes
             for old, _ in operator.mutations
@@ -178,8 +164,7 @@ class KindProfileBuilder:
 
 
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
-    """Return the actions allowed for a block as a whole: to run plainly, and possibly to run under torch's checkpoint.
-    Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if every operator on the
-    block's `tape` gave the same bits in a second run (rule R7) and none is a collective."""
+    """Return the actions allowed for a whole block. Torch's checkpoint must repeat every operator bit by bit (rule
+    R7)."""
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

@@ -1,8 +1,7 @@
 """Profile of a micro-batch, recorded and measured while the micro-batch trains.
 
-Nothing of the user's runs for it, but one call of each kind of block that has no traced graph. A recorded call follows
-the plan that recomputes all it can, as under gradient checkpointing. Times of operators and codecs, and the memory of a
-block's graph or second call, are measured right after the call, and the memory of the rest of the step in the step.
+A recorded call follows the plan that recomputes all it can. Times of operators and codecs, and the memory of a block's
+graph, are measured right after the call, and the memory of the rest of the step in the step.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ log = logging.getLogger(__name__)
 
 
 class LiveStep:
-    """A micro-batch of training from which a profile is made.
+    """Micro-batch of training from which a profile is made.
 
-    Call `begin` before the model's forward, `end` after backward, and `profile` after the optimizer's step, or `cancel`
-    if the step is broken off. `installation` contains the model's blocks, whose strategies are replaced.
+    Call `begin` before the model's forward, `end` after backward, and `profile` after the optimizer's step, or
+    `cancel`. The strategies of the blocks of `installation` are replaced meanwhile.
     """
 
     def __init__(
@@ -76,8 +75,8 @@ class LiveStep:
         """True from `begin` to `end` or `cancel`."""
 
     def begin(self, batch: Batch, step: TrainingStep, aside_bytes: int = 0) -> None:
-        """Begin before the forward of a micro-batch on `batch`, a part of `step`. An empty batch may be replaced by
-        `note_batch`. `aside_bytes` are on the device, and no part of the step's memory."""
+        """Begin before the forward of a micro-batch on `batch`, which may be empty until `note_batch`. `aside_bytes`
+        are on the device, and no part of the step's memory."""
         model = self._installation.model
         gc.collect()  # garbage that is freed in the step would lower its bytes
         self._step = step
@@ -122,8 +121,7 @@ class LiveStep:
             self._hooks.begin()
 
     def _prepare_head(self, model: nn.Module) -> None:
-        """Observe the losses of the micro-batch, if the config allows a chunked head. The head is chunked if the budget
-        is a number of bytes, which whole logits may exceed."""
+        """Observe the losses, if the config allows a chunked head. Chunk them if whole logits may exceed the budget."""
         self._head_meter: HeadMeter | None = None
         if "chunked" not in self.config.heads or (is_sharded(model) and len(self.config.heads) > 1):
             return
@@ -239,11 +237,8 @@ class LiveStep:
         return self._recorder.recording()
 
     def profile(self, optimizer_step_bytes: int = 0, optimizer_state_bytes: int = 0) -> Profile:
-        """Return the profile of the micro-batch. Call this method after `end`.
-
-        `optimizer_step_bytes` are the temporary bytes of the optimizer's step, and `optimizer_state_bytes` those of the
-        state that the optimizer has created since `begin`.
-        """
+        """Return the profile of the micro-batch, after `end`. The arguments are the temporary bytes of the optimizer's
+        step, and the bytes of state that the optimizer has created since `begin`."""
         step = replace(
             self._step, optimizer_step_bytes=optimizer_step_bytes, optimizer_state_bytes=optimizer_state_bytes
         )
@@ -334,8 +329,7 @@ class _Recorded:
 
 
 class _OutsideHooks:
-    """Saved-tensor hooks around a forward, which note each tensor that autograd saves outside the blocks, and when the
-    first one is unpacked."""
+    """Saved-tensor hooks around a forward, which note the tensors saved outside the blocks, and the first unpack."""
 
     def __init__(self, live: LiveStep) -> None:
         self._live = weakref.ref(live)  # the graph of the step keeps these hooks alive

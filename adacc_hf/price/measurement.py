@@ -1,7 +1,6 @@
 """Measurement of the times and the memory in a profile, in real runs on the device.
 
-`profile_model` takes all readings from one `Measurement`. A subclass can therefore estimate the readings for a model on
-fake tensors, which have no memory (estimate/fake_measurement.py).
+A subclass estimates the readings for a model on fake tensors (estimate/fake_measurement.py).
 """
 
 from __future__ import annotations
@@ -34,19 +33,16 @@ class Measurement:
     """Source of all times, bytes and errors in a profile, measured in real runs."""
 
     rng_use: type[RngUse] = RngUse
-    """Class whose objects detect if an operator draws random numbers."""
     head_shares: tuple[int, ...] = (4, 8)
-    """Whole logits of all rows may not fit the budget, so they are measured for a quarter and for an eighth of the
-    rows. Bytes are linear in the number of rows, and times are proportional to it. If empty, heads are not measured."""
+    """Whole logits may not fit the budget, so heads are measured on these shares of the rows. If empty, they are
+    not."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """Return the values of the profiled `tape` for which replay of its operators gives the original bits. In
-        training, replay recomputes no other values (rule R7)."""
+        """Return the values of `tape` whose replay gives the original bits. Replay recomputes no others (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        """Return the number of outlier channels of each activation for which a codec that stores outliers separately is
-        considered."""
+        """Return the number of outlier channels of each activation for which a codec stores outliers separately."""
         return count_outlier_channels(tape, bases, config)
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
@@ -56,10 +52,7 @@ class Measurement:
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
     ) -> GradientErrors:
-        """Measure the gradient errors that codecs and replay cause in the block recorded on `tape`.
-
-        If no codec in `prices` is accurate enough for a value, a more precise codec is added to `prices`.
-        """
+        """Measure the gradient errors of codecs and replay. A more precise codec may be added to `prices`."""
         return measure_gradient_errors(tape, bases, prices, config)
 
     def meter(self, device: torch.device) -> MemoryMeter:
@@ -87,10 +80,7 @@ class Measurement:
         return seconds_at(device)
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        """Return the milliseconds of forward and backward of a model's output layer and loss.
-
-        `loss` contains the inputs of both. `compute(loss)` runs their forward and returns the value of the loss.
-        """
+        """Return the milliseconds of forward and backward of `compute(loss)`, a model's output layer and loss."""
         return head_ms(loss, compute)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
@@ -103,10 +93,8 @@ class Measurement:
         return available_bytes(device, static_bytes)
 
     def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
-        """Return (cost of copies to and from host memory, free bytes of host memory for payloads of `model`).
-
-        A payload is what is stored of a tensor. Return (None, 0) if payloads must stay on the device.
-        """
+        """Return (cost of copies to and from host memory, free bytes of host memory for payloads of `model`), or (None,
+        0) if payloads must stay on the device."""
         return measure_host_link(device, config, model)
 
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
@@ -115,26 +103,18 @@ class Measurement:
 
 
 HEAD_REPEATS = 3
-"""Number of timed runs of a head (output layer and loss). Few runs are enough, because a head takes long compared to
-the clock's noise. With several runs, one interruption does not decide which head is faster."""
+"""Number of timed runs of a head, so that one interruption does not decide which head is faster."""
 
 # Times of a model's output layer and loss on one batch, with full logits and with chunked logits.
 
 
 def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
-    """Return the milliseconds of forward and backward of one loss, computed by `compute`: the median of HEAD_REPEATS
-    runs.
-
-    A warm-up run comes first, because a GPU loads each kernel at its first run, and a library may try several kernels.
-    """
+    """Return the milliseconds of forward and backward of one loss: the median of HEAD_REPEATS runs after a warm-up."""
     return median_ms(lambda: _head_gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
 def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
-    """Compute the loss and return the gradients of the output layer's inputs and parameters, to time the head.
-
-    The inputs and parameters are detached first, so the model's own gradients do not change.
-    """
+    """Compute the loss and return the gradients of detached inputs and parameters of the output layer."""
     detached_loss = loss.detached()
     with torch.enable_grad():
         value = compute(detached_loss)

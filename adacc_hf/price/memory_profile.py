@@ -1,7 +1,7 @@
 """The memory of one measured step, divided into the blocks' stored tensors and everything else.
 
-Memory other than the blocks' stored tensors does not depend on the policy. The simulator can therefore add the stored
-tensors of any policy. Every block is recomputed in the measured step.
+Every block is recomputed in the measured step. Memory other than the blocks' stored tensors does not depend on the
+policy, so the simulator can add the stored tensors of any policy.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class StepLayout:
     forward_peaks: dict[str, int]
     """Peak in the forward of each block, above the live bytes at its start."""
     rest_peaks: dict[str, int]
-    """Peak from the end of each block's forward to the next block, above the live bytes at the forward's start, for all
-    blocks but the last."""
+    """Peak from the end of each block's forward but the last to the next block, above the live bytes at its start."""
     first_peak_bytes: int
     """Peak before the first block runs, for example in a teacher's forward."""
     outside_stored_bytes: int
@@ -53,20 +52,16 @@ class StepLayout:
     gradient_bytes: int
     """Bytes of all gradients at the end of backward."""
     earlier_bytes: int
-    """Bytes that earlier micro-batches of the step left: gradients, and further bytes if ranks have not exchanged the
-    gradients yet. 0 if the step consists of one micro-batch."""
+    """Bytes that earlier micro-batches of the step left: gradients, and what ranks have yet to exchange."""
     ms: float
     """Milliseconds of the step."""
     peaks: dict[str, int]
-    """Peak in the backward of each block, without the tensors that this block and earlier ones stored. Blocks without a
-    backward are left out."""
+    """Peak in each block's backward, without the tensors that it and earlier blocks stored."""
 
 
 def with_step(recording: ModelRecording, step: StepLayout) -> ModelRecording:
-    """Return a copy of `recording` in which each kind of block needs at least the memory that was measured in `step`.
-
-    A block alone may need less than in the step, because it exchanges no gradients with other ranks, for example.
-    """
+    """Return a copy of `recording` in which each kind of block needs at least the memory measured in `step`. A block
+    alone may need less, because it exchanges no gradients, for example."""
     pairs = zip(recording.kinds, recording.watched, strict=True)
     return replace(recording, kinds=[_with_step(recording, kind, block, step) for kind, block in pairs])
 
@@ -103,10 +98,8 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: str | None) -> int:
-    """Return the peak from the mark labelled `first` to the next mark whose label begins with `until`, or to the end.
-
-    Return 0 if there is no mark `first`.
-    """
+    """Return the peak from the mark `first` to the next mark whose label begins with `until`, or to the end. Return 0
+    without `first`."""
     labels = [point.label for point in points]
     if first not in labels:
         return 0
@@ -117,7 +110,7 @@ def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: s
 
 @dataclass
 class StepReadings:
-    """Readings of a memory meter in a measured step, and the bytes that each block stored in the step."""
+    """Readings of a meter in a measured step, and the bytes that each block stored."""
 
     points: Sequence[MemoryPoint]
     names: list[str]
@@ -155,7 +148,7 @@ class StepReadings:
         )
 
     def _backward_peak(self, name: str) -> int:
-        """Return the peak from the start of the backward of block `name` to the start of the next block's backward."""
+        """Return the peak from the start of the backward of block `name` to the next block's."""
         start = next(i for i, point in enumerate(self.points) if point.label == ("backward", name))
         later_points = self.points[start + 1 :]
         end = next(
@@ -184,11 +177,8 @@ name of the block call. The backward of the head and loss belongs to HEAD_AND_LO
 
 
 class StepMarker:
-    """Recorder that marks the parts of each training step in `meter` until `remove()` is called.
-
-    The parts are the blocks' backward, the optimizer's step, and the rest. `functions` contains, by the name of each
-    block call, the object that runs this call.
-    """
+    """Recorder that marks the parts of each training step in `meter` until `remove()`: the blocks' backward, the
+    optimizer's step, and the rest. `functions` runs each block call, by name."""
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []
@@ -202,11 +192,7 @@ class StepMarker:
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Stop marking training steps. Restore each block's earlier strategy, unless other code has set a new one
-        since.
-
-        Further calls have no effect.
-        """
+        """Stop marking. Restore each block's earlier strategy, unless other code has set a new one since."""
         for function, marker in self._markers:
             if function.strategy is marker:
                 function.strategy = marker.inner
@@ -215,11 +201,10 @@ class StepMarker:
 
 
 def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
-    """Return the peak in each part of a training step (such as a block's backward), over all micro-batches.
+    """Return the peak in each part of a training step, over all micro-batches, in bytes above the step's start.
 
-    Peaks are in bytes above the step's start. `points` are the readings of a meter with a `StepMarker`. If an optimizer
-    updates each parameter during backward, or runs forward and backward itself (`optimizer.step(closure)`), the
-    optimizer's memory counts for the part of the step in which the update runs.
+    `points` are the readings of a meter with a `StepMarker`. If an optimizer steps within backward, or runs forward and
+    backward itself, its memory counts for the part in which it runs.
     """
     of_blocks = ("leave", "backward", "tail")
     last_block = max((i for i, point in enumerate(points) if point.label[0] in of_blocks), default=-1)
@@ -241,10 +226,7 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
 
 
 def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the predicted peak in each part of a training step (such as a block's backward) under `policy`.
-
-    Static memory is included.
-    """
+    """Return the predicted peak in each part of a training step under `policy`, static memory included."""
     names = {f"backward {block.name}": block.name for block in profile.blocks}
     names |= {
         HEAD_AND_LOSS: HEAD_AND_LOSS,
@@ -260,19 +242,14 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
 
 
 def missing_bytes(profile: Profile, policy: Policy, measured: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes by which the `measured` peak exceeds the peak predicted for `policy`, for each part of a
-    training step.
-
-    Parts in which the measured peak is not higher are left out.
-    """
+    """Return the bytes by which `measured` exceeds the predicted peak, for each part of a step in which it does."""
     predicted = predicted_peaks(profile, policy)
     excess = {moment: peak - predicted.get(moment, 0) for moment, peak in measured.items()}
     return {moment: nbytes for moment, nbytes in excess.items() if nbytes > 0}
 
 
 def with_missing_bytes(profile: Profile, missing: Mapping[str, int]) -> Profile:
-    """Return a copy of `profile` in which the live bytes of each part of the training step are larger by the bytes in
-    `missing`."""
+    """Return a copy of `profile` with `missing` more live bytes in each part of the training step."""
     at_blocks = [missing.get(block.name, 0) for block in profile.blocks]
     return replace(
         profile.with_extra_live_bytes(
