@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from threading import get_ident
+from threading import RLock
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -130,44 +130,16 @@ class LaterCall:
         self.strategy = strategy
 
 
-class CallThread:
-    """Guard against several threads that call blocks of one model at the same time."""
-
-    def __init__(self) -> None:
-        self._ident: int | None = None
-
-    def enter(self, block: str) -> int | None:
-        """Record that this thread begins a call of `block`. Return the value to pass to `leave` after the call.
-
-        Raise ConcurrentCallError if another thread is inside a call.
-        """
-        previous, current = self._ident, get_ident()
-        if previous not in (None, current):
-            raise ConcurrentCallError(
-                f"block {block} is called in one thread while another thread is inside a block of the same model, so "
-                f"the calls of a step cannot be distinguished: train one model in one thread (a copy of it in "
-                f"another), or without adacc_hf"
-            )
-        self._ident = current
-        return previous
-
-    def leave(self, previous: int | None) -> None:
-        """Record that a block's call has ended.
-
-        `previous` is the value that `enter` returned at the beginning of the call.
-        """
-        self._ident = previous
-
-
 class BlockFunction:
     """Function that is installed around one block, and runs each call of the block under a strategy.
 
     The object can be pickled and copied with the model. A copy runs the copied block plainly.
     """
 
-    def __init__(self, name: str, block: nn.Module, strategy: Strategy, thread: CallThread | None = None) -> None:
+    def __init__(self, name: str, block: nn.Module, strategy: Strategy, lock: Any = None) -> None:
         self.name = name
-        self._thread = thread or CallThread()
+        self._lock = RLock() if lock is None else lock
+        """Lock of the model, which a thread holds while it is inside a block."""
         self.block: nn.Module | None = block
         self.strategy = strategy
         """Strategy of the first call in a step, and of all calls if `later` is empty."""
@@ -205,12 +177,17 @@ class BlockFunction:
                     f"train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
                 )
             fn, args = without_caches(fn, args)
-        previous = self._thread.enter(self.name)
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentCallError(
+                f"block {self.name} is called in one thread while another thread is inside a block of the same model, "
+                f"so the calls of a step cannot be distinguished: train one model in one thread (a copy of it in "
+                f"another), or without adacc_hf"
+            )
         try:
             with unwritten_originals:
                 return self._run_inside_hooks(fn, args)
         finally:
-            self._thread.leave(previous)
+            self._lock.release()
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward hooks, and between them the forward `fn(*args)` by the current plan's strategy.
@@ -323,8 +300,8 @@ class Installation:
         blocks = find_blocks(model, block_classes)
         refuse_wrappers(model)
         refuse_adapters(model)
-        thread = CallThread()
-        self.blocks = {name: BlockFunction(name, block, PlainStrategy(), thread) for name, block in blocks}
+        lock = RLock()
+        self.blocks = {name: BlockFunction(name, block, PlainStrategy(), lock) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
         """Object with the strategy of each call of a block in a step, by call name. Initially, each block has one
         call."""
