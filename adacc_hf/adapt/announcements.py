@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adacc_hf.adapt.fallback_stats import describe_fallbacks
+from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
 from adacc_hf.artifacts.policy import BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
 
 

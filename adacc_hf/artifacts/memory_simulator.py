@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from adacc_hf.artifacts.block_outcome import BlockOutcome, run_block
+from adacc_hf.artifacts.plans import recompute_plan
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Plan, Policy
@@ -152,3 +153,17 @@ def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[t
     if profile.optimizer_peak_bytes:
         points.append(("optimizer", profile.optimizer_peak_bytes))
     return points
+
+
+PASSES_OF_A_STEP = 3
+"""Time of the blocks in a plain step, as a multiple of their forward time: a backward takes about two forwards.
+
+`Profile.step_ms` cannot be used instead, because on a CPU, recording the memory of the measured step takes longer than
+the step.
+"""
+
+
+def plain_blocks_ms(profile: Profile) -> float:
+    """Estimate the milliseconds of the blocks in a plain step from the time that recomputing their forward takes."""
+    plans = [recompute_plan(profile.kind_of(block)) for block in profile.blocks]
+    return PASSES_OF_A_STEP * simulate(profile, plans).overhead_ms

@@ -14,9 +14,9 @@ import numpy as np
 from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import KindProfile
+from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.tables import ACTION_COLORS
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.plan_pools import PlanPools

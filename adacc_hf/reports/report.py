@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
+from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.tables import table
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Part, Report
@@ -110,7 +110,6 @@ class SimulatedStep(NamedTuple):
 
 
 def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
-    from adacc_hf.artifacts.memory_simulator import simulate
 
     plain = {
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from profile_builders import plan_of
 
-from adacc_hf.artifacts.memory_simulator import simulate
+from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
 from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.artifacts.profile import Shared
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -87,3 +87,9 @@ def test_retaining_everything_is_plain_training(gpt2_like_profile):
         policy = uniform_policy(profile, "retain")
         assert policy.predicted_stored_bytes == profile.plain_stored_bytes
         assert policy.predicted_overhead_ms == 0.0
+
+
+def test_the_blocks_of_a_plain_step_take_three_forwards(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=4)
+    assert plain_blocks_ms(profile) == 3 * uniform_policy(profile, "recompute").predicted_overhead_ms > 0
+    assert plain_blocks_ms(replace(profile, step_ms=1000.0, head_ms=1000.0)) == plain_blocks_ms(profile)
