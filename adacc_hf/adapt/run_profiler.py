@@ -14,13 +14,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.price.batch import Batch
+from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.optimizer_memory import state_bytes
 from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
-from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.batch_shapes import from_profile_shapes, num_elements

@@ -1,4 +1,4 @@
-"""The profiled batch: the keyword arguments of a model's forward."""
+"""The profiled batch, and the training step around it."""
 
 from __future__ import annotations
 
@@ -53,3 +53,32 @@ class Batch:
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return a leaf tensor with the same memory that requires a gradient if `tensor` does."""
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """Optimizer and batches of the training step to profile. `profile_model` describes the fields."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    """Optimizer whose state and step are part of the profile. If None, the profile has no optimizer."""
+    gradient_accumulation_steps: int = 1
+    """Number of micro-batches in a step, 1 or more."""
+    prefetched_batches: int = 0
+    """Number of batches of later steps that are already on the model's device, 0 or more."""
+    optimizer_step_bytes: int = 0
+    """Temporary bytes of gradient clipping and the optimizer's step, 0 or more."""
+    optimizer_state_bytes: int = 0
+    """Bytes of state that the optimizer has yet to create, 0 or more."""
+
+    def check(self) -> None:
+        """Raise ValueError if a field is out of range."""
+        for name, value in vars(self).items():
+            minimum = 1 if name == "gradient_accumulation_steps" else 0
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if name != "optimizer" and (not is_int or value < minimum):
+                raise ValueError(f"{name}={value!r} must be an int of at least {minimum}")
+
+    def other_batches_bytes(self, batch_bytes: int) -> int:
+        """Return the bytes of all batches on the device except the profiled batch, if each batch takes
+        `batch_bytes`."""
+        return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

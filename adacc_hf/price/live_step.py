@@ -24,8 +24,8 @@ from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.price.assembled_profile import Readings, StepBase, assemble
-from adacc_hf.price.batch import Batch
+from adacc_hf.price.assembled_profile import assemble
+from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.call_marker import CallMarker
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
@@ -34,7 +34,6 @@ from adacc_hf.price.memory_profile import StepLayout, StepReadings, gradient_byt
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of
-from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape_cache import TapeCache
@@ -242,7 +241,7 @@ class LiveStep:
         step = replace(
             self._step, optimizer_step_bytes=optimizer_step_bytes, optimizer_state_bytes=optimizer_state_bytes
         )
-        recorder, measurement, recording = self._recorder, self._measurement, self.recording
+        recorder, recording = self._recorder, self.recording
         outcomes = {block.name: recording.outcome_of(block) for block in recording.blocks}
         unplanned = recording.unplanned_bytes
         readings = StepReadings(
@@ -258,17 +257,18 @@ class LiveStep:
         layout = recorder.without_leftovers(layout)
         recording = with_step(recording, layout)
         layouts, head_ms = self._layouts(layout)
-        base = StepBase(
-            model=self._installation.model,
+        profile = assemble(
+            self._installation.model,
+            recording,
+            layouts,
+            head_ms,
             step=step,
             config=self.config,
-            measurement=measurement,
-            base_bytes=self._static_bytes - self._earlier_bytes - self._batch_bytes,
+            measurement=self._measurement,
+            resident_bytes=self._static_bytes - self._earlier_bytes,
             sizes=self.sizes,
             batch_bytes=self._batch_bytes,
-            other_batches_bytes=step.other_batches_bytes(self._batch_bytes),
         )
-        profile = assemble(base, recording, Readings(layouts=layouts, step_ms=layout.ms, head_ms=head_ms))
         return with_idle_blocks(profile, self._installation)
 
     def _layouts(self, layout: StepLayout) -> tuple[dict[str, StepLayout], dict[str, float]]:

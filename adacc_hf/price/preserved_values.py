@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -46,9 +46,8 @@ class PreservedValues(AbstractContextManager["PreservedValues"]):
     state is not restored. Raise UnrestorableError if a forward changed a parameter in place.
     """
 
-    def __init__(self, model: nn.Module, take_random_states: Callable[[], RandomStates]) -> None:
-        self._take_random_states = take_random_states
-        self._random_states = self._first_states = take_random_states()
+    def __init__(self, model: nn.Module, random_states: RandomStates) -> None:
+        self._random_states = random_states
         self._model, parameters = model, list(model.parameters())
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._registers = [(buffers_of(module), dict(buffers_of(module))) for module in model.modules()]
@@ -64,17 +63,10 @@ class PreservedValues(AbstractContextManager["PreservedValues"]):
         self._stack.enter_context(_outside_training(self._model))
         return self
 
-    def start_over(self, keeps_random_states: bool = False) -> None:
-        """Restore the buffers before the next step, and the random generators unless `keeps_random_states`."""
-        if keeps_random_states:
-            self._first_states = self._take_random_states()
-        else:
-            self._first_states.restore()
+    def start_over(self) -> None:
+        """Restore the buffers and the random generators before the next step."""
+        self._random_states.restore()
         self._restore_buffers()
-
-    def has_drawn(self) -> bool:
-        """Return True if numbers were drawn from a default generator since the last step started."""
-        return self._first_states.have_advanced()
 
     def set_gradients_aside(self, leaves: Iterable[torch.Tensor]) -> None:
         """Also preserve the gradients of `leaves`, which need not be parameters of the model."""

@@ -17,7 +17,7 @@ from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.batch import Batch
+from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.price.live_step import LiveStep
@@ -26,8 +26,7 @@ from adacc_hf.price.memory_profile import gradient_bytes
 from adacc_hf.price.preserved_values import PreservedValues
 from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
-from adacc_hf.price.training_step import TrainingStep
-from adacc_hf.run.blocks import CheckpointStrategy, Installation
+from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.inputs import block_layout
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.compat import without_layerdrop
@@ -39,9 +38,6 @@ from adacc_hf.torch_glue.tensors import gradient_leaves
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 """Function of (model, batch) that calls the model and returns the loss to train on. The function may change the
 batch."""
-
-MAX_STEPS = 9
-"""Maximum number of steps that are recorded to find one that calls all blocks, if the model skips blocks at random."""
 
 _profiling_lock = threading.RLock()
 """Lock held while a thread profiles a model. Profiling by a second thread at the same time would distort the times, and
@@ -64,8 +60,9 @@ def profile_model(
     """Profile the blocks of `model` on `batch`, the keyword arguments of the model's forward, labels included.
 
     The model must be in train mode, and may be under autocast. One forward and backward run, in which every block is
-    recomputed as under gradient checkpointing. With gradient accumulation another micro-batch runs before. One more
-    runs if blocks have made tables for later calls, or if modules may run in tiles. Afterwards gradients, buffers and
+    recomputed as under gradient checkpointing. Another one runs if blocks have made tables for later calls, and one if
+    modules may run in tiles. With gradient accumulation, zeros stand for the gradients of earlier micro-batches.
+    Afterwards gradients, buffers and
     the default random generators are as before. Python state (counters, lists, generators of your own) has changed as
     in these steps of training: profile a copy of the model if that matters. A run of training is profiled by its first
     step instead (`AdaccSession`), in which nothing runs twice.
@@ -114,7 +111,7 @@ def profile_model(
     with _profiling_lock, without_layerdrop(model):
         installation = Installation(model, config.block_classes)
         try:
-            with PreservedValues(model, lambda: measurement.random_states(devices)) as values:
+            with PreservedValues(model, measurement.random_states(devices)) as values:
                 aside_bytes = static_bytes() - own_bytes  # of gradients, which are set aside
                 return _Profiler(installation, whole, config, step, measurement, run, values, aside_bytes).profile()
         finally:
@@ -142,11 +139,6 @@ class _Profiler:
     def profile(self) -> Profile:
         tape_cache = TapeCache(self.measurement.verify)
         tape_cache.expect_same_orders(profiled_tapes(self.installation.model))
-        if self.step.gradient_accumulation_steps > 1:
-            for function in self.installation.blocks.values():
-                function.strategy = CheckpointStrategy()
-            self.measurement.backward(self.run())
-            self.values.start_over()
         live = self._recorded_step(tape_cache)
         profile = live.profile(self.step.optimizer_step_bytes, self.step.optimizer_state_bytes)
         tiles = TiledKinds(profile, live.recording, self.installation, self.config)
@@ -159,27 +151,24 @@ class _Profiler:
         return profile
 
     def _recorded_step(self, tape_cache: TapeCache) -> LiveStep:
-        """Record a step that calls all blocks and fills no tables: the first forward may build tables that every later
-        one reads. If the model skips blocks at random, other random states are tried.
+        """Record a step, and another one if the blocks have filled tables that every later forward reads.
 
-        Raises UncalledBlocksError if no step calls all blocks.
+        Raises UncalledBlocksError if the step does not call all blocks.
         """
-        modules, earlier_structures = self.installation.modules, set[str]()
-        for num_left in reversed(range(MAX_STEPS)):
-            layouts = [block_layout(block) for block in modules.values()]
-            with ExecutedBlocks(modules) as executed:
-                live = self._record(tape_cache, self.measurement)
-            missing = [name for name in modules if name not in executed.names or not live.called]
-            if missing and not (num_left and self.values.has_drawn()):
-                raise UncalledBlocksError(describe_uncalled(self.installation, missing, "with this batch", executed))
-            self.values.start_over(keeps_random_states=bool(missing))
-            if missing:
-                continue
-            structures = {block.tape.structure for block in live.recording.blocks}
-            if layouts == [block_layout(block) for block in modules.values()]:
-                break
-            earlier_structures |= structures
-        tape_cache.preliminary |= earlier_structures - structures
+        modules = self.installation.modules
+        layouts = [block_layout(block) for block in modules.values()]
+        with ExecutedBlocks(modules) as executed:
+            live = self._record(tape_cache, self.measurement)
+        missing = [name for name in modules if name not in executed.names or not live.called]
+        if missing:
+            raise UncalledBlocksError(describe_uncalled(self.installation, missing, "with this batch", executed))
+        self.values.start_over()
+        if layouts == [block_layout(block) for block in modules.values()]:
+            return live
+        first_structures = {block.tape.structure for block in live.recording.blocks}
+        live = self._record(tape_cache, self.measurement)
+        self.values.start_over()
+        tape_cache.preliminary |= first_structures - {block.tape.structure for block in live.recording.blocks}
         return live
 
     def _record(
@@ -187,8 +176,10 @@ class _Profiler:
     ) -> LiveStep:
         """Run a forward and backward, and record them."""
         model, config = self.installation.model, self.config
-        if self.step.gradient_accumulation_steps == 1:
-            model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        if self.step.gradient_accumulation_steps > 1:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         live = LiveStep(self.installation, config, measurement, tape_cache, tilings=tilings, repeats_blocks=True)
         torch.clear_autocast_cache()
         with measurement.clock():

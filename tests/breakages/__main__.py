@@ -43,7 +43,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/price/kind_profile_builder.py", "max(block.outliers.get(value", "min(block.outliers.get(value"),
     ("adacc_hf/price/cost_model.py", "max_bytes - point.live_bytes - results", "max_bytes - point.live_bytes"),
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
-    ("adacc_hf/price/training_step.py", "gradient_accumulation_steps - 1 +", "gradient_accumulation_steps +"),
+    ("adacc_hf/price/batch.py", "gradient_accumulation_steps - 1 +", "gradient_accumulation_steps +"),
     ("adacc_hf/adapt/corrections.py", "if self.static_bytes else corrected", "if False else corrected"),
     ("adacc_hf/torch_glue/meters.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.

@@ -4,10 +4,9 @@ import torch
 
 from adacc_hf import AdaccConfig
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.batch import Batch
+from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache
 

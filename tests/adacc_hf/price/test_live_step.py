@@ -8,10 +8,9 @@ import torch
 from live_step_builders import LOSSLESS, TABLE, are_equal, grads_of, train
 
 from adacc_hf import profile_model
-from adacc_hf.price.batch import Batch
+from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.run.blocks import Installation
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.tape_cache import TapeCache

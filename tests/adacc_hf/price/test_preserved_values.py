@@ -76,7 +76,7 @@ def test_a_table_that_blocks_fill_is_recorded_filled(toy_model, toy_batch, run_s
         assert not handle.tape_cache.fallbacks.counts
 
 
-# Random numbers decide which blocks run, and how often.
+# Random numbers decide how often blocks run.
 
 DRAWS = {
     "torch": lambda: float(torch.rand(())),
@@ -103,10 +103,6 @@ def loops(model, draw):
     return [first, *[second] * (1 + int(3 * draw())), third]
 
 
-def skips(model, draw):
-    return [layer for layer in model.layers if draw() < 0.7]
-
-
 def seeded_steps(run_steps, model, batch):
     random.seed(3)
     numpy.random.seed(3)
@@ -123,23 +119,7 @@ def test_how_often_a_block_runs_may_be_drawn(toy_model, toy_batch, run_steps, as
         assert_same_steps(seeded_steps(run_steps, model, batch), plain)
 
 
-@pytest.mark.parametrize("kind", DRAWS)
-def test_which_blocks_run_may_be_drawn(toy_model, toy_batch, run_steps, assert_same_steps, kind):
-    batch = toy_batch()
-    plain = seeded_steps(run_steps, drawing_model(toy_model, DRAWS[kind], skips), batch)
-    model = drawing_model(toy_model, DRAWS[kind], skips)
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    profile = profile_model(model, batch, CONFIG)
-    assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    assert len(profile.blocks) == 3
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
-        assert_same_steps(seeded_steps(run_steps, model, batch), plain)
-
-
-def test_blocks_that_no_draw_runs_are_named(toy_model, toy_batch):
+def test_blocks_that_the_step_skips_are_named(toy_model, toy_batch):
     model = drawing_model(toy_model, DRAWS["torch"], lambda model, draw: [*model.layers][: 2 + int(draw())])
     with pytest.raises(UncalledBlocksError, match=r"layers\.2 first"):
         profile_model(model, toy_batch(), CONFIG)
