@@ -109,17 +109,13 @@ gpu-bundle: ## Fetch the wheels that eval/repository/first_gpu.py needs on a bar
 # What is fetched stays out of .venv, in runs/, and so do the models and data that are made for it.
 OTHERS := runs/others
 FETCHED := $(OTHERS)/.fetched
-$(FETCHED): $(INSTALLED) tests/others/packages.txt tests/others/sources.txt
-	rm -rf $(OTHERS)/packages $(OTHERS)/sources
+$(FETCHED): $(INSTALLED) tests/others/packages.txt
+	rm -rf $(OTHERS)/packages
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(OTHERS)/packages \
 		--requirement tests/others/packages.txt
-	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --no-binary :all: --no-build-isolation \
-		--dest $(OTHERS)/sources --requirement tests/others/sources.txt
-	for archive in $(OTHERS)/sources/*.tar.gz; do tar -xzf $$archive -C $(OTHERS)/sources; done
-	for folder in $(OTHERS)/sources/*/tests; do touch $$folder/__init__.py; done
 	@touch $@
 
-test-others: $(FETCHED) ## Run others' scripts and tests with the callback and without, and compare
+test-others: $(FETCHED) ## Run others' scripts with the callback and without, and compare
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others
 
 # Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU.

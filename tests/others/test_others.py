@@ -1,4 +1,4 @@
-"""Other packages' scripts, trainers, methods and tests train equally with and without the callback."""
+"""Other packages' scripts, trainers and methods train equally with and without the callback."""
 
 import pytest
 from othersrun import cases, verdicts

@@ -6,7 +6,6 @@ import pytest
 from othersrun import cases, verdicts
 
 CASE = cases.Case(name="one", package="theirs")
-TESTS = cases.Tests(name="tests", package="theirs", folder="", files=(), refusals={"prefix": "not for prefixes"})
 
 
 def training(**changes: Any) -> dict[str, Any]:
@@ -45,14 +44,3 @@ def test_an_error_is_a_fault_unless_it_is_the_refusal_that_is_known() -> None:
     assert verdicts.judge(refused, outcome(training()), with_error).fault is None
     assert verdicts.judge(refused, outcome(training()), outcome(adacc())).fault
     assert verdicts.judge(refused, outcome(one="TypeError"), with_error).fault
-
-
-def test_tests_must_end_as_without() -> None:
-    plain = {"a": "passed", "c": "passed", "b": "failed: alone", "prefix": "passed", "d": "skipped"}
-    with_it = {**plain, "prefix": "failed: ValueError: not for prefixes"}
-    verdict = verdicts.judge(TESTS, outcome(**plain), outcome(**with_it))
-    assert verdict.fault is None
-    assert verdict.words.startswith("2 tests pass in both runs, 0 trainings bit-equal, 1 refused")
-    assert "a: passed" in verdicts.judge(TESTS, outcome(**plain), outcome(**{**with_it, "a": "failed: x"})).fault
-    assert "was not run" in verdicts.judge(TESTS, outcome(**plain), outcome(a="passed", c="passed", b="failed")).fault
-    assert verdicts.judge(TESTS, outcome(b="failed"), outcome(b="failed")).fault

@@ -1,6 +1,6 @@
-"""Pinned list of other packages' scripts, trainers, methods and tests that run with the callback.
+"""Pinned list of other packages' scripts, trainers and methods that run with the callback.
 
-Packages and versions are listed in packages.txt, sources.txt and the project's constraints.txt.
+Packages and versions are listed in packages.txt and the project's constraints.txt.
 """
 
 import os
@@ -12,7 +12,7 @@ from othersrun.peft_methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[3]
 RUNS = Path(os.environ.get("ADACC_OTHERS") or ROOT / "runs" / "others")
-PACKAGES, SOURCES, MADE = RUNS / "packages", RUNS / "sources", RUNS / "made"
+PACKAGES, MADE = RUNS / "packages", RUNS / "made"
 
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
 """Settings of the callback with which training is bit-equal to training without it."""
@@ -63,20 +63,6 @@ class Method(Case):
     settings: dict[str, Any]
     model: str = "llama"
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tests(Case):
-    """Tests of a package. Each test must have the same result with and without the callback."""
-
-    folder: str
-    """Folder in SOURCES."""
-    files: tuple[str, ...]
-    select: str = ""
-    refusals: dict[str, str] = field(default_factory=dict)
-    """Part of the expected error of a test that the callback must refuse, by a part of the test's name."""
-    lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names by module that the tests import and the installed package has removed. Tests that use them fail anyway."""
 
 
 def _script(name: str, *arguments: str, data: str, model: str = QWEN, label: str = "", **expected: Any) -> Script:
@@ -153,54 +139,11 @@ TRAINERS = [
 
 PEFT_METHODS = [Method(name=f"peft {name}", package="peft", config=config, **more) for name, config, more in METHODS]
 
-LOST = {
-    "trl": ("BaseBinaryJudge", "BasePairwiseJudge", "FDivergenceType"),
-    "trl.import_utils": (
-        "is_diffusers_available", "is_joblib_available", "is_llm_blender_available", "is_mergekit_available",
-        "is_vllm_available",
-    ),
-    "trl.trainer.sft_trainer": ("dft_loss",),
-    "trl.trainer.reward_trainer": ("_tokenize",),
-    "trl.trainer.kto_trainer": ("_get_kl_dataset", "_process_tokens", "_tokenize"),
-    "trl.trainer.utils": ("SIMPLE_CHAT_TEMPLATE",),
-}  # fmt: skip
-
-
-def _trl_tests(name: str, **more: Any) -> Tests:
-    return Tests(
-        name=f"trl test_{name}_trainer.py",
-        package="trl",
-        folder="trl-0.23.1",
-        files=(f"tests/test_{name}_trainer.py",),
-        lost=LOST,
-        **more,
-    )
-
-
-TESTS = [
-    Tests(
-        name="peft test_decoder_models.py",
-        package="peft",
-        folder="peft-0.21.2",
-        files=("tests/test_decoder_models.py",),
-        select="test_prefix_tuning_mistral or test_prompt_learning_with_gradient_checkpointing",
-        lost={"diffusers": ("StableDiffusionPipeline",)},
-        refusals={"prefix_tuning_mistral": "prefix tuning passes its prefix to the blocks"},
-    ),
-    Tests(
-        name="peft test_cpt.py", package="peft", folder="peft-0.21.2", files=("tests/test_cpt.py",), select="training"
-    ),
-    _trl_tests("sft", select="TestSFTTrainer or SFTTrainerTester"),
-    _trl_tests("kto"),
-    _trl_tests("grpo"),
-    _trl_tests("rloo"),
-]
-
-CASES: list[Case] = [*SCRIPTS, *TRAINERS, *PEFT_METHODS, *TESTS]
+CASES: list[Case] = [*SCRIPTS, *TRAINERS, *PEFT_METHODS]
 
 
 def groups() -> dict[str, list[Case]]:
-    """Return the cases by process. Scripts and tests have a process each, because they change global state."""
+    """Return the cases by process. Scripts have a process each, because they change global state."""
     cases_by_group: dict[str, list[Case]] = {}
     for case in CASES:
         shared_group = {TrainerClass: "trainers", Method: "methods"}.get(type(case))

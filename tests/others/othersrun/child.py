@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(FOLDER), str(FOLDER.parent / "memory_meter")]
 os.environ.pop("LD_PRELOAD", None)  # child processes are not metered
 
-from othersrun import cases, drivers, local_data  # noqa: E402
+from othersrun import cases, drivers  # noqa: E402
 from othersrun.attach import Trainings  # noqa: E402
 
 
@@ -26,41 +26,11 @@ def run_script(case: cases.Script) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def run_tests(case: cases.Tests, trainings: Trainings) -> dict[str, str]:
-    """Run the tests of a case. Return by test "passed", "skipped", or "failed" with the error."""
-    import pytest
-
-    plugin = drivers.TestWatch(trainings)
-    for module, names in case.lost.items():
-        for name in names:
-            drivers.fill_in(module, name)
-    folder = cases.SOURCES / case.folder
-    os.chdir(folder)
-    drivers.train_on_the_cpu()
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-o",
-        "addopts=",
-        "-o",
-        "filterwarnings=",
-        "--tb=short",
-    ]
-    pytest.main([*options, *case.files, *(["-k", case.select] if case.select else [])], plugins=[plugin])
-    return plugin.results
-
-
 def run(group: str, trainings: Trainings) -> dict[str, str]:
-    """Run the cases of a group. Return the results of tests, and the errors of other cases, by name."""
+    """Run the cases of a group. Return the errors of cases by name."""
     results: dict[str, str] = {}
     for case in cases.groups()[group]:
         trainings.label = case.name
-        if isinstance(case, cases.Tests):
-            results |= run_tests(case, trainings)
-            continue
         try:
             if isinstance(case, cases.Script):
                 run_script(case)
@@ -77,7 +47,6 @@ def main() -> None:
     settings: dict[str, Any] | None = cases.LOSSLESS if mode == "adacc" else None
     trainings = Trainings(settings)
     trainings.watch()
-    local_data.serve()
     results = run(group, trainings)
     Path(target).write_text(json.dumps({"results": results, "trainings": trainings.records}))
 

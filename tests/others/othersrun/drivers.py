@@ -1,17 +1,14 @@
-"""Drivers for cases without a script: trainers and methods of packages, and packages' own tests."""
+"""Drivers for cases without a script: trainers and methods of packages."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
-from types import ModuleType
 from typing import Any
 
 import torch
 from others_rewards import characters
-from othersrun import cases, local_data
-from othersrun.attach import Trainings
+from othersrun import cases
 
 STEPS = 6
 MODELS = {
@@ -83,52 +80,7 @@ def train_with(case: cases.TrainerClass, folder: str) -> None:
     ).train()
 
 
-def train_on_the_cpu() -> None:
-    """Make all TrainingArguments use the CPU and float32. TRL's configurations ask for bfloat16, in which CPUs without
-    bfloat16 instructions take minutes per step."""
-    from transformers import TrainingArguments
-
-    check = TrainingArguments.__post_init__
-
-    def post_init(arguments: TrainingArguments) -> None:
-        arguments.use_cpu, arguments.bf16 = True, False
-        check(arguments)
-
-    TrainingArguments.__post_init__ = post_init
-
-
-def fill_in(module: str, name: str) -> None:
-    """Add a placeholder for `name` to a module that has removed it, so that tests that only import it can run."""
-    try:
-        target = importlib.import_module(module)
-    except ModuleNotFoundError:
-        target = sys.modules[module] = ModuleType(module)
-    if not hasattr(target, name):
-        setattr(target, name, type(name, (), {"__bool__": lambda self: False, "__init__": lambda self, *_, **__: None}))
-
-
 def data(name: str) -> Any:
     import datasets
 
-    return datasets.load_dataset(str(local_data.folder_of(name)), split="train")
-
-
-class TestWatch:
-    """Pytest plugin that records the result of each test, and labels trainings with the current test."""
-
-    __test__ = False
-
-    def __init__(self, trainings: Trainings) -> None:
-        self.results: dict[str, str] = {}
-        self._trainings = trainings
-
-    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
-        self._trainings.label = item.nodeid
-        torch.manual_seed(0)  # tests must not depend on earlier tests
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            words = report.outcome
-            if report.failed:
-                words += f": {getattr(report.longrepr, 'reprcrash', None) or report.longrepr}"
-            self.results[report.nodeid] = words
+    return datasets.load_dataset(str(cases.MADE / "data" / name), split="train")

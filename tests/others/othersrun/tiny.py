@@ -19,46 +19,15 @@ CHAT = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "two",
-    "dogs",
-    "run",
-    "by",
-    "late",
-    "in",
-    "blue",
-    "green",
+    "the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "run", "by", "late", "in", "blue", "green",
     "old",
-]
+]  # fmt: skip
 
 MODELS = {
     "hf-internal-testing/tiny-random-gpt2": "gpt2",
-    "hf-internal-testing/tiny-random-OPTForCausalLM": "opt",
-    "peft-internal-testing/tiny-random-OPTForCausalLM": "opt",
-    "hf-internal-testing/tiny-random-MistralForCausalLM": "mistral",
-    "peft-internal-testing/tiny-dummy-qwen2": "qwen2",
     "trl-internal-testing/tiny-random-LlamaForCausalLM": "llama",
     "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": "qwen2",
-    "trl-internal-testing/tiny-Qwen3ForCausalLM": "qwen3",
-    "trl-internal-testing/tiny-GPT2LMHeadModel": "gpt2",
-    "trl-internal-testing/tiny-GPTNeoXForCausalLM": "gpt_neox",
-    "trl-internal-testing/tiny-MistralForCausalLM-0.2": "mistral",
-    "trl-internal-testing/tiny-LlamaForCausalLM-3.2": "llama",
-    "trl-internal-testing/tiny-GemmaForCausalLM": "gemma",
-    "trl-internal-testing/tiny-Gemma2ForCausalLM": "gemma2",
-    "trl-internal-testing/tiny-OPTForCausalLM": "opt",
-    "trl-internal-testing/tiny-BloomForCausalLM": "bloom",
-    "trl-internal-testing/tiny-Phi3ForCausalLM": "phi3",
-    "trl-internal-testing/tiny-CohereForCausalLM": "cohere",
     "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": "qwen2 reward",
-    "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": "llama reward",
     "trl-internal-testing/tiny-T5ForConditionalGeneration": "t5",
 }
 """Type of each model in Transformers, followed by its head if that is not the default."""
@@ -120,12 +89,6 @@ def make_model(target: Path, kind: str) -> None:
     grouped = {**small, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
     settings: dict[str, Any] = {
         "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
-        "opt": {**small, "ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": LENGTH},
-        "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-        "gpt_neox": {**small, "max_position_embeddings": LENGTH},
-        "gemma": {**grouped, "head_dim": 16},
-        "gemma2": {**grouped, "head_dim": 16},
-        "qwen3": {**grouped, "head_dim": 16},
         "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     }.get(type_name, grouped)
     if head:
@@ -167,13 +130,8 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "triples": _rows(18, prompt=lambda: f"{_short()} ", reference=_long, chosen=_long, rejected=_long),
     "judged": _rows(18, prompt=lambda: f"{_short()} ", completion=_long, label=lambda: _draw.random() < 0.5),
     "prompts": _rows(18, prompt=_short),
-    "answers": _rows(18, prompt=lambda: f"{_short()} ", completion=_long),
     "chats": _rows(18, messages=lambda: _asked() + _answered()),
-    "chat preferences": _rows(18, prompt=_asked, chosen=_answered, rejected=_answered),
     "chat prompts": _rows(18, prompt=_asked),
-    "chat answers": _rows(18, prompt=_asked, completion=_answered),
-    "quotes": _rows(18, quote=_sentences(6, 14), author=_short),
-    "feelings": _rows(30, sentence=_sentences(6, 14), label=lambda: _draw.randrange(2)),
 }
 
 

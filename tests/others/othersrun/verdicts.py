@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from othersrun.cases import Case, Tests
+from othersrun.cases import Case
 
 Outcome = Mapping[str, Any]
-"""Record of a child process: "results" by name, and "trainings"."""
+"""Record of a child process: "results", errors by case, and "trainings"."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Verdict:
 
 def judge(case: Case, plain: Outcome, adacc: Outcome) -> Verdict:
     """Compare the two runs of a case's process."""
-    if isinstance(case, Tests):
-        return _judge_tests(case, plain, adacc)
     runs = [[one for one in outcome["trainings"] if one["label"] == case.name] for outcome in (plain, adacc)]
     error = plain["results"].get(case.name)
     if error is not None or not runs[0]:
@@ -47,38 +45,6 @@ def judge(case: Case, plain: Outcome, adacc: Outcome) -> Verdict:
         fault = f"the callback did nothing: {idle[0]['actions']}"
     return Verdict(
         "bit-equal" if fault is None else "FAILS", fault, _most(runs[0]), _most(runs[1]), _last(runs[1]), _last(runs[0])
-    )
-
-
-def _judge_tests(case: Tests, plain: Outcome, adacc: Outcome) -> Verdict:
-    faults, num_passed, num_failing, num_refused = [], 0, 0, 0
-    for name, before in plain["results"].items():
-        after = adacc["results"].get(name, "was not run")
-        refusals = [words for part, words in case.refusals.items() if part in name]
-        if before.startswith("failed"):
-            num_failing += 1
-        elif refusals and after.startswith("failed") and refusals[0] in after:
-            num_refused += 1
-        elif before.partition(":")[0] != after.partition(":")[0]:
-            faults.append(f"{name}: {before} without the callback, with it {after}")
-        elif before == "passed":
-            num_passed += 1
-    if not num_passed:
-        return _fault(f"no test passes: {list(plain['results'].items())[:1]}")
-    failing = {name for outcome in (plain, adacc) for name, words in outcome["results"].items() if words[:4] == "fail"}
-    runs = [[one for one in outcome["trainings"] if one["label"] not in failing] for outcome in (plain, adacc)]
-    fault = difference(*runs)
-    faults += [fault] if fault is not None else []
-    words = f"{num_passed} tests pass in both runs, {len(runs[0])} trainings bit-equal"
-    words += f", {num_refused} refused as expected" if num_refused else ""
-    words += f", {num_failing} fail without the callback too" if num_failing else ""
-    return Verdict(
-        "FAILS" if faults else words,
-        "\n".join(faults) or None,
-        _most(runs[0]),
-        _most(runs[1]),
-        _last(runs[1]),
-        _last(runs[0]),
     )
 
 
