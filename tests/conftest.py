@@ -38,12 +38,15 @@ def pytest_unconfigure() -> None:
 
 # Tiers. A test function costs the CPU seconds of all its cases, which test_seconds.txt lists. Each tier has a limit for
 # one function. If a function costs more, the tier runs as many of its cases as fit into the limit, or none if a single
-# case does not fit. A function that is not in the list is cheap. The marker `gate` overrides the limit of the gate.
+# case does not fit. The gate runs cases up to GATE_CASES, but one case of each function that fits into its limit. A
+# function that is not in the list is cheap. The marker `gate` overrides the limit of the gate.
 
 SECONDS_FILE = Path(__file__).parent / "test_seconds.txt"
 TIERS = {"slow": 0.55, "nightly": 2.0}
 """Limit in CPU seconds of one function, by the marker of the cases that exceed it. `make test` leaves out the cases
 marked `slow`, and `make test-all` those marked `nightly`."""
+GATE_CASES = 1.0
+"""Limit in CPU seconds of the gate for the cases of one function after the first, which mostly run the same code."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,20 +67,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         cases[_function(item.nodeid)].append(item)
     for function, seconds in costs.items():
-        for marker, limit in TIERS.items():
-            for item in _left_out(cases[function], seconds, limit):
-                if marker != "nightly" or item.get_closest_marker("gate") is None:
-                    item.add_marker(marker)
+        for item in _left_out(cases[function], seconds, TIERS["slow"]):
+            item.add_marker("slow")
+        fits = seconds <= TIERS["nightly"] * len(cases[function])
+        for item in _left_out(cases[function], seconds, GATE_CASES, least=int(fits)):
+            if item.get_closest_marker("gate") is None:
+                item.add_marker("nightly")
+    for item in items:
+        if item.get_closest_marker("nightly") is not None:
+            item.add_marker("slow")
     costly_files = {function.partition("::")[0] for function in costs}
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in costly_files)
 
 
-def _left_out(cases: list[pytest.Item], seconds: float, limit: float) -> list[pytest.Item]:
+def _left_out(cases: list[pytest.Item], seconds: float, limit: float, least: int = 0) -> list[pytest.Item]:
     """Return the cases that a tier leaves out, if all cases together take `seconds` and may take `limit`. Cases are
     chosen by a hash of their names: every n-th case would favour one value of a parameter."""
     if seconds <= limit:
         return []
-    number = int(limit / seconds * len(cases))
+    number = max(least, int(limit / seconds * len(cases)))
     return sorted(cases, key=lambda item: hashlib.md5(item.nodeid.encode()).digest())[number:]
 
 
