@@ -190,7 +190,13 @@ class KernelCode:
         monkeypatch.setattr(self.module, "launch", record)
         return recorded_launches
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            pytest.param(torch.float32, marks=pytest.mark.nightly, id="float32"),
+            pytest.param(torch.bfloat16, id="bfloat16"),
+        ],
+    )
     def test_kernels_for_hopper_keep_pace_with_memory(self, name, dtype, launches, tmp_path):
         """Instructions of stochastic rounding are not counted."""
         self.round_trips[name](torch.ones(ROWS, CHANNELS, dtype=dtype))
@@ -206,6 +212,7 @@ class KernelCode:
                 assert 0 < sum(counts[name] for name in HALF_RATE) / of_bytes < MOST_HALF_RATE_PER_BYTE
                 assert sum(counts[name] for name in EIGHTH_RATE) / of_bytes < MOST_EIGHTH_RATE_PER_BYTE
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
     def test_kernels_of_other_architectures_are_as_good(self, target, name, launches, tmp_path):
         dtype = torch.float32 if target in ("sm_80", "sm_100") else torch.bfloat16
