@@ -7,13 +7,15 @@ gradients and the optimizer's state, and a simulated allocator serves every stor
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import GraphExecGroup, checkpoint
 
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter, fake_autocast
@@ -42,7 +44,7 @@ def reserved_bytes(
     for tensor in (*module.parameters(), *module.buffers()):
         log.add(tensor.untyped_storage())
     state: list[torch.Tensor] = []  # keeps the optimizer's state alive
-    with _checkpointed_fake_blocks(model) if is_checkpointed else nullcontext(), log:
+    with _checkpointed_blocks(model) if is_checkpointed else nullcontext(), log:
         for _ in range(STEPS if keeps_gradients else 1):
             begin = len(log.events)
             batch = model.batch(batch_size, seq_len)
@@ -108,68 +110,25 @@ class AllocationLog(FakeMemoryMeter):
         self.events.append((self._numbers.pop(key), None))
 
 
-# Replacement for torch's checkpoint, which needs torch's autograd engine. Fake tensors use `FakeBackward` instead.
-
-
 @contextmanager
-def _checkpointed_fake_blocks(model: FakeModel) -> Iterator[None]:
+def _checkpointed_blocks(model: FakeModel) -> Iterator[None]:
+    """Run each block under torch's checkpoint inside the `with` block."""
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        # Without a GPU, the autocast that torch's checkpoint restores for "cuda" disables itself, with a warning.
+        return nullcontext(), fake_autocast(model.workload.trace, model.autocast)
+
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     for block in model.blocks:
-        block.forward = _FakeCheckpoint(model, block.forward)
+        block.forward = partial(checkpoint, block.forward, **settings)
     try:
-        yield
+        # `FakeBackward` is no run of torch's engine, by which checkpoints know that they were recomputed.
+        with GraphExecGroup(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*CUDA is not available")
+            yield
     finally:
         for block in model.blocks:
             del block.forward
-
-
-class _RecomputedError(Exception):
-    """Exception that ends a recomputation early, when all tensors that backward needs are recomputed."""
-
-
-class _FakeCheckpoint:
-    """Forward of a block under a checkpoint: backward runs it again, up to the last tensor that autograd saves."""
-
-    def __init__(self, model: FakeModel, forward: Callable[..., Any]) -> None:
-        self._model = model
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recomputed: list[torch.Tensor | None] = []
-        num_saved = 0
-
-        def pack_as_index(_: torch.Tensor) -> int:
-            nonlocal num_saved
-            num_saved += 1
-            return num_saved - 1
-
-        def recompute(index: int) -> torch.Tensor:
-            if not recomputed or recomputed[index] is None:
-                recomputed[:] = self._recompute(num_saved, args, kwargs)
-            tensor, recomputed[index] = recomputed[index], None  # free it as soon as the node has used it
-            assert tensor is not None
-            return tensor
-
-        with saved_tensors_hooks(pack_as_index, recompute):
-            return self._forward(*args, **kwargs)
-
-    def _recompute(self, num_saved: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        saved: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> None:
-            saved.append(tensor.detach())
-            if len(saved) == num_saved:
-                raise _RecomputedError
-
-        def unpack(_: None) -> torch.Tensor:
-            raise AssertionError("no backward may run through a recomputation")
-
-        autocast = fake_autocast(self._model.workload.trace, self._model.autocast)
-        with torch.enable_grad(), saved_tensors_hooks(collect, unpack), autocast:
-            try:
-                self._forward(*args, **kwargs)
-            except _RecomputedError as stop:
-                stop.__traceback__ = None  # its frames keep the forward's tensors alive
-        return saved
 
 
 # Simulation of torch's caching allocator: its block sizes, its pools and its choice of blocks. The rules are the
