@@ -91,16 +91,12 @@ def add_parser(commands: Any) -> None:
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
         "percent of the device's PCIe generation; not with --profile, which has measured rates)",
     )
-    images = more.add_mutually_exclusive_group()
-    images.add_argument(
+    more.add_argument(
         "--images",
         type=int,
         metavar="N",
         help="images in each sequence, in a vision-language model with images of a fixed size. The number of their "
         "tokens follows from the model's config, and --seq-len counts these tokens too (default: no images)",
-    )
-    images.add_argument(
-        "--image-tokens", type=int, metavar="N", help="like --images, with the number of tokens of all images"
     )
     more.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
     more.add_argument(
@@ -223,7 +219,6 @@ _EXCLUDED = {
 """Options that are not planned together with others."""
 _RANGES = {
     "--outlier-share": (lambda share: 0 <= share <= 1, "0 to 1: a share of the channels"),
-    "--image-tokens": (lambda number: number >= 1, "at least 1: the tokens of a sequence's images"),
     "--images": (lambda number: number >= 1, "at least 1: the images in each sequence"),
     "--lora-rank": (lambda number: number >= 1, "at least 1"),
     "--lora-dropout": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
@@ -287,7 +282,6 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.estimate.adapters import Adapters
     from adacc_hf.estimate.fake_model import PRECISIONS, Workload
-    from adacc_hf.estimate.images import tokens_of_images
     from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
     from adacc_hf.estimate.planning import Request
     from adacc_hf.estimate.quantized_weights import Quantization, quantization_of
@@ -311,7 +305,7 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         adapters=None if arguments.peft is None else adapters,
         quantization=quantization or (Quantization() if arguments.load_in_4bit else None),
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
-        image_tokens=arguments.image_tokens or (tokens_of_images(config, arguments.images) if arguments.images else 0),
+        images=arguments.images or 0,
         trace=arguments.trace or device.trace,
         sharding=sharding,
         outlier_share=arguments.outlier_share,

@@ -1,4 +1,4 @@
-"""Images in the batches of a fake vision-language model (`adacc plan --images` and `--image-tokens`).
+"""Images in the batches of a fake vision-language model (`adacc plan --images`).
 
 Only models whose images all have the size in the vision tower's configuration are supported, for example LLaVA,
 PaliGemma and Gemma 3. If a model accepts images of any size, its code computes shapes from the sizes of the images,
@@ -16,14 +16,11 @@ import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from adacc_hf.estimate.fake_device import fake_tensors
-
-_OPTIONS = "--images and --image-tokens"
 _LEAVE_OUT = (
     "leave out this option, and plan the language model alone (the text_config in the model's config), with the image "
     "tokens counted in --seq-len"
 )
-"""Parts of error messages: names of the options, and advice."""
+"""Advice of error messages."""
 _DISABLE_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 """Environment variable of Transformers that disables its checks of tensors' values, such as the number of image tokens
 in a text. Fake tensors have no values."""
@@ -39,7 +36,7 @@ def image_size(config: PretrainedConfig) -> tuple[int, int, int]:
     if size is None:
         reason = "has no vision tower" if vision is None else "accepts images of any size"
         raise ValueError(
-            f"{_OPTIONS}: {type(config).__name__} {reason}, and only images of a fixed size are planned: {_LEAVE_OUT}"
+            f"--images: {type(config).__name__} {reason}, and only images of a fixed size are planned: {_LEAVE_OUT}"
         )
     height, width = (size, size) if isinstance(size, int) else size
     return getattr(vision, "num_channels", 3), height, width
@@ -57,7 +54,7 @@ def image_model(config: PretrainedConfig, attention: str | None, dtype: str) -> 
         if "Unrecognized configuration class" not in str(error):
             raise
         raise ValueError(
-            f"{_OPTIONS}: {type(config).__name__} has no AutoModelForImageTextToText: leave out this option"
+            f"--images: {type(config).__name__} has no AutoModelForImageTextToText: leave out this option"
         ) from error
 
 
@@ -66,39 +63,17 @@ def pixel_values(config: PretrainedConfig, num_images: int) -> torch.Tensor:
     return torch.zeros((num_images, *image_size(config)))
 
 
-def images_per_sequence(model: Any, config: PretrainedConfig, image_tokens: int) -> int:
-    """Return the number of images that take `image_tokens` tokens of a sequence.
+def tokens_per_image(model: Any, config: PretrainedConfig) -> int:
+    """Return the number of tokens that an image takes in a sequence, from the features of one fake image.
 
-    Raises ValueError if the number of tokens is not a multiple of the tokens of one image, and if the model needs more
-    than the pixels of an image.
+    Raises ValueError if the model needs more than the pixels of an image.
     """
-    tokens = _tokens_per_image(model, config)
-    if image_tokens % tokens:
-        raise ValueError(
-            f"--image-tokens={image_tokens} is not a multiple of {tokens}, the tokens of one image of this model: pass "
-            f"{tokens} for one image per sequence, {2 * tokens} for two, or --images 1 and --images 2"
-        )
-    return image_tokens // tokens
-
-
-def tokens_of_images(config: PretrainedConfig, num_images: int) -> int:
-    """Return the number of tokens that `num_images` images take in a sequence of the model of `config`.
-
-    The number follows from the sizes of the vision tower and of its projector, and is read from the features of one
-    fake image. Raises the same errors as `image_size`, `image_model` and `images_per_sequence`.
-    """
-    image_size(config)
-    with fake_tensors("cpu"):
-        return num_images * _tokens_per_image(image_model(config, None, "float32"), config)
-
-
-def _tokens_per_image(model: Any, config: PretrainedConfig) -> int:
     try:
         with torch.no_grad():
             features = model.get_image_features(pixel_values=pixel_values(config, 1))
     except (AttributeError, IndexError, TypeError) as error:
         raise ValueError(
-            f"{_OPTIONS}: the images of {type(model).__name__} cannot be planned, because it needs more than their "
+            f"--images: the images of {type(model).__name__} cannot be planned, because it needs more than their "
             f"pixels ({error}): {_LEAVE_OUT}"
         ) from error
     features = getattr(features, "pooler_output", features)

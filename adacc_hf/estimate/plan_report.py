@@ -89,8 +89,7 @@ def _plan_title(plan: TrainingPlan) -> str:
     request, device = plan.request, plan.request.workload.device
     sharding = request.workload.sharding
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
-    image_tokens = request.workload.image_tokens
-    images_text = f" ({image_tokens} of each sequence for images)" if image_tokens else ""
+    images_text = f" ({plan.image_tokens} of each sequence for images)" if plan.image_tokens else ""
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
         f"device{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
@@ -201,7 +200,7 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
         notes.append(
             f"{100 * workload.outlier_share:g} % of the channels are assumed to be outliers (--outlier-share)."
         )
-    if workload.image_tokens:
+    if workload.images:
         _, height, width = image_size(workload.config)
         notes.append(
             f"Images have {height} x {width} pixels. The vision tower is trained like the language model, and its "

@@ -66,11 +66,6 @@ class Request:
             raise ValueError(
                 f"--seq-len={self.seq_len} must be at least 2: each token is predicted from the preceding tokens"
             )
-        if self.seq_len <= self.workload.image_tokens:
-            raise ValueError(
-                f"the images' {self.workload.image_tokens} tokens must be fewer than --seq-len={self.seq_len}, which "
-                f"counts the tokens of images and of text: raise --seq-len, or set a smaller --images or --image-tokens"
-            )
 
     @property
     def budget(self) -> int:
@@ -102,6 +97,8 @@ class TrainingPlan:
     attention: str
     """Names of the attention implementations in the model, joined by "and"."""
     static: StaticMemory
+    image_tokens: int
+    """Number of tokens of each sequence that stand for images."""
     profile: Profile
     policy: Policy | None
     """Policy from the solver. None if no policy fits the budget."""
@@ -175,6 +172,7 @@ class TrainingPlanner:
             request=request,
             attention=" and ".join(attention_of(self.model.model)),
             static=self.static,
+            image_tokens=self.model.image_tokens,
             profile=profile,
             policy=policy,
             bound_bytes=bound_bytes,

@@ -40,8 +40,7 @@ REFUSED = {
     "4 bits": ("--load-in-4bit", "--load-in-4bit needs --peft lora: pass both"),
     "4 bits in parts": ("--load-in-4bit --peft lora --fsdp 2", "--fsdp is not planned with weights of 4 bits: choose"),
     "8 bits": ("--load-in-8bit", "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
-    "no images": ("--image-tokens 0", "--image-tokens=0 must be at least 1: the tokens of a sequence's images"),
-    "images of a language model": ("--image-tokens 64", "--images and --image-tokens: GPT2Config has no vision tower"),
+    "images of a language model": ("--images 1", "--images: GPT2Config has no vision tower"),
     "host memory without unit": (
         "--host-memory 64",
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',

@@ -10,7 +10,7 @@ from adacc_hf.cli import main
 from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
-from adacc_hf.estimate.images import tokens_of_images, unchecked_placeholders
+from adacc_hf.estimate.images import unchecked_placeholders
 from adacc_hf.estimate.plan_report import to_text
 from adacc_hf.estimate.planning import Request, plan
 from adacc_hf.eval.zoo.configs import architectures
@@ -24,7 +24,7 @@ NUM_TOKENS = 4
 
 
 def workload(config: PretrainedConfig, trace: str = "cuda", **settings) -> Workload:
-    arguments = {"image_tokens": NUM_TOKENS, "precision": PRECISIONS["fp32"]} | settings
+    arguments = {"images": 1, "precision": PRECISIONS["fp32"]} | settings
     return Workload(config=config, device=find_device("h100"), trace=trace, **arguments)
 
 
@@ -44,8 +44,8 @@ def test_activations_and_peaks_are_those_of_a_step_with_images(name: str, one_th
     assert [block.name for block in planned.blocks] == [block.name for block in measured.blocks]
     # LLaVA stores one number of 8 bytes outside its blocks that the step on fake tensors does not store.
     assert 0 <= measured.plain_stored_bytes - planned.plain_stored_bytes <= 8
-    with fake_model(workload(config, "cpu", adacc=EXACT, image_tokens=2 * NUM_TOKENS)) as model:
-        assert model.images_per_sequence == 2
+    with fake_model(workload(config, "cpu", adacc=EXACT, images=2)) as model:
+        assert model.image_tokens == 2 * NUM_TOKENS
         twice = model.profile(*shape)
     peaks = [uniform_policy(each, "retain").predicted_peak_bytes for each in (planned, twice)]
     assert twice.plain_stored_bytes > planned.plain_stored_bytes
@@ -71,11 +71,10 @@ def test_a_small_model_of_a_family(name: str) -> None:
         ("gpt2", {}, "GPT2Config has no vision tower, and only images of a fixed size are planned"),
         ("qwen2_vl", {}, "Qwen2VLConfig accepts images of any size"),
         ("mistral3", {}, "Mistral3ForConditionalGeneration cannot be planned, because it needs more than their pixels"),
-        ("llava", {"image_tokens": 6}, "image-tokens=6 is not a multiple of 4.* pass 4 for one image per sequence, 8"),
         (
             "llava",
             {"adapters": Adapters()},
-            "--images and --image-tokens are not planned with --peft: leave out one of the options",
+            "--images is not planned with --peft: leave out one of the two",
         ),
     ],
 )
@@ -85,27 +84,19 @@ def test_images_that_cannot_be_planned_are_refused(name: str, settings: dict, me
         pass
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_tokens_of_images_follow_from_the_config(name: str) -> None:
-    config = architectures()[name].build().config
-    assert [tokens_of_images(config, number) for number in (1, 3)] == [NUM_TOKENS, 3 * NUM_TOKENS]
-
-
 def test_the_tokens_of_a_published_model_s_image() -> None:
     """LLaVA 1.5 has 576 tokens per image: (336 / 14) ^ 2 patches."""
     vision = {"image_size": 336, "patch_size": 14, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    assert tokens_of_images(LlavaConfig(vision_config=vision, text_config=text), 1) == 576
+    with fake_model(workload(LlavaConfig(vision_config=vision, text_config=text))) as model:
+        assert model.image_tokens == 576
 
 
 def test_images_of_a_folder_s_model_are_planned_by_their_number(tmp_path, capsys) -> None:
     architectures()["llava"].build().config.save_pretrained(tmp_path)
     options = ["plan", "--model", str(tmp_path), "--batch-size", "2", "--seq-len", "16"]
     assert main([*options, "--images", "2"]) == 0
-    by_images = capsys.readouterr().out
-    assert f"({2 * NUM_TOKENS} of each sequence for images)" in " ".join(by_images.split())
-    assert main([*options, "--image-tokens", str(2 * NUM_TOKENS)]) == 0
-    assert capsys.readouterr().out == by_images
+    assert f"({2 * NUM_TOKENS} of each sequence for images)" in " ".join(capsys.readouterr().out.split())
     assert main(options) == 2
     assert "--images N plans images" in capsys.readouterr().err
     assert main([*options, "--images", "0"]) == 2
@@ -114,10 +105,9 @@ def test_images_of_a_folder_s_model_are_planned_by_their_number(tmp_path, capsys
 
 def test_a_sequence_has_text_too() -> None:
     config = architectures()["llava"].build().config
-    with pytest.raises(
-        ValueError, match=r"images' 4 tokens must be fewer than --seq-len=4, which counts the tokens of"
-    ):
-        Request(model="llava", workload=workload(config), batch_size=2, seq_len=NUM_TOKENS)
+    message = r"images' 4 tokens must be fewer than --seq-len=4, which counts the tokens of"
+    with fake_model(workload(config)) as model, pytest.raises(ValueError, match=message):
+        model.batch(2, NUM_TOKENS)
 
 
 def test_checks_of_transformers_are_disabled_inside_the_block_only(monkeypatch) -> None:
