@@ -124,7 +124,7 @@ class RecipeArguments:
 
 # For the demo: every method trains in half a minute on 2 CPU cores, and the loss falls by more than half a nat.
 _DEMO_DEFAULTS = {
-    "vocab_size": PRESETS["demo"].vocab_size,
+    "vocab_size": PRESETS["demo"]["vocab_size"],
     "max_eval_sequences": 32,
     "memory_budget": "0.5",
     "max_steps": 28,

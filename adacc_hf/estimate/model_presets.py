@@ -18,7 +18,7 @@ from adacc_hf.estimate.presets import PRESETS, unknown_model
 def load_config(name: str) -> PretrainedConfig:
     """Return the configuration of a preset, a hub id or a config folder. Raises ValueError for an unknown name."""
     if name in PRESETS:
-        return PRESETS[name].config()
+        return AutoConfig.for_model(**PRESETS[name])
     try:
         config = AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:

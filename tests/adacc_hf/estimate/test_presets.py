@@ -23,7 +23,7 @@ from adacc_hf.estimate.presets import PRESETS, check_model
 )
 def test_presets_have_their_parameter_counts(name: str, num_parameters: int):
     with torch.device("meta"):
-        model = build_model(name, load_config(name), PRESETS[name].vocab_size, 0, "sdpa", pretrained=False)
+        model = build_model(name, load_config(name), PRESETS[name]["vocab_size"], 0, "sdpa", pretrained=False)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
