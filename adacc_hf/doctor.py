@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -39,20 +37,12 @@ class Finding:
 def add_parser(commands: Any) -> None:
     """Add `doctor` to the argument parsers of the `adacc` command."""
     parser = commands.add_parser("doctor", help="check packages, devices and speed of this machine, and give advice")
-    parser.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        metavar="RUN",
-        help="a run's folder; also list the blocks of the run with extra overhead, and the reasons",
-    )
     parser.set_defaults(run=_doctor_command)
 
 
-def _doctor_command(arguments: argparse.Namespace) -> Iterator[str]:
+def _doctor_command(_: argparse.Namespace) -> Iterator[str]:
     num_findings = num_advised = 0
-    of_run = iter(()) if arguments.folder is None else examine_blocks(arguments.folder)
-    for finding in chain(examine(), of_run):
+    for finding in examine():
         yield f"{'ok' if finding.advice is None else '!!'}  {finding.subject:{SUBJECT_WIDTH}}  {finding.status}"
         if finding.advice is not None:
             yield f"{'':{SUBJECT_WIDTH + 4}}  {finding.advice}"
@@ -75,27 +65,6 @@ def examine() -> Iterator[Finding]:
     yield _check_tracing()
     yield _profile_folder()
     yield _check_plotting()
-
-
-def examine_blocks(run: Path) -> Iterator[Finding]:
-    """Yield one finding for each kind of block in the profile of a run. Blocks of one kind run the same operators.
-
-    The finding contains advice if calls of these blocks have extra overhead. Raises FileNotFoundError if the folder
-    `run` has no profile.
-    """
-    from adacc_hf.artifacts.files import PROFILE_FILE
-    from adacc_hf.artifacts.profile import Profile
-    from adacc_hf.reports.explain import describe_calls
-
-    profile = Profile.load(run / PROFILE_FILE).untiled
-    for index, kind in enumerate(profile.kinds):
-        names = [block.name for block in profile.blocks if block.kind == index]
-        notes = describe_calls(kind)
-        status = (
-            f"{kind.block_class}, {names[0]} and {len(names) - 1} others: {'; '.join(notes) or 'guarded by Dynamo'}"
-        )
-        advice = "rewrite the named code, or exclude the block class with AdaccConfig(block_classes=...)"
-        yield Finding("blocks", status, advice if notes else None)
 
 
 def _check_tracing() -> Finding:
