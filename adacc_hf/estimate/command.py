@@ -37,7 +37,7 @@ COMPUTED_IN = {
 """Dtype of the matrix products for each value of the option --dtype."""
 
 _NOT_PLANNED = {
-    "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
+    "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit",
 }
 """Options that `adacc plan` refuses, each with the reason and advice."""
 
@@ -89,7 +89,7 @@ def add_parser(commands: Any) -> None:
         "--host-bandwidth",
         metavar="SIZE",
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
-        "percent of the device's PCIe generation; not with --profile, which has measured rates)",
+        "percent of the device's PCIe generation)",
     )
     more.add_argument(
         "--images",
@@ -116,7 +116,6 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="plan for several micro-batches per step (gradient_accumulation_steps > 1)",
     )
-    more.add_argument("--profile", type=Path, help="use this saved profile instead of a trace and a roofline")
     more.add_argument(
         "--trace", choices=("cuda", "cpu"), help="trace the operators of this device type (default: the device's)"
     )
@@ -212,11 +211,6 @@ _NEEDS = {
     ),
 }
 """Options that have no effect without another one, which may have a value."""
-_EXCLUDED = {
-    "--largest": ("--profile",),
-    "--host-bandwidth": ("--profile",),
-}
-"""Options that are not planned together with others."""
 _RANGES = {
     "--outlier-share": (lambda share: 0 <= share <= 1, "0 to 1: a share of the channels"),
     "--images": (lambda number: number >= 1, "at least 1: the images in each sequence"),
@@ -243,10 +237,6 @@ def _convert_options(arguments: argparse.Namespace) -> None:
         number = _value_of(arguments, option)
         if number is not None and not is_allowed(number):
             raise ValueError(f"{option}={number} must be {rule}")
-    for option, others in _EXCLUDED.items():
-        for other in others:
-            if _value_of(arguments, option) is not None and _value_of(arguments, other) is not None:
-                raise ValueError(f"{option} is not planned with {other}: leave out one of the two")
     arguments.sharding = _plan_sharding(arguments)
     for option in ("--budget", "--host-memory", "--host-bandwidth"):
         setattr(arguments, _attribute(option), _option_bytes(_value_of(arguments, option), option))
@@ -279,7 +269,6 @@ def _option_bytes(text: str | None, option: str) -> int | None:
 
 
 def _plan_request(arguments: argparse.Namespace) -> Request:
-    from adacc_hf.artifacts.profile import Profile
     from adacc_hf.estimate.adapters import Adapters
     from adacc_hf.estimate.fake_model import PRECISIONS, Workload
     from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
@@ -325,7 +314,6 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         accumulates=arguments.accumulate,
         budget_bytes=arguments.budget,
         longest_seq_len=context_length(config),
-        profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
 
 

@@ -198,7 +198,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
             reason = str(error).partition("\n")[0][:_MAX_REASON]
             raise AdaccError(
                 f"a step of {name}'s model cannot be traced without data ({type(error).__name__}: {reason}): "
-                f"profile it with data and pass the saved profile with --profile"
+                f"train some steps with data under `adacc run`, and read the prediction in its log"
             ) from error
 
 

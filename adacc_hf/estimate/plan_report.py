@@ -208,11 +208,7 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
         )
     if workload.adacc.host_memory is not None:
         notes.append(_host_note(plan))
-    if plan.request.profile is not None:
-        notes = [
-            f"Operator times, activations and peaks come from the saved profile, measured on {plan.profile.device}."
-        ]
-    elif workload.trace != workload.device.trace:
+    if workload.trace != workload.device.trace:
         notes.append(
             "Traced with the CPU's operators: autocast leaves pow and norms in 16 bits, dropout keeps float masks and "
             "attention with dropout or a bias is not fused, so activations differ from a GPU's."
@@ -225,7 +221,7 @@ def _host_note(plan: TrainingPlan) -> str:
     limit = workload.adacc.host_limit(plan.profile.host_free_bytes)
     text = f"Up to {format_bytes(limit)} of host memory per device (--host-memory) may hold activations."
     bandwidth = workload.device.host_bandwidth_bytes
-    if bandwidth is None or plan.request.profile is not None:
+    if bandwidth is None:
         return text
     host_bytes = 0 if plan.policy is None else plan.policy.predicted_host_bytes
     return (

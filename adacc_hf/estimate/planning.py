@@ -56,8 +56,6 @@ class Request:
     `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
     """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
-    profile: Profile | None = None
-    """Saved profile to use instead of tracing the model, or None."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -86,7 +84,7 @@ class Forecast:
     """Milliseconds of one forward and backward. None for method "adacc" if no policy fits the budget."""
     reserved_bytes: int | None = None
     """Bytes that torch's caching allocator reserves. None if the allocator is not simulated: for method "adacc", on
-    several devices, on a CPU, and with a saved profile."""
+    several devices, and on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,7 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
 def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
     """Return the bytes that torch's caching allocator reserves for steps of `request`, plain or checkpointed.
 
-    Return None on several devices, on a CPU, and with a saved profile, because the allocator is not simulated then.
+    Return None on several devices and on a CPU, because the allocator is not simulated then.
     Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
@@ -159,7 +157,6 @@ class TrainingPlanner:
     def plan(self) -> TrainingPlan:
         request = self.request
         self.check_budget()
-        _check_profile(request, self.model)
         log.info(
             "tracing a step of %d x %d tokens in %d blocks", request.batch_size, request.seq_len, len(self.model.blocks)
         )
@@ -202,14 +199,12 @@ class TrainingPlanner:
 
     def profile(self) -> Profile:
         """Return the profile of one step at the requested batch size and sequence length."""
-        request = self.request
-        if request.profile is not None:
-            return self._for_training(request.profile)
-        return self.profile_at(request.batch_size, request.seq_len)
+        return self.profile_at(self.request.batch_size, self.request.seq_len)
 
     def _for_training(self, profile: Profile) -> Profile:
         """Return `profile` with the memory of one device's parameters, gradients and optimizer state in the run."""
-        extra_bytes = self.static.resting_bytes - self._state_bytes(profile)
+        model = self.model.model
+        extra_bytes = self.static.resting_bytes - distinct_bytes([*model.parameters(), *model.buffers()])
         gradients = self._finished_gradient_bytes([block.name for block in profile.blocks])
         if self.request.accumulates:
             # The accumulated gradients are live during the whole step. A traced gradient is added to them and freed at
@@ -218,7 +213,7 @@ class TrainingPlanner:
             shifts = {name: extra_bytes - nbytes for name, nbytes in gradients.items()}
         else:
             # Only a shard of each finished gradient stays live, possibly in a dtype that differs from the traced one.
-            share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
+            share = self.static.gradients_bytes / max(1, _trained_bytes(model))
             shifts = {name: extra_bytes - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
@@ -250,13 +245,6 @@ class TrainingPlanner:
             bytes_at_start[name] = finished_bytes
             finished_bytes += bytes_by_call[name]
         return {**bytes_at_start, "tail": finished_bytes}
-
-    def _state_bytes(self, profile: Profile) -> int:
-        """Return the bytes in `profile` that are allocated before the step. In a traced profile, these are parameters
-        and buffers. In a saved profile, which was measured, they include everything that was allocated."""
-        if profile is self.request.profile:
-            return profile.static_bytes
-        return distinct_bytes([*self.model.model.parameters(), *self.model.model.buffers()])
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         plain_step_ms = plain_ms(profile)
@@ -376,28 +364,11 @@ def tiled_title(profile: Profile) -> str:
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
     """Predict the memory that torch's caching allocator reserves on the GPU, or return None if impossible."""
     workload = request.workload
-    if workload.sharding.method != "none" or workload.trace == "cpu" or request.profile is not None:
+    if workload.sharding.method != "none" or workload.trace == "cpu":
         return None
     return reserved_bytes(
         model, request.batch_size, request.seq_len, request.optimizer, request.accumulates, is_checkpointed
     )
-
-
-def _check_profile(request: Request, model: FakeModel) -> None:
-    profile = request.profile
-    if profile is None:
-        return
-    profiled_blocks, model_blocks = {block.name for block in profile.blocks}, set(model.block_names)
-    if request.workload.adacc.host_memory is not None and not profile.host_free_bytes:
-        raise ValueError(
-            "--host-memory needs the rates of copies, which --profile lacks: profile with "
-            'AdaccConfig(host_memory="64GiB"), or leave out one of the two options'
-        )
-    if profiled_blocks != model_blocks:
-        raise ValueError(
-            f"--profile is of {profile.model_class} with {len(profiled_blocks)} blocks, --model has "
-            f"{len(model_blocks)} blocks with other names: pass a profile of the same model"
-        )
 
 
 def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:

@@ -52,7 +52,7 @@ def quantization_of(config: PretrainedConfig, model: str) -> Quantization | None
         method = "8-bit weights of bitsandbytes" if settings.get("load_in_8bit") else settings.get("quant_method")
         raise ValueError(
             f"--model={model} has a quantization_config ({method}) that cannot be planned: only bitsandbytes' 4 bits "
-            f"can. Remove it from the config to plan unquantized weights, or pass a measured --profile"
+            f"can. Remove it from the config to plan unquantized weights"
         )
     # The name of the setting begins with "llm_int8", although the setting applies to 4-bit weights too.
     skipped = next((value for name, value in settings.items() if name.endswith("_skip_modules")), None)

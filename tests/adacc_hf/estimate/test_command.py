@@ -46,12 +46,7 @@ REFUSED = {
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
     ),
     "host bandwidth alone": ("--host-bandwidth 25GB", "--host-bandwidth needs --host-memory: pass both"),
-    "host bandwidth with measured rates": (
-        "--host-memory 64GiB --host-bandwidth 25GB --profile profile.json",
-        "--host-bandwidth is not planned with --profile: leave out one",
-    ),
     "host memory of a CPU": ("--device cpu --host-memory 64GiB", "--host-memory: a CPU has no other memory"),
-    "largest of a profile": ("--largest --profile p.json", "--largest is not planned with --profile"),
     "outliers": ("--outlier-share 2", "--outlier-share=2.0 must be 0 to 1"),
 }
 

@@ -97,22 +97,6 @@ def test_compact_is_planned_as_it_trains(plan, one_thread):
     assert memory["optimizer_bytes"] == 2 * memory["gradients_bytes"]
 
 
-def test_a_saved_profile_takes_the_place_of_the_trace(plan, refusal_of, folder, tmp_path):
-    model = AutoModelForCausalLM.from_config(CONFIG).train()
-    model.config.use_cache = False
-    ids = torch.zeros((4, 64), dtype=torch.long)
-    profile = profile_model(model, {"input_ids": ids, "labels": ids.clone()})
-    profile.save(tmp_path / "profile.json")
-    options = ["--profile", str(tmp_path / "profile.json"), "--dtype", "fp32", "--batch-size", "4"]
-    record = plan(*options)
-    assert record["plain_stored_bytes"] == profile.plain_stored_bytes
-    assert record["methods"]["plain"]["step_ms"] <= profile.step_ms
-    other = tmp_path / "other"
-    GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=500).save_pretrained(other)
-    line = refusal_of(*options, model=str(other))
-    assert "--profile is of GPT2LMHeadModel with 3 blocks, --model has 2" in line
-
-
 def test_the_largest_batch_with_adapters_is_found(plan, tmp_path):
     """At a batch of gigabytes, the plan with the least bytes is an integer solution only within the tolerance."""
     LlamaConfig(
