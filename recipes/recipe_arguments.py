@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from recipe_help import parser_settings
 from transformers import HfArgumentParser, TrainingArguments
 
 from adacc_hf.estimate.presets import PRESETS
@@ -146,12 +145,20 @@ _PRETRAINING_DEFAULTS = {
 }
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Formatter of a recipe's `--help` that keeps the line breaks of the description and adds the defaults."""
+
+
 def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArguments:
     """Parse the command line, with the defaults of the chosen model. `docstring` is the recipe's docstring, which
     `--help` prints. Raises ValueError for a setting out of range. If argparse cannot parse a setting, argparse exits
     with status 2."""
     parser = HfArgumentParser(
-        (ModelArguments, DataArguments, MethodArguments, TrainingArguments), **parser_settings(docstring)
+        (ModelArguments, DataArguments, MethodArguments, TrainingArguments),
+        description=docstring,
+        usage="%(prog)s [--SETTING VALUE ...]",  # the list below this line has all of the about 150 settings
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(**_defaults_for(argv))
     model, data, method, training = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)

@@ -1,3 +1,4 @@
+import gpt2_pile
 import pytest
 from recipe_arguments import DataArguments, parse_arguments
 
@@ -46,3 +47,15 @@ def test_a_setting_beats_the_default_of_the_model():
 def test_data_settings_out_of_range(field: str, value: float, message: str):
     with pytest.raises(ValueError, match=message):
         DataArguments(**{field: value})
+
+
+def test_help_has_a_short_usage_the_docstring_and_the_settings(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        gpt2_pile.parse_settings(["--help"])
+    assert end.value.code == 0
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert usage.endswith("[--SETTING VALUE ...]")
+    assert "\n" not in usage
+    assert rest.startswith(gpt2_pile.__doc__.strip())
+    own_settings = rest[len(gpt2_pile.__doc__) :]
+    assert 0 < own_settings.find("--model MODEL") < own_settings.find("--output_dir")
