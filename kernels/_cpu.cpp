@@ -74,15 +74,12 @@ struct F16 {
     static float peak(u16 bits) { return load(bits); }
 };
 
-// Calls body(dtype, std::bool_constant<stochastic>) for a dtype given by its place in _cpu.DTYPES.
+// Calls body(dtype) for a dtype given by its place in _cpu.DTYPES.
 template <class Body>
-void dispatch(int dtype, int stochastic, Body body) {
-    auto with_rounding = [&](auto type) {
-        stochastic ? body(type, std::true_type{}) : body(type, std::false_type{});
-    };
-    if (dtype == 0) return with_rounding(F32{});
-    if (dtype == 1) return with_rounding(BF16{});
-    with_rounding(F16{});
+void dispatch(int dtype, Body body) {
+    if (dtype == 0) return body(F32{});
+    if (dtype == 1) return body(BF16{});
+    body(F16{});
 }
 
 // [Peaks] Integer key that sorts elements by magnitude: their bits with the sign moved to the lowest bit. NaN is the
@@ -102,16 +99,6 @@ inline float inverse_of(float value, float factor) {
     const float magnitude = value < 0 ? -value : value;
     const bool usable = magnitude >= 0x1p-100f && magnitude <= 3.4028234663852886e38f;
     return usable ? 1.0f / (value * factor) : 0.0f;
-}
-
-// [Rounding] Offset that is added before the fraction is cut off: one half or noise, plus the code of zero.
-template <bool STOCHASTIC>
-inline float offset_of(u32 index, u32 seed, float zero) {
-    if (!STOCHASTIC) return 0.5f + zero;
-    u32 x = index + seed;
-    x = (x ^ (x >> 16)) * 0x7FEB352Du;
-    x = (x ^ (x >> 15)) * 0x846CA68Bu;
-    return float((x ^ (x >> 16)) >> 8) * 0x1p-24f + zero;
 }
 
 // Calls body(k) for each k < count. The default group sizes have loops of constant length: otherwise 64 bfloat16
@@ -135,7 +122,7 @@ struct Groups {
     const void* keep;  // per channel all ones, or 0 for an outlier, repeated to channels + size entries; or null
     int64_t channels;
     float factor;
-    u32 sign, seed;
+    u32 sign;
     int threads;
 };
 
@@ -171,37 +158,33 @@ u16 peak_in(const typename T::Stored* x, int64_t count, u32 sign) {
     return peak_of(key);
 }
 
-// Offset and reciprocal scale of one group, and the index of its first element, from which the noise is computed.
+// Half the offset (0 for the symmetric codecs) and the reciprocal scale of one group.
 struct Group {
-    float offset, inverse;  // offset: half of it, 0 for the symmetric codecs
-    u32 index;
+    float offset, inverse;
 };
 
-template <class T, bool STOCHASTIC, bool OFFSET>
-inline int code_of(typename T::Stored x, const Group g, u32 k, u32 seed, float zero, int least, int most) {
+template <class T, bool OFFSET>
+inline int code_of(typename T::Stored x, const Group g, float zero, int least, int most) {
     const float centred = OFFSET ? T::load(x) * 0.5f - g.offset : T::load(x);
-    return clip(centred * g.inverse + offset_of<STOCHASTIC>(g.index + k, seed, zero), least, most);
+    return clip(centred * g.inverse + (0.5f + zero), least, most);
 }
 
 // One loop over two groups: writing the low halves of the bytes first and the high ones later takes 1.4 times as long.
-template <class T, bool STOCHASTIC, bool OFFSET>
+template <class T, bool OFFSET>
 void write_pair(const typename T::Stored* __restrict low, const typename T::Stored* __restrict high,
-                u8* __restrict out, const int64_t count, const Group l, const Group h, const u32 seed,
-                const float zero) {
+                u8* __restrict out, const int64_t count, const Group l, const Group h, const float zero) {
     repeat(count, [=](int64_t k) {
-        const int code = code_of<T, STOCHASTIC, OFFSET>(low[k], l, u32(k), seed, zero, 0, 15);
-        out[k] = u8(code | code_of<T, STOCHASTIC, OFFSET>(high[k], h, u32(k), seed, zero, 0, 15) << 4);
+        const int code = code_of<T, OFFSET>(low[k], l, zero, 0, 15);
+        out[k] = u8(code | code_of<T, OFFSET>(high[k], h, zero, 0, 15) << 4);
     });
 }
 
-template <class T, bool STOCHASTIC>
-void write_bytes(const typename T::Stored* __restrict x, u8* __restrict out, const int64_t count, const Group g,
-                 const u32 seed) {
-    repeat(count,
-           [=](int64_t k) { out[k] = u8(code_of<T, STOCHASTIC, false>(x[k], g, u32(k), seed, 128.0f, 1, 255)); });
+template <class T>
+void write_bytes(const typename T::Stored* __restrict x, u8* __restrict out, const int64_t count, const Group g) {
+    repeat(count, [=](int64_t k) { out[k] = u8(code_of<T, false>(x[k], g, 128.0f, 1, 255)); });
 }
 
-template <class T, bool STOCHASTIC>
+template <class T>
 void encode_symmetric(const typename T::Stored* x, u8* codes, u16* peaks, int bits, const Groups a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
@@ -209,17 +192,17 @@ void encode_symmetric(const typename T::Stored* x, u8* codes, u16* peaks, int bi
         auto prepare = [&](int64_t group, auto* buffer, Group& steps) {
             const auto* values = group_of<T>(x, a, group, buffer, 0);
             peaks[group] = peak_in<T>(values, a.size, a.sign);
-            steps = {0.0f, inverse_of(T::peak(peaks[group]), a.factor), u32(group * a.size)};
+            steps = {0.0f, inverse_of(T::peak(peaks[group]), a.factor)};
             return values;
         };
         Group low_steps, high_steps;
         const auto* low = prepare(p, buffers[0], low_steps);
         if (bits == 8) {
-            write_bytes<T, STOCHASTIC>(low, codes + p * a.size, a.size, low_steps, a.seed);
+            write_bytes<T>(low, codes + p * a.size, a.size, low_steps);
             continue;
         }
         const auto* high = prepare(p + a.rows, buffers[1], high_steps);
-        write_pair<T, STOCHASTIC, false>(low, high, codes + p * a.size, a.size, low_steps, high_steps, a.seed, 8.0f);
+        write_pair<T, false>(low, high, codes + p * a.size, a.size, low_steps, high_steps, 8.0f);
     }
 }
 
@@ -282,9 +265,9 @@ void range_of(const typename T::Stored* x, int64_t count, float& low, float& hig
     high = T::load(bit_cast<typename T::Stored>(Order(most ^ (Order(most >> TOP) & MOST))));
 }
 
-template <class T, bool STOCHASTIC>
+template <class T>
 void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Stored* offsets, u16* half_ranges,
-                       float zero, const Groups a) {
+                       const Groups a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
         typename T::Stored buffers[2][MAX_GROUP];
@@ -293,29 +276,29 @@ void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Store
             float low, high;
             range_of<T>(values, a.size, low, high);
             half_ranges[group] = u16(bit_cast<u32>(high * 0.5f - low * 0.5f) >> 16);
-            offsets[group] = T::save(zero == 0.0f ? low : high * 0.5f + low * 0.5f);
+            offsets[group] = T::save(low);
             const float inverse = inverse_of(from_bf16(half_ranges[group]), a.factor);
-            steps = {T::load(offsets[group]) * 0.5f, inverse, u32(group * a.size)};
+            steps = {low * 0.5f, inverse};
             return values;
         };
         Group low_steps, high_steps;
         const auto* low = prepare(p, buffers[0], low_steps);
         const auto* high = prepare(p + a.rows, buffers[1], high_steps);
-        write_pair<T, STOCHASTIC, true>(low, high, codes + p * a.size, a.size, low_steps, high_steps, a.seed, zero);
+        write_pair<T, true>(low, high, codes + p * a.size, a.size, low_steps, high_steps, 0.0f);
     }
 }
 
 template <class T>
 void decode_asymmetric(typename T::Stored* out, const u8* codes, const typename T::Stored* offsets,
-                       const u16* half_ranges, float zero, const Groups a) {
+                       const u16* half_ranges, const Groups a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
         const int64_t q = p + a.rows, low = p * a.size, high = q * a.size;
         const u8* row = codes + low;
         read_codes<T, 0, 15>(out + low, row, std::min(a.size, a.numel - low), from_bf16(half_ranges[p]) * a.factor,
-                             T::load(offsets[p]) * 0.5f, 2.0f, zero);
+                             T::load(offsets[p]) * 0.5f, 2.0f, 0.0f);
         read_codes<T, 4, 15>(out + high, row, std::min(a.size, a.numel - high), from_bf16(half_ranges[q]) * a.factor,
-                             T::load(offsets[q]) * 0.5f, 2.0f, zero);
+                             T::load(offsets[q]) * 0.5f, 2.0f, 0.0f);
     }
 }
 
@@ -323,26 +306,24 @@ void decode_asymmetric(typename T::Stored* out, const u8* codes, const typename 
 struct Columns {
     int64_t rows, columns, size, pairs;
     float factor;
-    u32 sign, seed;
     int threads;
 };
 
 template <class Key, class Stored>
-void merge_keys(Key* __restrict keys, const Stored* __restrict row, const int64_t count, const Key sign) {
-    for (int64_t k = 0; k < count; ++k) keys[k] = std::max(keys[k], magnitude_key<Key>(bit_cast<Key>(row[k]), sign));
+void merge_keys(Key* __restrict keys, const Stored* __restrict row, const int64_t count) {
+    for (int64_t k = 0; k < count; ++k) keys[k] = std::max(keys[k], magnitude_key<Key>(bit_cast<Key>(row[k]), 1));
 }
 
-template <class T, bool STOCHASTIC, bool HIGH>
+template <class T, bool HIGH>
 void write_row(const typename T::Stored* __restrict row, const float* __restrict inverses, u8* __restrict out,
-               const int64_t count, const u32 index, const u32 seed) {
+               const int64_t count) {
     for (int64_t k = 0; k < count; ++k) {
-        const float y = T::load(row[k]) * inverses[k] + offset_of<STOCHASTIC>(index + u32(k), seed, 8.0f);
-        const int code = clip(y, 0, 15);
+        const int code = clip(T::load(row[k]) * inverses[k] + 8.5f, 0, 15);
         out[k] = HIGH ? u8(out[k] | code << 4) : u8(code);
     }
 }
 
-template <class T, bool STOCHASTIC>
+template <class T>
 void encode_columns(const typename T::Stored* x, u8* codes, u16* peaks, const Columns a) {
     using Key = typename T::Key;
     static const typename T::Stored zeros[TILE] = {};
@@ -358,18 +339,17 @@ void encode_columns(const typename T::Stored* x, u8* codes, u16* peaks, const Co
                 };
                 Key keys[TILE] = {};
                 float inverses[TILE];
-                for (int64_t g = 0; g < a.size; ++g) merge_keys<Key>(keys, row_of(g), width, Key(a.sign));
+                for (int64_t g = 0; g < a.size; ++g) merge_keys<Key>(keys, row_of(g), width);
                 for (int64_t k = 0; k < width; ++k) {
                     const u16 peak = peaks[group * a.columns + c + k] = peak_of(keys[k]);
                     inverses[k] = inverse_of(T::peak(peak), a.factor);
                 }
                 for (int64_t g = 0; g < a.size; ++g) {
                     u8* out = codes + (p * a.size + g) * a.columns + c;
-                    const u32 index = u32((group * a.size + g) * a.columns + c);
                     if (part)
-                        write_row<T, STOCHASTIC, true>(row_of(g), inverses, out, width, index, a.seed);
+                        write_row<T, true>(row_of(g), inverses, out, width);
                     else
-                        write_row<T, STOCHASTIC, false>(row_of(g), inverses, out, width, index, a.seed);
+                        write_row<T, false>(row_of(g), inverses, out, width);
                 }
             }
         }
@@ -399,7 +379,6 @@ void decode_columns(typename T::Stored* out, const u8* codes, const u16* peaks, 
 struct RowGroups {
     int64_t rows, columns, size;
     float factor;
-    u32 seed;
     int threads;
 };
 
@@ -415,29 +394,26 @@ void each_group(const RowGroups a, Body body) {
 }
 
 // Converts a scaled element to an E4M3 code, as fp8.codes_ref does with the same variable names.
-template <bool STOCHASTIC>
-inline u8 fp8_code(float scaled, u32 index, u32 seed) {
+inline u8 fp8_code(float scaled) {
     const u32 bits = bit_cast<u32>(scaled);
     const int above = std::max(int(bits & 0x7F800000u) - (121 << 23), 0);
     const float steps = bit_cast<float>(bits & 0x7FFFFFFFu) * bit_cast<float>((136 << 23) - above);
-    // Adding 2^23, whose last place is 1, rounds a number to nearest even. Truncation rounds it down.
-    const int whole = STOCHASTIC ? int(std::min(16.0f, steps + offset_of<true>(index, seed, 0.0f)))
-                                 : bit_cast<int>(steps + 0x1p23f) - bit_cast<int>(0x1p23f);
+    // Adding 2^23, whose last place is 1, rounds a number to nearest even.
+    const int whole = bit_cast<int>(steps + 0x1p23f) - bit_cast<int>(0x1p23f);
     return u8(std::min((above >> 20) + whole, 126) | int((bits >> 24) & 128u));
 }
 
-template <class T, bool STOCHASTIC>
-void write_fp8(const typename T::Stored* __restrict x, u8* __restrict codes, const int64_t count, const float inverse,
-               const u32 index, const u32 seed) {
-    repeat(count, [=](int64_t k) { codes[k] = fp8_code<STOCHASTIC>(T::load(x[k]) * inverse, index + u32(k), seed); });
+template <class T>
+void write_fp8(const typename T::Stored* __restrict x, u8* __restrict codes, const int64_t count, const float inverse) {
+    repeat(count, [=](int64_t k) { codes[k] = fp8_code(T::load(x[k]) * inverse); });
 }
 
-template <class T, bool STOCHASTIC>
+template <class T>
 void encode_fp8(const typename T::Stored* x, u8* codes, u16* peaks, const RowGroups a) {
     each_group(a, [=](int64_t group, int64_t first, int64_t count) {
         peaks[group] = peak_in<T>(x + first, count, 0);
         const float inverse = inverse_of(T::peak(peaks[group]), a.factor);
-        write_fp8<T, STOCHASTIC>(x + first, codes + first, count, inverse, u32(first), a.seed);
+        write_fp8<T>(x + first, codes + first, count, inverse);
     });
 }
 
@@ -509,20 +485,19 @@ void dispatch_width(int itemsize, Body body) {
 extern "C" {
 
 void adacc_encode_groups(const void* x, u8* codes, u16* peaks, const void* keep, int64_t numel, int64_t size, int64_t rows,
-                         int64_t channels, int dtype, int bits, float factor, int with_sign, int stochastic,
-                         u32 seed, int threads) {
-    const Groups a{numel, size, rows, keep, channels, factor, u32(with_sign), seed, threads};
-    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+                         int64_t channels, int dtype, int bits, float factor, int with_sign, int threads) {
+    const Groups a{numel, size, rows, keep, channels, factor, u32(with_sign), threads};
+    dispatch(dtype, [&](auto type) {
         using T = decltype(type);
         const auto* values = static_cast<const typename T::Stored*>(x);
-        encode_symmetric<T, noisy.value>(values, codes, peaks, bits, a);
+        encode_symmetric<T>(values, codes, peaks, bits, a);
     });
 }
 
 void adacc_decode_groups(void* out, const u8* codes, const u16* peaks, int64_t numel, int64_t size, int64_t rows,
                          int dtype, int bits, float factor, int threads) {
-    const Groups a{numel, size, rows, nullptr, 1, factor, 0, 0, threads};
-    dispatch(dtype, 0, [&](auto type, auto) {
+    const Groups a{numel, size, rows, nullptr, 1, factor, 0, threads};
+    dispatch(dtype, [&](auto type) {
         using T = decltype(type);
         decode_symmetric<T>(static_cast<typename T::Stored*>(out), codes, peaks, bits, a);
     });
@@ -537,58 +512,56 @@ void adacc_copy_channels(void* x, void* kept, const int* indices, int64_t rows, 
 }
 
 void adacc_encode_asymmetric(const void* x, u8* codes, void* offsets, u16* half_ranges, int64_t numel, int64_t size,
-                             int64_t rows, int dtype, float factor, float zero, int stochastic, u32 seed,
-                             int threads) {
-    const Groups a{numel, size, rows, nullptr, 1, factor, 0, seed, threads};
-    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+                             int64_t rows, int dtype, float factor, int threads) {
+    const Groups a{numel, size, rows, nullptr, 1, factor, 0, threads};
+    dispatch(dtype, [&](auto type) {
         using Stored = typename decltype(type)::Stored;
-        encode_asymmetric<decltype(type), noisy.value>(static_cast<const Stored*>(x), codes,
-                                                        static_cast<Stored*>(offsets), half_ranges, zero, a);
+        encode_asymmetric<decltype(type)>(static_cast<const Stored*>(x), codes, static_cast<Stored*>(offsets),
+                                          half_ranges, a);
     });
 }
 
 void adacc_decode_asymmetric(void* out, const u8* codes, const void* offsets, const u16* half_ranges, int64_t numel,
-                             int64_t size, int64_t rows, int dtype, float factor, float zero, int threads) {
-    const Groups a{numel, size, rows, nullptr, 1, factor, 0, 0, threads};
-    dispatch(dtype, 0, [&](auto type, auto) {
+                             int64_t size, int64_t rows, int dtype, float factor, int threads) {
+    const Groups a{numel, size, rows, nullptr, 1, factor, 0, threads};
+    dispatch(dtype, [&](auto type) {
         using Stored = typename decltype(type)::Stored;
         decode_asymmetric<decltype(type)>(static_cast<Stored*>(out), codes, static_cast<const Stored*>(offsets),
-                                           half_ranges, zero, a);
+                                           half_ranges, a);
     });
 }
 
 void adacc_encode_columns(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size,
-                          int64_t pairs, int dtype, float factor, int with_sign, int stochastic, u32 seed,
-                          int threads) {
-    const Columns a{rows, columns, size, pairs, factor, u32(with_sign), seed, threads};
-    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+                          int64_t pairs, int dtype, float factor, int threads) {
+    const Columns a{rows, columns, size, pairs, factor, threads};
+    dispatch(dtype, [&](auto type) {
         using T = decltype(type);
-        encode_columns<T, noisy.value>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
+        encode_columns<T>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
     });
 }
 
 void adacc_decode_columns(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
                           int64_t pairs, int dtype, float factor, int threads) {
-    const Columns a{rows, columns, size, pairs, factor, 0, 0, threads};
-    dispatch(dtype, 0, [&](auto type, auto) {
+    const Columns a{rows, columns, size, pairs, factor, threads};
+    dispatch(dtype, [&](auto type) {
         using T = decltype(type);
         decode_columns<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
     });
 }
 
 void adacc_encode_fp8(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size, int dtype,
-                      float factor, int stochastic, u32 seed, int threads) {
-    const RowGroups a{rows, columns, size, factor, seed, threads};
-    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+                      float factor, int threads) {
+    const RowGroups a{rows, columns, size, factor, threads};
+    dispatch(dtype, [&](auto type) {
         using T = decltype(type);
-        encode_fp8<T, noisy.value>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
+        encode_fp8<T>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
     });
 }
 
 void adacc_decode_fp8(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
                       int dtype, float factor, int threads) {
-    const RowGroups a{rows, columns, size, factor, 0, threads};
-    dispatch(dtype, 0, [&](auto type, auto) {
+    const RowGroups a{rows, columns, size, factor, threads};
+    dispatch(dtype, [&](auto type) {
         using T = decltype(type);
         decode_fp8<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
     });

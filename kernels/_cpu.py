@@ -17,7 +17,7 @@ import ctypes
 import logging
 import platform
 import subprocess
-from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -40,14 +40,14 @@ BYTES_PER_THREAD = 256 * 1024  # below this, waking a thread costs more than it 
 
 _POINTER, _SIZE = c_void_p, c_int64
 _SIGNATURES = {
-    "adacc_encode_groups": [*[_POINTER] * 4, *[_SIZE] * 4, c_int, c_int, c_float, c_int, c_int, c_uint32, c_int],
+    "adacc_encode_groups": [*[_POINTER] * 4, *[_SIZE] * 4, c_int, c_int, c_float, c_int, c_int],
     "adacc_decode_groups": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_int, c_float, c_int],
     "adacc_copy_channels": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_int, c_int],
-    "adacc_encode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int, c_uint32, c_int],
-    "adacc_decode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int],
-    "adacc_encode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int, c_int, c_uint32, c_int],
+    "adacc_encode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_int],
+    "adacc_decode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_int],
+    "adacc_encode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int],
     "adacc_decode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int],
-    "adacc_encode_fp8": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_float, c_int, c_uint32, c_int],
+    "adacc_encode_fp8": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_float, c_int],
     "adacc_decode_fp8": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_float, c_int],
     "adacc_pack_bits": [*[_POINTER] * 3, *[_SIZE] * 2, c_int, c_int],
     "adacc_unpack_bits": [*[_POINTER] * 3, *[_SIZE] * 2, c_int, c_int],
@@ -100,14 +100,7 @@ def _data_pointer(tensor: Tensor | None) -> int | None:
 
 
 def encode_groups(
-    flat_N: Tensor,
-    group_size: int,
-    bits: int,
-    factor: float,
-    rounding: str,
-    seed: int,
-    keep: Tensor | None = None,
-    channels: int = 1,
+    flat_N: Tensor, group_size: int, bits: int, factor: float, keep: Tensor | None = None, channels: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Encode a contiguous tensor in A groups of G = `group_size` elements. Return (codes, peaks).
 
@@ -127,7 +120,7 @@ def encode_groups(
     peaks = torch.empty(groups, dtype=peak_dtype(flat_N.dtype), device="cpu")
     _cpp_kernels().adacc_encode_groups(
         flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _data_pointer(keep), numel, group_size, rows, channels,
-        DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
+        DTYPES.index(flat_N.dtype), bits, factor, factor < 0, _threads(flat_N.nbytes),
     )  # fmt: skip
     return codes, peaks
 
@@ -162,9 +155,7 @@ def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> 
     )  # fmt: skip
 
 
-def encode_asymmetric(
-    flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def encode_asymmetric(flat_N: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Encode a contiguous tensor in A groups of G = `group_size` elements, each group with its own offset and range.
     Return 4-bit codes packed two per byte, uint8 [A/2, G], offsets [A], and (max - min) / 2 of each group, [A]. They
     equal the results of `asymmetric_int4.encode_ref`."""
@@ -174,24 +165,22 @@ def encode_asymmetric(
     half_ranges = torch.empty(groups, dtype=torch.bfloat16, device="cpu")
     _cpp_kernels().adacc_encode_asymmetric(
         flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
-        groups // 2, DTYPES.index(flat_N.dtype), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
+        groups // 2, DTYPES.index(flat_N.dtype), factor, _threads(flat_N.nbytes),
     )  # fmt: skip
     return codes, offsets, half_ranges
 
 
-def decode_asymmetric(
-    out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float
-) -> None:
+def decode_asymmetric(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
     """Decode the results of `encode_asymmetric` into `out_N`, a contiguous tensor: packed codes [A/2, G], offsets [A],
     and (max - min) / 2 of each group, [A]."""
     rows, group_size = codes.shape
     _cpp_kernels().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
-        rows, DTYPES.index(out_N.dtype), factor, zero, _threads(out_N.nbytes),
+        rows, DTYPES.index(out_N.dtype), factor, _threads(out_N.nbytes),
     )  # fmt: skip
 
 
-def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_columns(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix of C columns in A groups of G = `group_size` rows, each column of a group on its own.
     Return (codes, peaks): codes uint8 [A/2, G, C], and peaks [A, C]. The peak of a column in a group is the element
     with the largest absolute value."""
@@ -201,7 +190,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
     peaks = torch.empty(groups, columns, dtype=peak_dtype(x_RC.dtype), device="cpu")
     _cpp_kernels().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
-        DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
+        DTYPES.index(x_RC.dtype), factor, _threads(x_RC.nbytes),
     )  # fmt: skip
     return codes, peaks
 
@@ -216,7 +205,7 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
     )  # fmt: skip
 
 
-def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_fp8(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix of R rows and C columns in FP8. Return codes uint8 [R, C] and the absmax (largest
     absolute value) of each of the A groups, [A]. Both equal the results of `fp8.encode_ref`."""
     rows, columns = x_RC.shape
@@ -224,7 +213,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
     _cpp_kernels().adacc_encode_fp8(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, DTYPES.index(x_RC.dtype),
-        factor, rounding == "stochastic", seed, _threads(x_RC.nbytes),
+        factor, _threads(x_RC.nbytes),
     )  # fmt: skip
     return codes, peaks
 

@@ -22,33 +22,22 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PEAK_BYTES = 2
-ROUNDINGS = ("nearest", "stochastic")
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # powers of two for Triton; below 16 the peaks outweigh the codes
-# Factor from peak to scale. "signed" keeps the peak's sign, so that the peak is -8 steps exactly.
-SCALE_FACTORS = {"signed": -1 / 8, "paper": 1 / 8, "max7": 1 / 7}
-INT8_SCALE_FACTOR = 1 / 127
+SIGNED_FACTOR = -1 / 8  # from peak to scale: the scale has the peak's sign, so that the peak is -8 steps exactly
 # bits of a code -> (code of zero, smallest, largest)
 CODE_RANGES = {4: (8, 0, 15), 8: (128, 1, 255)}
 # Groups with a smaller peak decode to zero, because the reciprocal of their scale could overflow float32.
 TINY_PEAK = 2.0**-100
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-EncodeGroups = Callable[[Tensor, "Tensor | float"], tuple[Tensor, ...]]
-"""Type of a function that encodes groups: from (groups [A, G, B], offset added to scaled elements before they are
-truncated) to (codes uint8 [A, G, B], further tensors)."""
+EncodeGroups = Callable[[Tensor], tuple[Tensor, ...]]
+"""Type of a function that encodes groups: from groups [A, G, B] to (codes uint8 [A, G, B], further tensors)."""
 
 
-def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: int, scales: tuple[str, ...]) -> None:
-    """Raise ValueError if an option of a codec is out of range. `scales` are the values of `scale` that the codec
-    allows."""
+def check_group_size(codec: str, group_size: int) -> None:
+    """Raise ValueError if the option `group_size` of a codec is out of range."""
     if group_size not in GROUP_SIZES:
         raise ValueError(f"codec {codec!r}: group_size={group_size!r} is not one of {GROUP_SIZES}")
-    if scale not in scales:
-        raise ValueError(f"codec {codec!r}: scale={scale!r} is not one of {scales}")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"codec {codec!r}: rounding={rounding!r} is not one of {ROUNDINGS}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"codec {codec!r}: seed={seed!r} is not in 0..2**32-1")
 
 
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
@@ -90,25 +79,7 @@ def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
     return torch.where(is_usable, (peaks * factor).reciprocal(), 0.0)
 
 
-def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
-    """Return noise for stochastic rounding, float32 [count] in [0, 1). The noise is a hash of the element's index and
-    the seed, without a random generator: u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24."""
-    mask = 0xFFFFFFFF
-    x = (torch.arange(count, dtype=torch.int64, device=device) + seed) & mask
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
-    return ((x ^ (x >> 16)) >> 8).float() * 2.0**-24
-
-
-def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Tensor | float:
-    """Return the offset that is added to scaled elements before they are truncated to codes. The offset is `zero` (the
-    code that stands for 0.0) plus one half. For stochastic `rounding`, noise in [0, 1) replaces the half."""
-    if rounding == "nearest":
-        return 0.5 + zero
-    return noise_ref(x.numel(), seed, x.device).view(x.shape) + zero
-
-
-def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_ref(x_AGB: Tensor, bits: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode `x_AGB` with plain torch operators. Return (codes, peaks).
 
     `x_AGB` has B columns, each with A groups of G elements. Codes are uint8, with shape [A/2, G, B] for 4 bits (A is
@@ -116,46 +87,44 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
     the element with the largest absolute value, or this absolute value itself if `factor` is positive. Codes of
     non-finite elements are unspecified.
     """
-    offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
     if bits == 8:
-        return _codes_ref(x_AGB, bits, factor, offset)
-    codes, peaks = packed_ref(lambda x, offset: _codes_ref(x, bits, factor, offset), x_AGB, offset)
+        return _codes_ref(x_AGB, bits, factor)
+    codes, peaks = packed_ref(lambda x: _codes_ref(x, bits, factor), x_AGB)
     return codes, peaks
 
 
-def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode `x_AGB` by `encode(x_AGB, offset)`, and pack the resulting 4-bit codes, two per byte. Return the packed
+def packed_ref(encode: EncodeGroups, x_AGB: Tensor) -> tuple[Tensor, ...]:
+    """Encode `x_AGB` by `encode`, and pack the resulting 4-bit codes, two per byte. Return the packed
     codes [A/2, G, B], and the other tensors that `encode` returns."""
     is_strided = x_AGB.dim() > 2  # Inductor computes peaks and codes of strided groups in separate kernels anyway
     encode_all = packed_at_once if is_strided or x_AGB.device.type == "cpu" else packed_side_by_side
-    return encode_all(encode, x_AGB, offset)
+    return encode_all(encode, x_AGB)
 
 
-def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
+def packed_at_once(encode: EncodeGroups, x_AGB: Tensor) -> tuple[Tensor, ...]:
     """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return the packed codes and the other
     tensors that `encode` returns. On a CPU, this function is faster than `packed_side_by_side`. In a compiled graph for
     a GPU, it would need two kernels that read all of `x_AGB`."""
-    codes, *rest = encode(x_AGB, offset)
+    codes, *rest = encode(x_AGB)
     half = codes.shape[0] // 2
     return codes[:half] | (codes[half:] << 4), *rest
 
 
-def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
+def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor) -> tuple[Tensor, ...]:
     """Encode each half of the groups with `encode`, and pack the 4-bit codes of both halves, two per byte. Return the
     packed codes and the other tensors that `encode` returns. Inductor compiles this function to one kernel for a
     GPU."""
     half = x_AGB.shape[0] // 2
-    offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
-    low, *rest_of_low = encode(x_AGB[:half], offsets[0])
-    high, *rest_of_high = encode(x_AGB[half:], offsets[1])
+    low, *rest_of_low = encode(x_AGB[:half])
+    high, *rest_of_high = encode(x_AGB[half:])
     return low | (high << 4), *(torch.cat(pair) for pair in zip(rest_of_low, rest_of_high, strict=True))
 
 
-def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) -> tuple[Tensor, Tensor]:
+def _codes_ref(x_AGB: Tensor, bits: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode `x_AGB` with plain torch operators. Return (codes before packing, 16-bit peaks)."""
-    _, least, most = CODE_RANGES[bits]
+    zero, least, most = CODE_RANGES[bits]
     peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
-    shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + offset
+    shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + (zero + 0.5)
     return shifted.clamp(least, most).to(torch.uint8), peaks_AB
 
 

@@ -26,12 +26,10 @@ CACHES_KERNELS = torch.version.hip is None  # on AMD's GPUs a kernel also depend
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-# Arguments that Triton must not specialize on: a seed of 1 must not become a constant, nor must numbers that change
-# during training (outliers, rows, groups and their pairs), because compiling a kernel takes as long as some steps. The
+# Arguments that Triton must not specialize on: numbers that change during training (outliers, rows, groups and
+# their pairs), because compiling a kernel takes as long as some steps. The
 # contiguous lengths `numel` and `columns` are specialized on divisibility by 16, for 128-bit accesses.
-jit = triton.jit(
-    do_not_specialize=["seed", "num_outliers", "rows", "groups", "pairs", "channels", "half_rows", "half_columns"]
-)
+jit = triton.jit(do_not_specialize=["num_outliers", "rows", "groups", "pairs", "channels", "half_rows", "half_columns"])
 
 
 runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
@@ -147,21 +145,6 @@ def inverse_of(peak, factor):
     is_usable = (magnitude >= 7.888609052210118e-31) & (magnitude <= 3.4028234663852886e38)
     scale = tl.where(is_usable, peak * factor, 1.0)
     return tl.where(is_usable, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
-
-
-@triton.jit
-def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
-    """Return the float32 offset that is added to scaled elements before they are truncated to codes. The offset is
-    `zero` (the code that stands for 0.0) plus one half. If STOCHASTIC, noise in [0, 1) replaces the half. The noise is
-    a hash of `seed` and of `index`, the element's index in the flat tensor."""
-    fraction = 0.5
-    if STOCHASTIC:
-        x = index.to(tl.uint32) + seed.to(tl.uint32)
-        x = (x ^ (x >> 16)) * 0x7FEB352D
-        x = (x ^ (x >> 15)) * 0x846CA68B
-        x = (x ^ (x >> 16)) >> 8
-        fraction = x.to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-    return fraction + zero
 
 
 @triton.jit

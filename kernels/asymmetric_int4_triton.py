@@ -8,14 +8,12 @@ from torch import Tensor
 from adacc_hf.kernels._layout import even_groups
 from adacc_hf.kernels._triton import (
     cdiv,
-    clipped_codes,
     codes_up_to,
     groups_per_program,
     inverse_of,
     jit,
     launch,
     rounded_to,
-    rounding_offset,
     upper_half,
     widened,
 )
@@ -41,10 +39,6 @@ def _encode_half(
     groups_left,
     numel,
     factor,
-    zero,
-    seed,
-    MIDDLE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
@@ -60,13 +54,10 @@ def _encode_half(
     high = tl.reduce(x, 1, _greatest)
     stored_half_range = upper_half((high * 0.5 - low * 0.5).to(tl.uint32, bitcast=True))
     half_range = widened(stored_half_range)
-    offset = rounded_to(high * 0.5 + low * 0.5 if MIDDLE else low, x_ptr.dtype.element_ty)
     tl.store(half_ranges_ptr + first_group + group, stored_half_range, mask=group < groups_left)
-    tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
-    steps = (x * 0.5 - (widened(offset) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
-    shifted = steps + rounding_offset(first + local, seed, zero, STOCHASTIC)
-    # The rounded middle may lie far outside a narrow range, so codes are clipped. No element is below the minimum.
-    return clipped_codes(shifted, 0.0, 15.0) if MIDDLE else codes_up_to(shifted, 15.0)
+    tl.store(offsets_ptr + first_group + group, rounded_to(low, x_ptr.dtype.element_ty), mask=group < groups_left)
+    steps = (x * 0.5 - (low * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
+    return codes_up_to(steps + 0.5, 15.0)
 
 
 @jit
@@ -78,34 +69,14 @@ def _encode_kernel(
     numel,
     rows,
     factor,
-    zero,
-    seed,
-    MIDDLE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
     """Encode T groups of each half of the tensor, and pack their codes two per byte."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
-    low = _encode_half(
-        x_ptr, offsets_ptr, half_ranges_ptr, first_row, groups_left, numel, factor, zero, seed, MIDDLE, STOCHASTIC, T, G
-    )
-    high = _encode_half(
-        x_ptr,
-        offsets_ptr,
-        half_ranges_ptr,
-        first_row + rows,
-        groups_left,
-        numel,
-        factor,
-        zero,
-        seed,
-        MIDDLE,
-        STOCHASTIC,
-        T,
-        G,
-    )
+    low = _encode_half(x_ptr, offsets_ptr, half_ranges_ptr, first_row, groups_left, numel, factor, T, G)
+    high = _encode_half(x_ptr, offsets_ptr, half_ranges_ptr, first_row + rows, groups_left, numel, factor, T, G)
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     codes = (low | (high << 4)).to(tl.uint8)
@@ -122,7 +93,6 @@ def _decode_half(
     groups_left,
     numel,
     factor,
-    zero,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
@@ -132,7 +102,7 @@ def _decode_half(
     local = group[:, None] * G + tl.arange(0, G)[None, :]
     half_range = widened(tl.load(half_ranges_ptr + first_group + group, mask=group < groups_left, other=0.0))
     offset = widened(tl.load(offsets_ptr + first_group + group, mask=group < groups_left, other=0.0))
-    x = ((codes.to(tl.float32) - zero) * (half_range * factor)[:, None] + (offset * 0.5)[:, None]) * 2.0
+    x = (codes.to(tl.float32) * (half_range * factor)[:, None] + (offset * 0.5)[:, None]) * 2.0
     is_valid = (group[:, None] < groups_left) & (local < numel - first)
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
@@ -146,7 +116,6 @@ def _decode_kernel(
     numel,
     rows,
     factor,
-    zero,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
@@ -156,17 +125,13 @@ def _decode_kernel(
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < groups_left, other=0).to(tl.int32)
-    _decode_half(out_ptr, packed & 15, offsets_ptr, half_ranges_ptr, first_row, groups_left, numel, factor, zero, T, G)
-    _decode_half(
-        out_ptr, packed >> 4, offsets_ptr, half_ranges_ptr, first_row + rows, groups_left, numel, factor, zero, T, G
-    )
+    _decode_half(out_ptr, packed & 15, offsets_ptr, half_ranges_ptr, first_row, groups_left, numel, factor, T, G)
+    _decode_half(out_ptr, packed >> 4, offsets_ptr, half_ranges_ptr, first_row + rows, groups_left, numel, factor, T, G)
 
 
-def encode(
-    flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def encode(flat_N: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and (max - min) / 2 of each group. The
-    result equals `asymmetric_int4.encode_ref`, bit for bit. `zero` is the code that decodes to the group's offset."""
+    result equals `asymmetric_int4.encode_ref`, bit for bit."""
     numel = flat_N.shape[0]
     groups = even_groups(numel, group_size)
     codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)
@@ -175,16 +140,16 @@ def encode(
     tile = groups_per_program(group_size)
     launch(
         _encode_kernel, (cdiv(groups // 2, tile),), flat_N, codes, offsets, half_ranges, numel, groups // 2, factor,
-        zero, seed, MIDDLE=zero != 0, STOCHASTIC=rounding == "stochastic", T=tile, G=group_size,
+        T=tile, G=group_size,
     )  # fmt: skip
     return codes, offsets, half_ranges
 
 
-def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float) -> None:
+def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
     """Decode the results of `encode` (asymmetric_int4) into `out_N`, a contiguous tensor on a GPU."""
     rows, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(
-        _decode_kernel, (cdiv(rows, tile),), out_N, codes, offsets, half_ranges, out_N.shape[0], rows, factor, zero,
+        _decode_kernel, (cdiv(rows, tile),), out_N, codes, offsets, half_ranges, out_N.shape[0], rows, factor,
         T=tile, G=group_size,
     )  # fmt: skip

@@ -14,9 +14,10 @@ from adacc_hf.kernels._layout import even_groups, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
+FACTOR = _symmetric.SIGNED_FACTOR
 
 
-def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_ref(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode `x_RC`, R rows of C channels, with plain torch. Return (codes uint8 [A/2, G, C], 16-bit peaks [A, C]).
 
     The rows are cut into A groups of G = `group_size` rows. A is rounded up to an even number, because a byte holds two
@@ -26,13 +27,13 @@ def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     x_AGC = _symmetric.pad_to(x_RC, groups * group_size).view(groups, group_size, columns)
-    return _symmetric.encode_ref(x_AGC, BITS, factor, rounding, seed)
+    return _symmetric.encode_ref(x_AGC, BITS, FACTOR)
 
 
-def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
+def decode_ref(shape: tuple[int, int], dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
     """Decode the results of `encode_ref` with plain torch. Return a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
-    return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype).view(-1, columns)[:rows]
+    return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1, columns)[:rows]
 
 
 @register
@@ -45,13 +46,9 @@ class ChannelInt4(Codec):
     cpu = Kernels(_cpu.encode_columns, _cpu.decode_columns)
     keeps_rows = True
 
-    def __init__(self, group_size: int = 64, scale: str = "signed", rounding: str = "nearest", seed: int = 0) -> None:
-        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
+    def __init__(self, group_size: int = 64) -> None:
+        _symmetric.check_group_size(self.name, group_size)
         self.group_size = group_size
-        self.scale = scale
-        self.rounding = rounding
-        self.seed = seed
-        self._factor = _symmetric.SCALE_FACTORS[scale]
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] > 0
@@ -62,14 +59,13 @@ class ChannelInt4(Codec):
         return groups * columns * self.group_size // 2 + groups * columns * _symmetric.PEAK_BYTES
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(x, self.group_size, self._factor, self.rounding, self.seed)
+        return kernels.encode(x, self.group_size, FACTOR)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(out, *tensors, self._factor)
+        kernels.decode(out, *tensors, FACTOR)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
-        return encode_ref(x_RC, self.group_size, self._factor, self.rounding, self.seed)
+        return encode_ref(tensor.reshape(rows_and_columns(tuple(tensor.shape))), self.group_size)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
+        return decode_ref(rows_and_columns(size), dtype, *tensors).reshape(size)

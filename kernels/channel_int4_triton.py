@@ -22,7 +22,6 @@ from adacc_hf.kernels._triton import (
     launch,
     peak_keys,
     rounded_to,
-    rounding_offset,
     stored_peak,
     widened,
 )
@@ -43,7 +42,7 @@ def _first_places(columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _encode_half(
-    x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
+    x_ptr, peaks_ptr, group, first_column, rows, columns, factor,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Encode one group of rows in COLUMNS columns. Store the peak of each column. Return int32 codes [G, COLUMNS]. The
@@ -52,11 +51,10 @@ def _encode_half(
     column = first_column + tl.arange(0, COLUMNS)
     index = row.to(tl.int64) * columns + column[None, :]
     x = tl.load(x_ptr + index, mask=(row < rows) & (column[None, :] < columns), other=0.0)
-    peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=0), x.dtype)
+    peak = stored_peak(tl.max(peak_keys(x, True), axis=0), x.dtype)
     peak_index = group.to(tl.int64) * columns + column
     tl.store(peaks_ptr + peak_index, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=column < columns)
-    offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
-    return codes_up_to(widened(x) * inverse_of(peak, factor)[None, :] + offset, 15.0)
+    return codes_up_to(widened(x) * inverse_of(peak, factor)[None, :] + 8.5, 15.0)
 
 
 @jit
@@ -68,20 +66,13 @@ def _encode_kernel(
     columns,
     pairs,
     factor,
-    seed,
-    STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr,
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Encode one group of rows of each half of the tensor, in COLUMNS columns, and pack their codes two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
-    low = _encode_half(
-        x_ptr, peaks_ptr, pair, first_column, rows, columns, factor, seed, STOCHASTIC, SIGNED, G, COLUMNS
-    )
-    high = _encode_half(
-        x_ptr, peaks_ptr, pair + pairs, first_column, rows, columns, factor, seed, STOCHASTIC, SIGNED, G, COLUMNS
-    )
+    low = _encode_half(x_ptr, peaks_ptr, pair, first_column, rows, columns, factor, G, COLUMNS)
+    high = _encode_half(x_ptr, peaks_ptr, pair + pairs, first_column, rows, columns, factor, G, COLUMNS)
     # The codes are stored in another shape. In the same shape, Triton would assign a thread as many columns to encode
     # as codes that it stores at once, twice to four times as many as it loads at once, with a division per column.
     flat = tl.arange(0, G * COLUMNS)
@@ -126,7 +117,7 @@ def _decode_kernel(
     _decode_half(out_ptr, packed >> 4, peaks_ptr, pair + pairs, first_column, rows, columns, factor, G, COLUMNS)
 
 
-def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix on a GPU. Return packed codes and peaks, equal to the results of
     `channel_int4.encode_ref`."""
     rows, columns = x_RC.shape
@@ -136,8 +127,7 @@ def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: in
     width = max(TILE_ELEMENTS // group_size, ENCODED_COLUMNS)
     launch(
         _encode_kernel, (groups // 2 * cdiv(columns, width),), x_RC, codes, peaks, rows, columns, groups // 2, factor,
-        seed, tile=group_size * width, thread_elements=ENCODED_ELEMENTS, STOCHASTIC=rounding == "stochastic",
-        SIGNED=factor < 0, G=group_size, COLUMNS=width,
+        tile=group_size * width, thread_elements=ENCODED_ELEMENTS, G=group_size, COLUMNS=width,
     )  # fmt: skip
     return codes, peaks
 

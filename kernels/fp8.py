@@ -12,7 +12,7 @@ element. Groups are larger than in the other codecs, because each code has its o
 
 Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
 Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the
-interpreter. Triton's cast would also limit compiled graphs in the same way, and does not round stochastically.
+interpreter. Triton's cast would also limit compiled graphs in the same way.
 """
 
 import torch
@@ -31,17 +31,15 @@ LARGEST_CODE = 126
 HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 times the code's number
 
 
-def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
-    """Convert float32 elements to uint8 E4M3 codes. `scaled` are the elements after scaling, at most 452 in magnitude.
-    Round to nearest even. If `noise` in [0, 1) is given, round stochastically. Elements beyond 448 get the code of 448.
-    Codes of non-finite elements are unspecified."""
+def codes_ref(scaled: Tensor) -> Tensor:
+    """Convert float32 elements to uint8 E4M3 codes, rounded to nearest even. `scaled` are the elements after scaling,
+    at most 452 in magnitude. Elements beyond 448 get the code of 448. Codes of non-finite elements are unspecified."""
     bits = scaled.view(torch.int32)
     # Exponent of each element minus the exponent of the least normal number. Below that number, steps no longer shrink.
     above = ((bits & EXPONENT) - LEAST_NORMAL).clamp(min=0)
     steps = scaled.abs() * (UNIT - above).view(torch.float32)  # exact: a power of two
-    rounded_steps = steps.round() if noise is None else (steps + noise).floor()
     # A mantissa that rounds up to 16 steps carries into the exponent, as the addition does.
-    magnitude = ((above >> 20) + rounded_steps.to(torch.int32)).clamp(max=LARGEST_CODE)
+    magnitude = ((above >> 20) + steps.round().to(torch.int32)).clamp(max=LARGEST_CODE)
     return (magnitude | ((bits >> 24) & 128)).to(torch.uint8)
 
 
@@ -52,7 +50,7 @@ def numbers_ref(codes: Tensor) -> Tensor:
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(torch.int16).view(torch.float16).float()
 
 
-def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_ref(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode `x_RC`, R rows of C columns, with plain torch.
 
     Return codes uint8 [R, C] and the absmax of each group, [A] in a 16-bit dtype (see `_symmetric.peaks_ref`). Each row
@@ -63,11 +61,7 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
     x_AG = _groups_of_rows(x_RC, group_size)
     peaks = _symmetric.peaks_ref(x_AG, signed=False)
     scaled_AG = x_AG.float() * _symmetric.inverse_ref(peaks, FACTOR)[:, None]
-    noise_AG = None
-    if rounding == "stochastic":
-        noise_RC = _symmetric.noise_ref(rows * columns, seed, x_RC.device).view(rows, columns)
-        noise_AG = _groups_of_rows(noise_RC, group_size)
-    return _rows_of_groups(codes_ref(scaled_AG, noise_AG), rows, columns), peaks
+    return _rows_of_groups(codes_ref(scaled_AG), rows, columns), peaks
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
@@ -104,8 +98,8 @@ def _is_certainly_zero(number: int) -> bool:
     return isinstance(number, int) and number == 0
 
 
-def _encode_cpu(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    return _cpu.encode_fp8(x_RC, group_size, FACTOR, rounding, seed)
+def _encode_cpu(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    return _cpu.encode_fp8(x_RC, group_size, FACTOR)
 
 
 def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
@@ -127,11 +121,9 @@ class Fp8(Codec):
     cpu = Kernels(_encode_cpu, _decode_cpu)
     keeps_rows = True
 
-    def __init__(self, group_size: int = 128, rounding: str = "nearest", seed: int = 0) -> None:
-        _symmetric.check_options(self.name, group_size, "max448", rounding, seed, ("max448",))
+    def __init__(self, group_size: int = 128) -> None:
+        _symmetric.check_group_size(self.name, group_size)
         self.group_size = group_size
-        self.rounding = rounding
-        self.seed = seed
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in _symmetric.FLOAT_DTYPES
@@ -141,14 +133,13 @@ class Fp8(Codec):
         return rows * (columns + -(-columns // self.group_size) * _symmetric.PEAK_BYTES)
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(x, self.group_size, self.rounding, self.seed)
+        return kernels.encode(x, self.group_size)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
         kernels.decode(out, *tensors, self.group_size)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
-        return encode_ref(x_RC, self.group_size, self.rounding, self.seed)
+        return encode_ref(tensor.reshape(rows_and_columns(tuple(tensor.shape))), self.group_size)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return decode_ref(dtype, self.group_size, *tensors).reshape(size)

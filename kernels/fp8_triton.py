@@ -19,7 +19,6 @@ from adacc_hf.kernels._triton import (
     launch,
     peak_keys,
     rounded_to,
-    rounding_offset,
     stored_peak,
     widened,
 )
@@ -47,17 +46,14 @@ def _group_places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.
 
 
 @triton.jit
-def _fp8_codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
+def _fp8_codes(scaled):
     """Convert scaled float32 elements to uint8 E4M3 codes, by the formulas of `fp8.codes_ref`, with the same names of
     variables."""
     bits = scaled.to(tl.int32, bitcast=True)
     above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
     steps = tl.abs(scaled) * ((136 << 23) - above).to(tl.float32, bitcast=True)
-    if STOCHASTIC:
-        rounded_steps = tl.minimum(steps + rounding_offset(index, seed, 0.0, True), 16.0).to(tl.int32)
-    else:
-        # Adding 2^23, whose last place is 1, rounds a number to nearest even.
-        rounded_steps = (steps + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    # Adding 2^23, whose last place is 1, rounds a number to nearest even.
+    rounded_steps = (steps + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     magnitude = tl.minimum((above >> 20) + rounded_steps, 126)
     return (magnitude | ((bits >> 24) & 128)).to(tl.uint8)
 
@@ -70,8 +66,6 @@ def _encode_kernel(
     columns,
     groups,
     factor,
-    seed,
-    STOCHASTIC: tl.constexpr,
     RAGGED: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
@@ -82,7 +76,7 @@ def _encode_kernel(
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
     scaled = widened(x) * inverse_of(peak, factor)[:, None]
-    tl.store(codes_ptr + index, _fp8_codes(scaled, index, seed, STOCHASTIC), mask=is_valid)
+    tl.store(codes_ptr + index, _fp8_codes(scaled), mask=is_valid)
 
 
 @jit
@@ -114,7 +108,7 @@ def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
     return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
 
 
-def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix in FP8 on a GPU. Return (codes, peaks), equal to the results of `fp8.encode_ref`. A
     peak is the largest absolute value of a group."""
     columns, groups, is_ragged = _launch_shape(x_RC, group_size)
@@ -122,8 +116,8 @@ def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Ten
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
     tile = groups_per_program(group_size)
     launch(
-        _encode_kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns, groups, FACTOR, seed,
-        STOCHASTIC=rounding == "stochastic", RAGGED=is_ragged, T=tile, G=group_size,
+        _encode_kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns, groups, FACTOR,
+        RAGGED=is_ragged, T=tile, G=group_size,
     )  # fmt: skip
     return codes, peaks
 

@@ -9,10 +9,10 @@ from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 8
-FACTOR = _symmetric.INT8_SCALE_FACTOR
+FACTOR = 1 / 127
 
 
-def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_ref(flat_N: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode a tensor in groups with plain torch. Return (codes, peaks).
 
     The N elements are cut into A groups of G = `group_size` elements. The last group is filled up with zeros. Codes are
@@ -21,7 +21,7 @@ def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tup
     """
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
-    return _symmetric.encode_ref(x_AG, BITS, FACTOR, rounding, seed)
+    return _symmetric.encode_ref(x_AG, BITS, FACTOR)
 
 
 def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> 
     return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 
-def _encode_cpu(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
+def _encode_cpu(flat_N: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    return _cpu.encode_groups(flat_N, group_size, BITS, FACTOR)
 
 
-def _decode_cpu(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    _cpu.decode_groups(out_N, codes, peaks, BITS, factor)
+def _decode_cpu(out_N: Tensor, codes: Tensor, peaks: Tensor) -> None:
+    _cpu.decode_groups(out_N, codes, peaks, BITS, FACTOR)
 
 
 @register
@@ -48,11 +48,9 @@ class Int8(Codec):
     triton = "int8_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)
 
-    def __init__(self, group_size: int = 64, rounding: str = "nearest", seed: int = 0) -> None:
-        _symmetric.check_options(self.name, group_size, "max127", rounding, seed, ("max127",))
+    def __init__(self, group_size: int = 64) -> None:
+        _symmetric.check_group_size(self.name, group_size)
         self.group_size = group_size
-        self.rounding = rounding
-        self.seed = seed
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in _symmetric.FLOAT_DTYPES
@@ -62,13 +60,13 @@ class Int8(Codec):
         return groups * (self.group_size + _symmetric.PEAK_BYTES)
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(x, self.group_size, FACTOR, self.rounding, self.seed)
+        return kernels.encode(x, self.group_size)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(out, *tensors, FACTOR)
+        kernels.decode(out, *tensors)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return encode_ref(tensor.reshape(-1), self.group_size, self.rounding, self.seed)
+        return encode_ref(tensor.reshape(-1), self.group_size)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return decode_ref(prod(size), dtype, *tensors).view(size)

@@ -15,10 +15,10 @@ from adacc_hf.kernels._triton import (
     launch,
     peak_keys,
     rounded_to,
-    rounding_offset,
     stored_peak,
     widened,
 )
+from adacc_hf.kernels.int8 import FACTOR
 
 
 @jit
@@ -29,8 +29,6 @@ def _encode_kernel(
     numel,
     groups,
     factor,
-    seed,
-    STOCHASTIC: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
@@ -43,7 +41,7 @@ def _encode_kernel(
     groups_left = groups - first_group
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
-    shifted = widened(x) * inverse_of(peak, factor)[:, None] + rounding_offset(first + local, seed, 128.0, STOCHASTIC)
+    shifted = widened(x) * inverse_of(peak, factor)[:, None] + 128.5
     codes = clipped_codes(shifted, 1.0, 255.0).to(tl.uint8)
     tl.store(codes_ptr + first + local, codes, mask=group[:, None] < groups_left)
 
@@ -71,7 +69,7 @@ def _decode_kernel(
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=local < numel - first)
 
 
-def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode(flat_N: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous tensor in INT8 on a GPU. Return codes and the absmax (largest absolute value) of each group.
     The results equal the results of `int8.encode_ref`."""
     numel = flat_N.shape[0]
@@ -79,18 +77,14 @@ def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: 
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)
     peaks = flat_N.new_empty(groups, dtype=peak_dtype(flat_N.dtype))
     tile = groups_per_program(group_size)
-    launch(
-        _encode_kernel, (cdiv(groups, tile),), flat_N, codes, peaks, numel, groups, factor, seed,
-        STOCHASTIC=rounding == "stochastic", T=tile, G=group_size,
-    )  # fmt: skip
+    grid = (cdiv(groups, tile),)
+    launch(_encode_kernel, grid, flat_N, codes, peaks, numel, groups, FACTOR, T=tile, G=group_size)
     return codes, peaks
 
 
-def decode(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+def decode(out_N: Tensor, codes: Tensor, peaks: Tensor) -> None:
     """Decode the results of `encode` (int8) into `out_N`, a contiguous tensor on a GPU."""
     groups, group_size = codes.shape
     tile = groups_per_program(group_size)
-    launch(
-        _decode_kernel, (cdiv(groups, tile),), out_N, codes, peaks, out_N.shape[0], groups, factor,
-        T=tile, G=group_size,
-    )  # fmt: skip
+    grid = (cdiv(groups, tile),)
+    launch(_decode_kernel, grid, out_N, codes, peaks, out_N.shape[0], groups, FACTOR, T=tile, G=group_size)

@@ -17,6 +17,7 @@ from adacc_hf.kernels._layout import as_matrix, even_groups, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
+FACTOR = _symmetric.SIGNED_FACTOR
 INDEX_BYTES = 4
 ZSCORE_THRESHOLD = 3.0
 """Z-score above which a channel is an outlier (eq. 1), the paper's value."""
@@ -79,9 +80,7 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
     return Outliers(channels, indices.int(), keep[periodic])
 
 
-def encode_ref(
-    x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
-) -> tuple[Tensor, ...]:
+def encode_ref(x_RC: Tensor, indices: Tensor | None, group_size: int) -> tuple[Tensor, ...]:
     """Encode `x_RC`, R rows of C channels, with plain torch. Return codes uint8 [A/2, G] and 16-bit peaks [A].
 
     The elements are cut into A groups of G = `group_size` elements, row by row. A is rounded up to an even number,
@@ -96,15 +95,13 @@ def encode_ref(
         x_RC = torch.where(_channel_mask(indices, x_RC.shape[1]).any(0), 0, x_RC)
     groups = even_groups(x_RC.numel(), group_size)
     x_AG = _symmetric.pad_to(x_RC.reshape(-1), groups * group_size).view(groups, group_size)
-    return *_symmetric.encode_ref(x_AG, BITS, factor, rounding, seed), *raw
+    return *_symmetric.encode_ref(x_AG, BITS, FACTOR), *raw
 
 
-def decode_ref(
-    shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor
-) -> Tensor:
+def decode_ref(shape: tuple[int, int], dtype: torch.dtype, codes: Tensor, peaks: Tensor, *raw: Tensor) -> Tensor:
     """Decode the results of `encode_ref` with plain torch. Return a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
-    x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
+    x_AG = _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype)
     x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
     if not raw:
         return x_RC
@@ -118,18 +115,15 @@ def _channel_mask(indices: Tensor, columns: int) -> Tensor:
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
-def _encode_cpu(
-    x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
-) -> tuple[Tensor, ...]:
-    flat_N, channels = x_RC.view(-1), x_RC.shape[1]
+def _encode_cpu(x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int) -> tuple[Tensor, ...]:
+    codes, peaks = _cpu.encode_groups(x_RC.view(-1), group_size, BITS, FACTOR, keep, x_RC.shape[1])
     if indices is None:
-        return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
-    codes, peaks = _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed, keep, channels)
+        return codes, peaks
     return codes, peaks, _cpu.gather_channels(x_RC, indices), indices.clone()
 
 
-def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
-    _cpu.decode_groups(out_RC, codes, peaks, BITS, factor)
+def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+    _cpu.decode_groups(out_RC, codes, peaks, BITS, FACTOR)
     if raw:
         _cpu.scatter_channels(out_RC, *raw)
 
@@ -145,23 +139,12 @@ class OutlierInt4(Codec):
     cpu = Kernels(_encode_cpu, _decode_cpu)
     keeps_rows = True
 
-    def __init__(
-        self,
-        group_size: int = 64,
-        scale: str = "signed",
-        rounding: str = "nearest",
-        seed: int = 0,
-        num_outliers: int = 0,
-    ) -> None:
-        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
+    def __init__(self, group_size: int = 64, num_outliers: int = 0) -> None:
+        _symmetric.check_group_size(self.name, group_size)
         if num_outliers < 0:
             raise ValueError(f"codec {self.name!r}: num_outliers={num_outliers} must be 0 or more")
         self.group_size = group_size
-        self.scale = scale
-        self.rounding = rounding
-        self.seed = seed
         self.num_outliers = num_outliers
-        self._factor = _symmetric.SCALE_FACTORS[scale]
         self._outliers: Outliers | None = None
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -188,15 +171,14 @@ class OutlierInt4(Codec):
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
         outliers = self._fitted(x)
         fitted = (outliers.indices, outliers.keep) if outliers else (None, None)
-        return kernels.encode(x, *fitted, self.group_size, self._factor, self.rounding, self.seed)
+        return kernels.encode(x, *fitted, self.group_size)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(out, self._factor, *tensors)
+        kernels.decode(out, *tensors)
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
         outliers = self._fitted(x)
-        indices = outliers.indices if outliers else None
-        return encode_ref(x, indices, self.group_size, self._factor, self.rounding, self.seed)
+        return encode_ref(x, outliers.indices if outliers else None, self.group_size)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Encode a contiguous tensor in a compiled graph. The outlier channels are chosen from this tensor. The result
@@ -206,10 +188,10 @@ class OutlierInt4(Codec):
         if self.num_outliers:
             sums_C = x_RC.abs().sum(0, dtype=torch.float32)
             indices = sums_C.topk(self.num_outliers).indices.sort().values.int()
-        return encode_ref(x_RC, indices, self.group_size, self._factor, self.rounding, self.seed)
+        return encode_ref(x_RC, indices, self.group_size)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
+        return decode_ref(rows_and_columns(size), dtype, *tensors).reshape(size)
 
     def _fitted(self, tensor: Tensor) -> Outliers | None:
         """Return the outlier channels that `fit` has chosen. If `fit` was not called, choose the channels from

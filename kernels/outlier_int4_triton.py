@@ -24,10 +24,10 @@ from adacc_hf.kernels._triton import (
     next_power_of_2,
     peak_keys,
     rounded_to,
-    rounding_offset,
     stored_peak,
     widened,
 )
+from adacc_hf.kernels.outlier_int4 import FACTOR
 
 SUM_ROWS = 64  # rows per program of the sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
@@ -100,9 +100,9 @@ def _raw_places(
 
 @triton.jit
 def _encode_half(
-    x_ptr, peaks_ptr, keep_ptr, first_group, first_column, groups_left, numel, channels, factor, seed,
-    PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
+    x_ptr, peaks_ptr, keep_ptr, first_group, first_column, groups_left, numel, channels, factor,
+    PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, T: tl.constexpr,
+    G: tl.constexpr,
 ):  # fmt: skip
     """Encode T groups, starting with first_group. Store the peak of each group. Return int32 codes [T, G]. The peak of
     a group is the element with the largest absolute value."""
@@ -112,10 +112,9 @@ def _encode_half(
     x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0)
     if PADDED_OUTLIERS > 0:
         x = _outliers_cleared(x, keep_ptr, first_column, channels, TILE_ROWS, ROW_OF_GROUPS, T, G)
-    peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=1), x.dtype)
+    peak = stored_peak(tl.max(peak_keys(x, True), axis=1), x.dtype)
     tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
-    offset = rounding_offset(first + local, seed, 8.0, STOCHASTIC)
-    return codes_up_to(widened(x) * inverse_of(peak, factor)[:, None] + offset, 15.0)
+    return codes_up_to(widened(x) * inverse_of(peak, factor)[:, None] + 8.5, 15.0)
 
 
 @jit
@@ -134,12 +133,9 @@ def _encode_kernel(
     half_columns,
     num_outliers,
     factor,
-    seed,
     PADDED_OUTLIERS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
@@ -150,12 +146,12 @@ def _encode_kernel(
     low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
     high_row, high_column = _half_a_tensor_on(low_row, low_column, half_rows, half_columns, channels)
     low = _encode_half(
-        x_ptr, peaks_ptr, keep_ptr, first_row, low_column, groups_left, numel, channels, factor, seed,
-        PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
+        x_ptr, peaks_ptr, keep_ptr, first_row, low_column, groups_left, numel, channels, factor,
+        PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, T, G,
     )  # fmt: skip
     high = _encode_half(
-        x_ptr, peaks_ptr, keep_ptr, first_row + rows, high_column, groups_left, numel, channels, factor, seed,
-        PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
+        x_ptr, peaks_ptr, keep_ptr, first_row + rows, high_column, groups_left, numel, channels, factor,
+        PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, T, G,
     )  # fmt: skip
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
@@ -245,9 +241,7 @@ def _sums_kernel(
     tl.store(partial_ptr + tl.program_id(0) * columns + column, sums, mask=column < columns)
 
 
-def encode(
-    x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
-) -> tuple[Tensor, ...]:
+def encode(x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int) -> tuple[Tensor, ...]:
     """Encode a contiguous matrix on a GPU. Return codes and peaks. If there are outliers, also return the uncompressed
     outlier channels and their indices. The results equal the results of `outlier_int4.encode_ref`. `indices` and `keep`
     are fields of `outlier_int4.Outliers`, or None without outliers."""
@@ -264,22 +258,21 @@ def encode(
     launch(
         _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw[0] if raw else None, indices,
         raw[1] if raw else None, x_RC.numel(), groups // 2, channels,
-        *divmod(groups // 2 * group_size, channels), raw[1].shape[0] if raw else 0, factor, seed,
-        **_outlier_constants(raw, channels, tile, group_size), STOCHASTIC=rounding == "stochastic",
-        SIGNED=factor < 0, T=tile, G=group_size, tile=larger * TILE_ELEMENTS,
-        thread_elements=larger * THREAD_ELEMENTS,
+        *divmod(groups // 2 * group_size, channels), raw[1].shape[0] if raw else 0, FACTOR,
+        **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
+        tile=larger * TILE_ELEMENTS, thread_elements=larger * THREAD_ELEMENTS,
     )  # fmt: skip
     return codes, peaks, *raw
 
 
-def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     """Decode the results of `encode` (outlier_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, group_size = codes.shape
     channels = out_RC.shape[1]
     tile = groups_per_program(group_size)
     launch(
         _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, *(raw or (None, None)), out_RC.numel(), rows,
-        channels, *divmod(rows * group_size, channels), raw[1].shape[0] if raw else 0, factor,
+        channels, *divmod(rows * group_size, channels), raw[1].shape[0] if raw else 0, FACTOR,
         **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
     )  # fmt: skip
 

@@ -11,46 +11,39 @@ from adacc_hf.kernels._layout import rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
+FACTOR = 1 / 8  # the paper's, by which a positive peak is clipped to 7 steps
 
 
-def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode_ref(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     """Encode `x_RC`, R rows of C elements, with plain torch. Return codes uint8 [A/2, C] and 16-bit peaks [A]. A is R,
     rounded up to an even number, because a byte holds two 4-bit codes. Each row is a group. The peak of a group is the
     row's element with the largest absolute value."""
     x_AC = _symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2)
-    return _symmetric.encode_ref(x_AC, BITS, factor, rounding, seed)
+    return _symmetric.encode_ref(x_AC, BITS, FACTOR)
 
 
-def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
+def decode_ref(shape: tuple[int, int], dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
     """Decode the results of `encode_ref` with plain torch. Return a matrix [R, C] of `shape` and `dtype`."""
-    return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
+    return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype)[: shape[0]]
 
 
-def _encode_cpu(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    return _cpu.encode_groups(x_RC.view(-1), x_RC.shape[1], BITS, factor, rounding, seed)
+def _encode_cpu(x_RC: Tensor) -> tuple[Tensor, Tensor]:
+    return _cpu.encode_groups(x_RC.view(-1), x_RC.shape[1], BITS, FACTOR)
 
 
-def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    _cpu.decode_groups(out_RC, codes, peaks, BITS, factor)
+def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
+    _cpu.decode_groups(out_RC, codes, peaks, BITS, FACTOR)
 
 
 @register
 class TokenInt4(Codec):
-    """Codec token_int4: symmetric INT4 with one scale per row, by default with the paper's formula for the scale."""
+    """Codec token_int4: symmetric INT4 with one scale per row, by the paper's formula for the scale."""
 
     name = "token_int4"
     is_baseline = True
     triton = "token_int4_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)
     keeps_rows = True
-
-    def __init__(self, scale: str = "paper", rounding: str = "nearest", seed: int = 0) -> None:
-        group_size = _symmetric.GROUP_SIZES[0]  # a valid placeholder: the group is a row
-        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
-        self.scale = scale
-        self.rounding = rounding
-        self.seed = seed
-        self._factor = _symmetric.SCALE_FACTORS[scale]
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] > 0
@@ -61,14 +54,13 @@ class TokenInt4(Codec):
         return pairs * (columns + 2 * _symmetric.PEAK_BYTES)
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(x, self._factor, self.rounding, self.seed)
+        return kernels.encode(x)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(out, *tensors, self._factor)
+        kernels.decode(out, *tensors)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
-        return encode_ref(x_RC, self._factor, self.rounding, self.seed)
+        return encode_ref(tensor.reshape(rows_and_columns(tuple(tensor.shape))))
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
+        return decode_ref(rows_and_columns(size), dtype, *tensors).reshape(size)

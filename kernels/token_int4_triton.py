@@ -23,10 +23,10 @@ from adacc_hf.kernels._triton import (
     next_power_of_2,
     peak_keys,
     rounded_to,
-    rounding_offset,
     stored_peak,
     widened,
 )
+from adacc_hf.kernels.token_int4 import FACTOR
 
 LEAST_BLOCK = 64  # one kernel for all shorter rows
 MAX_BLOCK = 8192  # 512 threads with 16 elements each
@@ -34,12 +34,12 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 @triton.jit
 def _load_rows(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [T, BLOCK] elements, starting at row `first` and column `start`. Return the elements and their indices in
-    the flat tensor. Elements beyond the edges of the matrix are 0."""
+    """Load [T, BLOCK] elements, starting at row `first` and column `start`. Elements beyond the edges of the matrix
+    are 0."""
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column
-    return tl.load(x_ptr + index, mask=(row < rows) & (column < columns), other=0.0), index
+    return tl.load(x_ptr + index, mask=(row < rows) & (column < columns), other=0.0)
 
 
 @triton.jit
@@ -54,10 +54,9 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 
 
 @triton.jit
-def _int4_codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
+def _int4_codes(x, inverse):
     """Return int32 codes of the elements x [T, BLOCK]. `inverse` contains the reciprocal of each row's scale."""
-    offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
-    return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
+    return codes_up_to(widened(x) * inverse[:, None] + 8.5, 15.0)
 
 
 @triton.jit
@@ -77,21 +76,18 @@ def _encode_kernel(
     columns,  # at most BLOCK
     pairs,
     factor,
-    seed,
-    STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr,
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Encode T rows of each half of the tensor, and pack their codes two per byte. Rows have at most BLOCK elements."""
     low = tl.program_id(0) * T
     high = low + pairs
-    x, index = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
-    inverse = _finish_rows(peak_keys(x, SIGNED), peaks_ptr, low, pairs, factor, x.dtype, T)
-    codes = _int4_codes(x, index, inverse, seed, STOCHASTIC)
-    x, index = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
-    inverse = _finish_rows(peak_keys(x, SIGNED), peaks_ptr, high, 2 * pairs, factor, x.dtype, T)
-    codes |= _int4_codes(x, index, inverse, seed, STOCHASTIC) << 4
+    x = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
+    inverse = _finish_rows(peak_keys(x, False), peaks_ptr, low, pairs, factor, x.dtype, T)
+    codes = _int4_codes(x, inverse)
+    x = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
+    inverse = _finish_rows(peak_keys(x, False), peaks_ptr, high, 2 * pairs, factor, x.dtype, T)
+    codes |= _int4_codes(x, inverse) << 4
     _store_codes(codes_ptr, codes, low, pairs, columns, 0, T, BLOCK)
 
 
@@ -104,38 +100,35 @@ def _encode_long_kernel(
     columns,
     pairs,
     factor,
-    seed,
-    STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr,
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Encode T rows of each half of the tensor in chunks of BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
-    low_x, low_index = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
-    high_x, high_index = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
-    low_keys = peak_keys(low_x, SIGNED)
-    high_keys = peak_keys(high_x, SIGNED)
+    low_x = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
+    high_x = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
+    low_keys = peak_keys(low_x, False)
+    high_keys = peak_keys(high_x, False)
     # The bound is an argument, so that one kernel serves rows of any length. A `while` loop, because the interpreter of
     # Triton 3.6 does not support `range` with such a bound.
     start = BLOCK
     while start < columns:
         start = tl.multiple_of(start, BLOCK)
-        low_x, low_index = _load_rows(x_ptr, low, rows, columns, start, T, BLOCK)
-        high_x, high_index = _load_rows(x_ptr, high, rows, columns, start, T, BLOCK)
-        low_keys = tl.maximum(low_keys, peak_keys(low_x, SIGNED))
-        high_keys = tl.maximum(high_keys, peak_keys(high_x, SIGNED))
+        low_x = _load_rows(x_ptr, low, rows, columns, start, T, BLOCK)
+        high_x = _load_rows(x_ptr, high, rows, columns, start, T, BLOCK)
+        low_keys = tl.maximum(low_keys, peak_keys(low_x, False))
+        high_keys = tl.maximum(high_keys, peak_keys(high_x, False))
         start += BLOCK
     low_inverse = _finish_rows(low_keys, peaks_ptr, low, pairs, factor, low_x.dtype, T)
     high_inverse = _finish_rows(high_keys, peaks_ptr, high, 2 * pairs, factor, high_x.dtype, T)
     start = 0
     while start < columns:
         start = tl.multiple_of(start, BLOCK)
-        low_x, low_index = _load_rows(x_ptr, low, rows, columns, start, T, BLOCK)
-        high_x, high_index = _load_rows(x_ptr, high, rows, columns, start, T, BLOCK)
-        codes = _int4_codes(low_x, low_index, low_inverse, seed, STOCHASTIC)
-        codes |= _int4_codes(high_x, high_index, high_inverse, seed, STOCHASTIC) << 4
+        low_x = _load_rows(x_ptr, low, rows, columns, start, T, BLOCK)
+        high_x = _load_rows(x_ptr, high, rows, columns, start, T, BLOCK)
+        codes = _int4_codes(low_x, low_inverse)
+        codes |= _int4_codes(high_x, high_inverse) << 4
         _store_codes(codes_ptr, codes, low, pairs, columns, start, T, BLOCK)
         start += BLOCK
 
@@ -174,7 +167,7 @@ def _decode_kernel(
     _decode_half(out_ptr, packed >> 4, peaks_ptr, low + pairs, rows, columns, start, factor, T, BLOCK)
 
 
-def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+def encode(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix on a GPU, with one scale per row. Return codes and peaks. The results equal the
     results of `token_int4.encode_ref`."""
     rows, columns = x_RC.shape
@@ -187,17 +180,17 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
     tile = max(1, TILE_ELEMENTS // block)
     launch(
         _encode_kernel if fits_registers else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
-        rows, columns, pairs, factor, seed,
-        tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block,
+        rows, columns, pairs, FACTOR,
+        tile=tile * block, T=tile, BLOCK=block,
     )  # fmt: skip
     return codes, peaks
 
 
-def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
     """Decode the results of `encode` (token_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, columns = out_RC.shape
     pairs = codes.shape[0]
     block = min(max(next_power_of_2(columns), LEAST_BLOCK), TILE_ELEMENTS)
     tile = TILE_ELEMENTS // block
     grid = (cdiv(pairs, tile), cdiv(columns, block))
-    launch(_decode_kernel, grid, out_RC, codes, peaks, rows, columns, pairs, factor, T=tile, BLOCK=block)
+    launch(_decode_kernel, grid, out_RC, codes, peaks, rows, columns, pairs, FACTOR, T=tile, BLOCK=block)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import CodecOption
     from adacc_hf.artifacts.size_model import Shapes
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")

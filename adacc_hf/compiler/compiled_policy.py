@@ -20,7 +20,7 @@ from adacc_hf.compiler.functorch import cache_dir, inductor_config, maker_of
 from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.torch_glue.private import COMPILED_MODULE
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import PROFILES_VARIABLE, RecordFolder
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the records in the cache, incremented with each change of their contents."""
 
 

@@ -32,24 +32,19 @@ LAYOUTS = tuple(layouts_of(torch.empty(2, 3, 70, 4)))
 
 LOSSY = {
     "outlier_int4": {},
-    "outlier_int4-paper": {"scale": "paper"},
-    "outlier_int4-max7-g16": {"scale": "max7", "group_size": 16},
-    "outlier_int4-stochastic": {"rounding": "stochastic", "seed": 7},
+    "outlier_int4-g16": {"group_size": 16},
     "outlier_int4-raw2": {"num_outliers": 1},
     "outlier_int4-raw2-g1024": {"num_outliers": 1, "group_size": 1024},
     "channel_int4": {},
-    "channel_int4-g16-stochastic": {"group_size": 16, "rounding": "stochastic"},
-    "channel_int4-max7": {"scale": "max7"},
+    "channel_int4-g16": {"group_size": 16},
     "token_int4": {},
-    "token_int4-signed-stochastic": {"scale": "signed", "rounding": "stochastic"},
     "int8": {},
-    "int8-g1024-stochastic": {"group_size": 1024, "rounding": "stochastic"},
+    "int8-g1024": {"group_size": 1024},
     "fp8": {},
     "fp8-g16": {"group_size": 16},
-    "fp8-g1024-stochastic": {"group_size": 1024, "rounding": "stochastic"},
+    "fp8-g1024": {"group_size": 1024},
     "asymmetric_int4": {},
-    "asymmetric_int4-paper": {"scale": "paper"},
-    "asymmetric_int4-g16-stochastic": {"group_size": 16, "rounding": "stochastic"},
+    "asymmetric_int4-g16": {"group_size": 16},
 }
 
 

@@ -156,7 +156,7 @@ class KernelCode:
     """The file of kernels."""
     round_trips: ClassVar[dict[str, Callable[[Tensor], None]]]
     """Functions that encode and decode a tensor of [rows, channels], by the name of the case."""
-    varying_arguments: ClassVar[set[str]] = {"seed"}
+    varying_arguments: ClassVar[set[str]] = set()
     """Arguments of the kernels that change in a run."""
     one_by_one: ClassVar[dict[str, Callable[[Tensor], None]]] = {}
     """Cases for a tensor of one element, in place of those of the same name in `round_trips`. None leaves one out."""
@@ -166,9 +166,7 @@ class KernelCode:
         if "name" not in metafunc.fixturenames:
             return
         cases = list(self.round_trips)
-        if metafunc.function.__name__ == "test_kernels_of_other_architectures_are_as_good":
-            cases = [name for name in cases if not name.endswith("-stochastic")]
-        elif metafunc.function.__name__ == "test_kernels_compile_where_sizes_are_one":
+        if metafunc.function.__name__ == "test_kernels_compile_where_sizes_are_one":
             cases = [name for name in cases if self.one_by_one.get(name, self.round_trips[name]) is not None]
         metafunc.parametrize("name", cases)
 
@@ -198,7 +196,6 @@ class KernelCode:
         ],
     )
     def test_kernels_for_hopper_keep_pace_with_memory(self, name, dtype, launches, tmp_path):
-        """Instructions of stochastic rounding are not counted."""
         self.round_trips[name](torch.ones(ROWS, CHANNELS, dtype=dtype))
         for launch, compiled in self.compiled(launches, "sm_90", name, dtype, tmp_path):
             main, codes = launch.arguments[0], launch.arguments[1]
@@ -207,10 +204,9 @@ class KernelCode:
             per_thread = launch.tile / (launch.warps(TARGETS["sm_90"]) * 32)
             counts = _instructions(compiled, tmp_path)
             of_bytes = per_thread * bytes_per_code
-            if not name.endswith("-stochastic"):
-                assert counts.total() / of_bytes < MOST_INSTRUCTIONS_PER_BYTE
-                assert 0 < sum(counts[name] for name in HALF_RATE) / of_bytes < MOST_HALF_RATE_PER_BYTE
-                assert sum(counts[name] for name in EIGHTH_RATE) / of_bytes < MOST_EIGHTH_RATE_PER_BYTE
+            assert counts.total() / of_bytes < MOST_INSTRUCTIONS_PER_BYTE
+            assert 0 < sum(counts[name] for name in HALF_RATE) / of_bytes < MOST_HALF_RATE_PER_BYTE
+            assert sum(counts[name] for name in EIGHTH_RATE) / of_bytes < MOST_EIGHTH_RATE_PER_BYTE
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
@@ -258,9 +254,7 @@ class KernelCode:
         """Triton would otherwise compile a kernel again for a seed of 1, for multiples of 16, and for each number of
         outliers."""
         kernels = [kernel for name, kernel in vars(self.module).items() if "_kernel" in name]
-        varying = {
-            argument for kernel in kernels for argument in ("seed", "num_outliers") if argument in kernel.arg_names
-        }
+        varying = {argument for kernel in kernels for argument in ("num_outliers",) if argument in kernel.arg_names}
         assert varying == self.varying_arguments
         for kernel in kernels:
             for argument in varying.intersection(kernel.arg_names):

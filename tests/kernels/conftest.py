@@ -23,7 +23,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(params=LOSSY)
 def lossy(request: pytest.FixtureRequest) -> Codec:
-    """Return a fresh lossy codec. The parameters cover every scale and rounding and several group sizes."""
+    """Return a fresh lossy codec. The parameters cover several group sizes."""
     return get_codec(request.param.split("-")[0], **LOSSY[request.param])
 
 

@@ -16,5 +16,4 @@ def round_trip(x: Tensor) -> None:
 
 class TestCode(KernelCode):
     module = bitmask_triton
-    varying_arguments: ClassVar = set()
     round_trips: ClassVar = {"bitmask": round_trip}

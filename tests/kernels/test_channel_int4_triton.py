@@ -11,7 +11,7 @@ from adacc_hf.kernels._symmetric import GROUP_SIZES
 
 
 def round_trip(x: Tensor) -> None:
-    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8, "nearest", 0), -1 / 8)
+    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8), -1 / 8)
 
 
 class TestCode(KernelCode):
@@ -20,6 +20,6 @@ class TestCode(KernelCode):
 
     def test_group_sizes_compile_for_odd_widths(self, launches: list[Launch]) -> None:
         for group_size in GROUP_SIZES:
-            channel_int4_triton.encode(torch.ones(7, 33), group_size, -1 / 8, "nearest", 1)
+            channel_int4_triton.encode(torch.ones(7, 33), group_size, -1 / 8)
         for launch in launches:
             assert compile_for(launch, TARGETS["sm_90"]).asm["ptx"]

@@ -130,22 +130,6 @@ def test_groups_of_any_tensor_are_scaled_and_cast(x: Tensor, group_size: int, pa
     assert bool(restored.isfinite().all())
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_stochastic_rounding_is_unbiased_and_never_passes_the_largest_number(path: str) -> None:
-    x = torch.full((4096, 128), 0.3)
-    x[:, 0], x[:, 1] = 448.0, 451.9  # the float32 peak is truncated to 450
-    x[:, 2] = 0.3 * 2**-8  # below the least normal number
-    codec = get_codec("fp8", rounding="stochastic", seed=5)
-    with _path(path):
-        payload = codec.encode(x)
-        restored = codec.decode(payload)
-    assert bool(((payload.tensors[0] & 127) < 127).all())
-    # 512,000 draws between 0.28 and 0.31: a standard deviation of the mean below 3e-5. 4096 of 0 to 2^-9: 1.6e-5.
-    assert abs(float(restored[:, 3:].mean()) - 0.3) < 2e-4
-    assert abs(float(restored[:, 2].mean()) - 0.3 * 2**-8) < 1e-4
-    assert not torch.equal(restored, get_codec("fp8").decode(get_codec("fp8").encode(x)))
-
-
 def test_fp8_replaces_int8_for_block_inputs() -> None:
     assert codecs_suiting("input") == ["fp8", "int8"]
     assert replacements("int8", "input") == ["fp8"]

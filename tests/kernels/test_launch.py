@@ -110,9 +110,9 @@ def test_constants_are_given_in_the_order_of_the_kernel(driver: RecordingDriver,
     """Constants have the kernel's order, whatever the order of the call."""
     x = torch.ones(2, 2048)
     codes, peaks = torch.empty(1, 2048, dtype=torch.uint8), torch.empty(2, dtype=torch.bfloat16)
-    constants = {"BLOCK": 1024, "T": 1, "SIGNED": True, "STOCHASTIC": False}
+    constants = {"BLOCK": 1024, "T": 1}
     for _ in range(2):
-        _triton.launch(token_int4_triton._encode_long_kernel, (1,), x, codes, peaks, 2, 2048, 1, -1 / 8, 0, **constants)
+        _triton.launch(token_int4_triton._encode_long_kernel, (1,), x, codes, peaks, 2, 2048, 1, -1 / 8, **constants)
     assert len(runs_of_triton) == 1
     assert driver.constants == [constants, constants]
 
@@ -120,12 +120,12 @@ def test_constants_are_given_in_the_order_of_the_kernel(driver: RecordingDriver,
 def _outlier_int4(x: Tensor, num_outliers: int) -> None:
     outliers = choose_outliers(x[0].abs().float(), num_outliers, 64, x.element_size())
     outlier_arguments = (outliers.indices, outliers.keep) if num_outliers else (None, None)
-    outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *outlier_arguments, 64, -1 / 8, "nearest", 0))
+    outlier_int4_triton.decode(x, *outlier_int4_triton.encode(x, *outlier_arguments, 64))
 
 
 def _asymmetric_int4(x: Tensor) -> None:
-    tensors = asymmetric_int4_triton.encode(x.view(-1), 64, 1 / 15, 0.0, "nearest", 0)
-    asymmetric_int4_triton.decode(x.view(-1), *tensors, 1 / 15, 0.0)
+    tensors = asymmetric_int4_triton.encode(x.view(-1), 64, 1 / 15)
+    asymmetric_int4_triton.decode(x.view(-1), *tensors, 1 / 15)
 
 
 def _bitmask(x: Tensor) -> None:
@@ -134,15 +134,15 @@ def _bitmask(x: Tensor) -> None:
 
 
 def _channel_int4(x: Tensor) -> None:
-    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8, "nearest", 0), -1 / 8)
+    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8), -1 / 8)
 
 
 def _int8(x: Tensor) -> None:
-    int8_triton.decode(x.view(-1), *int8_triton.encode(x.view(-1), 64, 1 / 127, "nearest", 0), 1 / 127)
+    int8_triton.decode(x.view(-1), *int8_triton.encode(x.view(-1), 64))
 
 
 def _token_int4(x: Tensor) -> None:
-    token_int4_triton.decode(x, *token_int4_triton.encode(x, 1 / 8, "nearest", 0), 1 / 8)
+    token_int4_triton.decode(x, *token_int4_triton.encode(x))
 
 
 ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {

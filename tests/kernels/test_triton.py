@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -35,93 +34,91 @@ class Pair:
     decode: Callable[..., None]
 
 
-def _outlier(x: Tensor, count: int, group_size: int, *settings: Any) -> Pair:
+def _outlier(x: Tensor, count: int, group_size: int) -> Pair:
     from adacc_hf.kernels import outlier_int4_triton as kernels
 
     indices = keep = None
     if count:
         outliers = outlier_int4.choose_outliers(outlier_int4.channel_sums(x.cpu()), count, group_size, x.element_size())
         indices, keep = outliers.indices.to(x.device), outliers.keep.to(x.device)
-    shape, factor = tuple(x.shape), settings[0]
+    shape = tuple(x.shape)
     return Pair(
-        lambda: outlier_int4.encode_ref(x, indices, group_size, *settings),
-        lambda: kernels.encode(x, indices, keep, group_size, *settings),
-        lambda *t: outlier_int4.decode_ref(shape, x.dtype, factor, *t),
-        lambda out, *t: kernels.decode(out, factor, *t),
+        lambda: outlier_int4.encode_ref(x, indices, group_size),
+        lambda: kernels.encode(x, indices, keep, group_size),
+        lambda *t: outlier_int4.decode_ref(shape, x.dtype, *t),
+        kernels.decode,
     )
 
 
-def _channel(x: Tensor, group_size: int, *settings: Any) -> Pair:
+def _channel(x: Tensor, group_size: int) -> Pair:
     from adacc_hf.kernels import channel_int4_triton as kernels
 
     return Pair(
-        lambda: channel_int4.encode_ref(x, group_size, *settings),
-        lambda: kernels.encode(x, group_size, *settings),
-        lambda *t: channel_int4.decode_ref(tuple(x.shape), x.dtype, settings[0], *t),
-        lambda out, *t: kernels.decode(out, *t, settings[0]),
+        lambda: channel_int4.encode_ref(x, group_size),
+        lambda: kernels.encode(x, group_size, channel_int4.FACTOR),
+        lambda *t: channel_int4.decode_ref(tuple(x.shape), x.dtype, *t),
+        lambda out, *t: kernels.decode(out, *t, channel_int4.FACTOR),
     )
 
 
-def _token(x: Tensor, *settings: Any) -> Pair:
+def _token(x: Tensor) -> Pair:
     from adacc_hf.kernels import token_int4_triton as kernels
 
     return Pair(
-        lambda: token_int4.encode_ref(x, *settings),
-        lambda: kernels.encode(x, *settings),
-        lambda *t: token_int4.decode_ref(tuple(x.shape), x.dtype, settings[0], *t),
-        lambda out, *t: kernels.decode(out, *t, settings[0]),
+        lambda: token_int4.encode_ref(x),
+        lambda: kernels.encode(x),
+        lambda *t: token_int4.decode_ref(tuple(x.shape), x.dtype, *t),
+        kernels.decode,
     )
 
 
-def _int8(x: Tensor, group_size: int, *settings: Any) -> Pair:
+def _int8(x: Tensor, group_size: int) -> Pair:
     from adacc_hf.kernels import int8_triton as kernels
 
     return Pair(
-        lambda: int8.encode_ref(x.view(-1), group_size, *settings),
-        lambda: kernels.encode(x.view(-1), group_size, int8.FACTOR, *settings),
+        lambda: int8.encode_ref(x.view(-1), group_size),
+        lambda: kernels.encode(x.view(-1), group_size),
         lambda *t: int8.decode_ref(x.numel(), x.dtype, *t).view(x.shape),
-        lambda out, *t: kernels.decode(out.view(-1), *t, int8.FACTOR),
+        lambda out, *t: kernels.decode(out.view(-1), *t),
     )
 
 
-def _fp8(x: Tensor, group_size: int, *settings: Any) -> Pair:
+def _fp8(x: Tensor, group_size: int) -> Pair:
     from adacc_hf.kernels import fp8_triton as kernels
 
     return Pair(
-        lambda: fp8.encode_ref(x, group_size, *settings),
-        lambda: kernels.encode(x, group_size, *settings),
+        lambda: fp8.encode_ref(x, group_size),
+        lambda: kernels.encode(x, group_size),
         lambda *t: fp8.decode_ref(x.dtype, group_size, *t),
         lambda out, *t: kernels.decode(out, *t, group_size),
     )
 
 
-def _asymmetric(x: Tensor, group_size: int, scale: str, *settings: Any) -> Pair:
+def _asymmetric(x: Tensor, group_size: int) -> Pair:
     from adacc_hf.kernels import asymmetric_int4_triton as kernels
 
-    formula = (asymmetric_int4.SCALE_FACTORS[scale], asymmetric_int4.OFFSET_CODES[scale])
     return Pair(
-        lambda: asymmetric_int4.encode_ref(x.view(-1), group_size, scale, *settings),
-        lambda: kernels.encode(x.view(-1), group_size, *formula, *settings),
-        lambda *t: asymmetric_int4.decode_ref(x.numel(), scale, *t).view(x.shape),
-        lambda out, *t: kernels.decode(out.view(-1), *t, *formula),
+        lambda: asymmetric_int4.encode_ref(x.view(-1), group_size),
+        lambda: kernels.encode(x.view(-1), group_size, asymmetric_int4.FACTOR),
+        lambda *t: asymmetric_int4.decode_ref(x.numel(), *t).view(x.shape),
+        lambda out, *t: kernels.decode(out.view(-1), *t, asymmetric_int4.FACTOR),
     )
 
 
 CASES: dict[str, Callable[[Tensor], Pair]] = {
-    "outlier-signed": lambda x: _outlier(x, 0, 64, -1 / 8, "nearest", 0),
-    "outlier-raw-paper": lambda x: _outlier(x, min(3, x.shape[1]), 64, 1 / 8, "nearest", 0),
-    "outlier-raw-many": lambda x: _outlier(x, min(70, x.shape[1]), 64, -1 / 8, "nearest", 0),
-    "outlier-raw-g16-stochastic": lambda x: _outlier(x, 1, 16, 1 / 7, "stochastic", 2**32 - 1),
-    "channel-signed": lambda x: _channel(x, 64, -1 / 8, "nearest", 0),
-    "channel-g16-stochastic": lambda x: _channel(x, 16, 1 / 8, "stochastic", 1),
-    "token-paper": lambda x: _token(x, 1 / 8, "nearest", 0),
-    "token-max7-stochastic": lambda x: _token(x, 1 / 7, "stochastic", 16),
-    "int8": lambda x: _int8(x, 64, "nearest", 0),
-    "int8-g1024-stochastic": lambda x: _int8(x, 1024, "stochastic", 3),
-    "fp8": lambda x: _fp8(x, 128, "nearest", 0),
-    "fp8-g16-stochastic": lambda x: _fp8(x, 16, "stochastic", 2**32 - 1),
-    "asymmetric-range15": lambda x: _asymmetric(x, 64, "range15", "nearest", 0),
-    "asymmetric-paper-stochastic": lambda x: _asymmetric(x, 32, "paper", "stochastic", 3),
+    "outlier": lambda x: _outlier(x, 0, 64),
+    "outlier-raw": lambda x: _outlier(x, min(3, x.shape[1]), 64),
+    "outlier-raw-many": lambda x: _outlier(x, min(70, x.shape[1]), 64),
+    "outlier-raw-g16": lambda x: _outlier(x, 1, 16),
+    "channel": lambda x: _channel(x, 64),
+    "channel-g16": lambda x: _channel(x, 16),
+    "token": _token,
+    "int8": lambda x: _int8(x, 64),
+    "int8-g1024": lambda x: _int8(x, 1024),
+    "fp8": lambda x: _fp8(x, 128),
+    "fp8-g16": lambda x: _fp8(x, 16),
+    "asymmetric": lambda x: _asymmetric(x, 64),
+    "asymmetric-g32": lambda x: _asymmetric(x, 32),
 }
 
 
@@ -211,7 +208,7 @@ def test_fp8_rounds_midpoints_as_torch_casts(device: str) -> None:
     points = torch.cat([points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(448.0))])
     x = torch.full((2 * points.numel(), 16), 448.0)
     x[:, 3] = torch.cat([points, -points])
-    codes, peaks = fp8_triton.encode(x.to(device), 16, "nearest", 0)
+    codes, peaks = fp8_triton.encode(x.to(device), 16)
     assert bool((peaks == 448).all())
     assert torch.equal(codes.cpu(), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -222,7 +219,7 @@ def test_rows_longer_than_a_block_are_bit_equal(device: str, monkeypatch: pytest
 
     monkeypatch.setattr(token_int4_triton, "MAX_BLOCK", 256)
     x = _tensor((5, 4500), torch.float32, device)
-    _assert_equal(_token(x, -1 / 8, "nearest", 0), x)
+    _assert_equal(_token(x), x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
