@@ -14,8 +14,7 @@ import threading
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,17 +111,14 @@ class HostPool:
 
     def __init__(self) -> None:
         self._reservations: dict[int, _Reservation] = {}
-        """Reservations by the id of the object that uses the pool."""
-        self._deleted_users: deque[int] = deque()
-        """Ids of users that were deleted, but whose reservations have not ended yet."""
+        """Reservations by the id of the object that uses the pool. The garbage collector may end a reservation at any
+        moment, also within a method of this pool, so methods iterate over a copy, and read `_arena` once."""
         self._begin()
         _pools.add(self)
 
     def _begin(self) -> None:
         """Start without memory, in a new pool or in a forked process."""
         self._lock = threading.RLock()
-        self._is_busy = False
-        """True while a method that allocates or uses the pool's memory runs."""
         self._arena: _HostArena | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._has_warned = False
@@ -131,18 +127,19 @@ class HostPool:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
-        with self._busy():
-            return 0 if self._arena is None else self._arena.nbytes
+        arena = self._arena
+        return 0 if arena is None else arena.nbytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the pool that stored tensors use now."""
-        with self._busy():
-            return 0 if self._arena is None else self._arena.live_bytes
+        with self._lock:
+            arena = self._arena
+            return 0 if arena is None else arena.live_bytes
 
     def take_peak(self) -> int:
         """Return the maximum of `live_bytes` since the last call of this method."""
-        with self._busy():
+        with self._lock:
             peak, self._peak_bytes = self._peak_bytes, self.live_bytes
             return peak
 
@@ -154,10 +151,10 @@ class HostPool:
         allocated immediately, and not at the first copy, because pinning memory waits for the device. If payloads are
         live, the pool grows later, when no payload is live. Raises MemoryError if the memory cannot be allocated.
         """
-        with self._busy():
+        with self._lock:
             reservation = self._reservations.get(id(user))
             if reservation is None:
-                finalizer = weakref.finalize(user, _end_reservation_of_deleted, weakref.ref(self), id(user))
+                finalizer = weakref.finalize(user, _end_reservation, weakref.ref(self), id(user))
                 finalizer.atexit = False
                 reservation = _Reservation(0, None if model is None else weakref.ref(model), finalizer)
                 self._reservations[id(user)] = reservation
@@ -170,13 +167,12 @@ class HostPool:
 
     def reserved_for_others(self, model: object) -> int:
         """Return the bytes that are reserved for payloads (encoded tensors) of models other than `model`."""
-        with self._busy():
-            others = (each for each in self._reservations.values() if each.model is None or each.model() is not model)
-            return sum(aligned(each.nbytes) for each in others)
+        reservations = self._reservations.copy().values()
+        return sum(aligned(r.nbytes) for r in reservations if r.model is None or r.model() is not model)
 
     def _grow(self) -> None:
         """Allocate the reserved bytes. Do nothing if the pool has them already, or if the pool holds tensors now."""
-        reserved_bytes = sum(aligned(reservation.nbytes) for reservation in self._reservations.values())
+        reserved_bytes = sum(aligned(reservation.nbytes) for reservation in self._reservations.copy().values())
         if reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
             self._arena = _HostArena(reserved_bytes)
@@ -185,45 +181,15 @@ class HostPool:
     def release(self, user: object) -> None:
         """End the reservation of `user`. The pool's memory is freed once there are no reservations and no stored
         tensors."""
-        with self._busy():
-            if id(user) in self._reservations:
-                self._reservations[id(user)].finalizer.detach()
-                self._end_reservation(id(user))
+        reservation = self._reservations.get(id(user))
+        if reservation is not None:
+            reservation.finalizer()
 
-    def _end_reservation(self, user_id: int) -> None:
+    def end_reservation(self, user_id: int) -> None:
+        """End the reservation of the user with this id, which has released it, or is being deleted."""
         self._reservations.pop(user_id, None)
         if not self._reservations:
-            self._arena = self._last_stream = None
-
-    def user_deleted(self, user_id: int) -> None:
-        """End the reservation of a user that was deleted without `release`. The garbage collector may call this at any
-        moment, even within another method of this pool. In this case, the reservation ends when the other method
-        does."""
-        self._deleted_users.append(user_id)
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._is_busy:
-                    self._end_reservations_of_deleted()
-            finally:
-                self._lock.release()
-
-    def _end_reservations_of_deleted(self) -> None:
-        while self._deleted_users:
-            self._end_reservation(self._deleted_users.popleft())
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Hold the pool's lock inside the `with` block. No reservation of a deleted user ends inside the block."""
-        with self._lock:
-            was_busy, self._is_busy = self._is_busy, True
-            try:
-                if not was_busy:  # the id of a deleted user may be a new user's
-                    self._end_reservations_of_deleted()
-                yield
-            finally:
-                self._is_busy = was_busy
-                if not was_busy:
-                    self._end_reservations_of_deleted()
+            self._arena = None
 
     def store(self, tensors: Sequence[Tensor]) -> HostBlock | None:
         """Copy `tensors`, all on one device, into the pool. If the pool has no room, warn once and return None."""
@@ -233,14 +199,15 @@ class HostPool:
                 "payloads in host memory cannot be copied within a CUDA graph: capture the graph under a policy "
                 "without host memory (AdaccConfig(host_memory=None))"
             )
-        with self._busy():
+        with self._lock:
             self._grow()
-            offset = None if self._arena is None else self._arena.take(nbytes)
-            if self._arena is None or offset is None:
+            arena = self._arena
+            offset = None if arena is None else arena.take(nbytes)
+            if arena is None or offset is None:
                 self._warn_full(nbytes)
                 return None
-            block = HostBlock(self._arena, offset, tensors)
-            self._peak_bytes = max(self._peak_bytes, self._arena.live_bytes)
+            block = HostBlock(arena, offset, tensors)
+            self._peak_bytes = max(self._peak_bytes, arena.live_bytes)
             self._follow_last_copy(device)
             for copy, tensor in zip(block.tensors, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=block.is_pinned)
@@ -253,7 +220,7 @@ class HostPool:
                 "payloads in host memory cannot be read in a forked process: run forward and backward in one process, "
                 "or start processes with the method spawn, or set AdaccConfig(host_memory=None)"
             )
-        with self._busy():
+        with self._lock:
             self._follow_last_copy(device)
             copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in block.tensors]
             return tuple(
@@ -284,10 +251,10 @@ class HostPool:
         )
 
 
-def _end_reservation_of_deleted(pool: weakref.ref[HostPool], user_id: int) -> None:
+def _end_reservation(pool: weakref.ref[HostPool], user_id: int) -> None:
     referent = pool()
     if referent is not None:
-        referent.user_deleted(user_id)
+        referent.end_reservation(user_id)
 
 
 _pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
