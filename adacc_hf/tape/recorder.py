@@ -48,7 +48,7 @@ from adacc_hf.torch_glue.private import (
     schema_of,
     storage_key,
 )
-from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
+from adacc_hf.torch_glue.rng_state import RandomStates, generator_state
 from adacc_hf.torch_glue.second_run import checksum
 from adacc_hf.torch_glue.tensors import Checksum, is_fake, is_plain, local_of, runs_on_parts, wraps_others
 
@@ -507,7 +507,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         These reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded,
         because replay runs the whole operator again and compares the results.
         """
-        before = PythonStates()
+        before = RandomStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
             yield
         if before.have_advanced():

@@ -28,7 +28,7 @@ from adacc_hf.torch_glue.private import (
     sequence_number,
     tree_leaves,
 )
-from adacc_hf.torch_glue.rng_state import PythonStates
+from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.second_run import SecondRun, is_measuring, may_end_early, must_compare
 
 FLAG = "gradient_checkpointing"
@@ -267,8 +267,8 @@ def checkpoint_call(
         return fn(*args)
     errors: list[BaseException] = []
     in_forward = True
-    python_states, state = PythonStates(), BlockState(block, (args, keyword_arguments(fn)))
-    states_to_restore: list[BlockState | PythonStates] = []
+    python_states, state = RandomStates(), BlockState(block, (args, keyword_arguments(fn)))
+    states_to_restore: list[BlockState | RandomStates] = []
     # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
     calls: list[SecondCall] = [lambda: (fn, args)]
 

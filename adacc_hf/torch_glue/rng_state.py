@@ -16,32 +16,43 @@ import numpy
 import torch
 
 
-class PythonStates:
-    """Snapshot of the states of Python's and numpy's default generators, which torch does not save."""
+class RandomStates:
+    """Snapshot of the states of the default generators of Python and numpy, which torch does not save.
 
-    def __init__(self) -> None:
+    If `devices` are given, the snapshot also contains the generators of the CPU and of the GPUs among `devices`. A
+    GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels (rule R10).
+    """
+
+    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
         self._python: Any = random.getstate()
         self._numpy: Any = numpy.random.get_state()
+        generators = [] if devices is None else _default_generators(devices)
+        # Copies of the generators, because a tensor with a CPU's state of 5 KB would count as live memory.
+        self._torch = [(generator, generator.clone_state()) for generator in generators]
 
     def have_advanced(self) -> bool:
         """Return True if numbers were drawn from one of the generators since the snapshot."""
         name, key, *rest = numpy.random.get_state()
         before, key_before, *rest_before = self._numpy
         is_same_numpy = (name, rest) == (before, rest_before) and numpy.array_equal(key, key_before)
-        return random.getstate() != self._python or not is_same_numpy
+        return (
+            random.getstate() != self._python
+            or not is_same_numpy
+            or any(to_bytes(now.get_state()) != to_bytes(before.get_state()) for now, before in self._torch)
+        )
 
     def restore(self) -> None:
         """Set the generators to the states of the snapshot."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
+        for generator, before in self._torch:
+            generator.set_state(before.get_state())
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Set the generators to the states of the snapshot inside the `with` block.
-
-        After the block, restore the generators' present states.
-        """
-        present = PythonStates()
+        """Set Python's and numpy's generators to the states of the snapshot inside the `with` block. After the block,
+        restore their present states."""
+        present = RandomStates()
         self.restore()
         try:
             yield
@@ -49,51 +60,17 @@ class PythonStates:
             present.restore()
 
 
-class RandomStates:
-    """Snapshot of the states of all default random generators: of the CPU, of the GPUs among `devices`, of Python and
-    of numpy.
-
-    A GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels. A training
-    step must never wait for the device (rule R10).
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        indices = {_device_index(device) for device in devices if device.type == "cuda"}
-        # Stored as bytes, because a tensor of 5 KB would count as live memory. Read by address, because torch's
-        # operators on a real tensor are not available in fake mode.
-        state = torch.get_rng_state()
-        self._cpu = to_bytes(state)
-        self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
-        self._python = PythonStates()
-
-    def have_advanced(self) -> bool:
-        """Return True if numbers were drawn from one of the generators since the snapshot."""
-        state = torch.get_rng_state()
-        return (
-            to_bytes(state) != self._cpu
-            or any(not torch.equal(torch.cuda.get_rng_state(index), state) for index, state in self._cuda.items())
-            or self._python.have_advanced()
-        )
-
-    def restore(self) -> None:
-        """Set the generators to the states of the snapshot."""
-        state = torch.get_rng_state()
-        ctypes.memmove(state.data_ptr(), self._cpu, len(self._cpu))
-        torch.set_rng_state(state)
-        for index, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, index)
-        self._python.restore()
+def _default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    gpus = sorted({_device_index(device) for device in devices if device.type == "cuda"})
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
 
 
 _replacement_generators: dict[str, Any] = {}
 """Generators that are used in place of torch's default generators, by device type (`replace_generators`)."""
 
 
-def generator_of(device: torch.device) -> Any:
-    """Return torch's default generator of `device`, or None for devices other than CPUs and CUDA GPUs.
-
-    Inside the `with` block of `replace_generators`, return the replacement instead.
-    """
+def _generator_of(device: torch.device) -> Any:
+    """Return the default generator of `device` or its replacement. Return None for other devices than CPUs and GPUs."""
     if _replacement_generators:
         return _replacement_generators.get(device.type)
     if device.type == "cuda":
@@ -102,12 +79,9 @@ def generator_of(device: torch.device) -> Any:
 
 
 def generator_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the default generator of `device`: 5,056 bytes for a CPU, 16 (seed, offset) for a GPU.
-
-    The state is on the CPU for every device. Reading the state takes a microsecond and does not wait for kernels. A
-    training step must never wait for the device (rule R10).
-    """
-    generator = generator_of(device)
+    """Return the state of the default generator of `device`, a tensor on the CPU: 5,056 bytes for a CPU, 16 (seed,
+    offset) for a GPU. Reading the state does not wait for kernels (rule R10)."""
+    generator = _generator_of(device)
     return None if generator is None else generator.get_state()
 
 
@@ -123,11 +97,8 @@ def from_bytes(state: bytes | None) -> torch.Tensor | None:
 
 @contextmanager
 def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Use `replacements` in place of torch's default generators inside the `with` block.
-
-    `replacements` contains a generator for each device type. The replacement is for fake tensors, for which no random
-    numbers are drawn.
-    """
+    """Use `replacements`, one generator for each device type, in place of torch's default generators inside the `with`
+    block, for fake tensors."""
     _replacement_generators.update(replacements)
     try:
         yield
@@ -137,14 +108,12 @@ def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """Set the default generator of `device` to `state` inside the `with` block. After the block, restore the generator.
-
-    If `state` is None, do nothing.
-    """
+    """Set the default generator of `device` to `state` inside the `with` block, and restore the generator afterwards.
+    If `state` is None, do nothing."""
     if state is None:
         yield
         return
-    generator = generator_of(device)
+    generator = _generator_of(device)
     before = generator.clone_state()  # not get_state(), whose tensor would count as live
     generator.set_state(state)
     try:
@@ -154,11 +123,9 @@ def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterato
 
 
 def gpus_in_use() -> list[torch.device]:
-    """Return the GPUs visible to this process, or [] if CUDA is not initialized. This function never initializes
-    CUDA."""
-    if not torch.cuda.is_initialized():
-        return []
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    """Return the GPUs visible to this process, or [] if CUDA is not initialized. Never initialize CUDA."""
+    indices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return [torch.device("cuda", index) for index in indices]
 
 
 @contextmanager

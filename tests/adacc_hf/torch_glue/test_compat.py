@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from adacc_hf.torch_glue import compat
-from adacc_hf.torch_glue.rng_state import PythonStates
+from adacc_hf.torch_glue.rng_state import RandomStates
 
 
 def test_the_names_that_transformers_reads_are_there(tiny_gpt2):
@@ -50,11 +50,11 @@ def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
         return x.exp() if draw() < 0.5 else x.sin().exp()
 
     x = torch.ones(1, requires_grad=True)
-    state = PythonStates()
+    state = RandomStates()
     plain = torch.autograd.grad(sum(skips(x) for _ in range(12)), x)
     state.restore()
     outputs = [compat.checkpoint_call(skips, x) for _ in range(12)]
-    state = PythonStates()
+    state = RandomStates()
     assert torch.equal(*torch.autograd.grad(sum(outputs), x), *plain)
     assert not state.have_advanced()
 
