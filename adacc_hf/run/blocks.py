@@ -314,7 +314,7 @@ class Installation:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
-        self._caching_warning = CachingWarning(_is_on_for_adacc)
+        self._caching_warning = CachingWarning()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -420,12 +420,6 @@ class Installation:
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
         module.__dict__[name] = value
-
-
-def _is_on_for_adacc(layer: nn.Module) -> bool:
-    """Return True if the checkpointing flag of `layer` is on only because a block function is installed."""
-    flag = layer.__dict__.get(FLAG)
-    return isinstance(flag, TrainingFlag) and not flag.was_on
 
 
 class WrappedForward:
