@@ -36,31 +36,18 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = [
-    "ATTRIBUTES", "BACKWARD_HOOKS", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS",
-    "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS",
-    "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "VIEWED", "DataDependentOutputException",
-    "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode", "OpOverload", "TensorBase",
-    "TorchDispatchMode", "attention_operator", "attention_priority",
-    "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices", "coo_values",
-    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "functions_unprofiled",
-    "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass",
-    "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of",
-    "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves",
-    "tree_map", "tree_map_only", "unset_fake_temporarily", "unwritten_originals", "version_of", "viewed_tensor",
-    "whole_gradients", "without_modes",
+__all__ = [  # names of torch, which other files import from here
+    "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
+    "OpOverload", "TensorBase", "TorchDispatchMode", "is_traceable_wrapper_subclass", "no_dispatch", "tree_leaves",
+    "tree_map", "tree_map_only", "unset_fake_temporarily", "without_modes",
 ]  # fmt: skip
 
-ATTRIBUTES: list[tuple[str, str]] = []
-"""(class or module, attribute) for each private attribute that was registered by `private_name`."""
+ATTRIBUTES: list[tuple[str, str]] = []  # (class or module, attribute) that `private_name` has registered
 
 
 def private_name(owner: str, attribute: str) -> str:
-    """Register a private attribute of torch or Transformers that this package uses. Return its name, `attribute`.
-
-    `owner` is the name of the class or module that has the attribute. A test checks that the attribute exists in each
-    release.
-    """
+    """Register a private attribute of the class or module `owner`, and return its name. A test checks that the
+    attribute exists."""
     ATTRIBUTES.append((owner, attribute))
     return attribute
 
@@ -72,23 +59,14 @@ def _attribute_getter(owner: str, attribute: str) -> Callable[[Any], Any]:
 
 # Tensors and storages.
 
-version_of = _attribute_getter("Tensor", "_version")
-"""Function that returns autograd's version counter of a tensor: the number of in-place writes to its storage."""
+version_of = _attribute_getter("Tensor", "_version")  # number of in-place writes to the tensor's storage
 VIEWED = private_name("Tensor", "_base")
-"""Name of the attribute of a tensor that is the tensor that autograd knows it as a view of, or None."""
-viewed_tensor = attrgetter(VIEWED)
-"""Function that returns the tensor that autograd knows a tensor as a view of, or None."""
+viewed_tensor = attrgetter(VIEWED)  # the tensor that autograd knows a tensor as a view of, or None
 storage_key = _attribute_getter("UntypedStorage", "_cdata")
-"""Function that returns a key of a storage, unique while the storage is alive.
-
-In contrast to `data_ptr()`, this key is also unique for storages without memory."""
-coo_indices, coo_values = Tensor._indices, Tensor._values
-"""Functions that return the indices and the values of a sparse COO tensor, also of an uncoalesced tensor, for which the
-public methods raise an error."""
+"""Return a key of a storage, unique while the storage is alive, also for storages without memory."""
+coo_indices, coo_values = Tensor._indices, Tensor._values  # the public methods need a coalesced tensor
 GRADIENT_HOOKS = (private_name("Tensor", "_backward_hooks"), private_name("Tensor", "_post_accumulate_grad_hooks"))
-"""Names of the attributes in which a parameter stores hooks that run before and after its gradient is accumulated."""
-make_wrapper_subclass = Tensor._make_wrapper_subclass
-"""Constructor for a tensor of a given subclass of Tensor that has a shape but no memory."""
+make_wrapper_subclass = Tensor._make_wrapper_subclass  # a tensor of a subclass, with a shape but no memory
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -112,32 +90,21 @@ def whole_gradients(module: Any) -> list[Tensor]:
 
 
 LOCAL_TENSOR, SPEC = private_name("DTensor", "_local_tensor"), private_name("DTensor", "_spec")
-"""Names of two attributes of a DTensor: the local tensor of this rank, and the spec (mesh, placements, shape)."""
-SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")
-"""Name of an attribute that only FSDP's flat parameters have."""
+SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")  # only FSDP's flat parameters have it
 
 # Modules.
 
+# A module's own dicts by name, read faster than by the public methods.
 PARAMETERS, BUFFERS, MODULES = (private_name("Module", name) for name in ("_parameters", "_buffers", "_modules"))
-"""Names of the attributes in which a module stores its own parameters, buffers and child modules, each a dict by
-name."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
-"""Functions that return a module's dict of parameters, of buffers, and of child modules, faster than the public
-methods."""
+# A module's dicts of hooks by id.
 forward_pre_hooks = _attribute_getter("Module", "_forward_pre_hooks")
 forward_hooks = _attribute_getter("Module", "_forward_hooks")
-"""Functions that return a module's forward hooks, or forward pre-hooks, as a dict by id."""
 BACKWARD_HOOKS = (private_name("Module", "_backward_hooks"), private_name("Module", "_backward_pre_hooks"))
-"""Names of the attributes in which a module stores hooks that run in its backward, each a dict by id."""
 GLOBAL_PRE_HOOKS, GLOBAL_HOOKS = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
-"""Forward pre-hooks and forward hooks that torch runs for every module."""
-attention_priority = torch._C._get_sdp_priority_order
-"""Function that returns the order in which torch prefers the kernels of fused attention."""
+attention_priority = torch._C._get_sdp_priority_order  # of the kernels of fused attention
 COMPILED_MODULE = private_name("OptimizedModule", "_orig_mod")
-"""Name under which the wrapper that torch.compile returns contains the original module."""
-compiled_call = _attribute_getter("Module", "_compiled_call_impl")
-"""Function that returns the compiled call of a module on which `Module.compile` was called, or None for any other
-module."""
+compiled_call = _attribute_getter("Module", "_compiled_call_impl")  # None unless `Module.compile` was called
 
 _SET_ORIGINAL = private_name("torch.nn.utils.parametrize", "_maybe_set")
 _set_original = getattr(parametrize, _SET_ORIGINAL)
@@ -149,12 +116,8 @@ def _set_changed_original(original: Tensor, new: Tensor) -> None:
 
 
 class UnwrittenOriginals:
-    """Context in which parameters that are parametrized without a `right_inverse` are not written to.
-
-    `register_parametrization` would set such a parameter to itself. This changes no bits, but increases the version
-    counter like a write. PEFT's `target_parameters` parametrizes parameters in each forward. Several threads may be
-    inside the context at once.
-    """
+    """Context in which parameters that are parametrized without a `right_inverse` are not set to themselves, which
+    would increase their version counters. PEFT's `target_parameters` parametrizes parameters in each forward."""
 
     def __init__(self) -> None:
         self._lock, self._depth = Lock(), 0
@@ -175,39 +138,26 @@ unwritten_originals = UnwrittenOriginals()
 
 
 CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")
-"""Name under which torch's activation-checkpoint wrapper contains the original module."""
 
 # Autograd.
 
-sequence_number = methodcaller(private_name("Node", "_sequence_nr"))
-"""Function that returns the sequence number of an autograd node, in order of creation. The function raises RuntimeError
-if the node was freed."""
-input_metadata = _attribute_getter("Node", "_input_metadata")
-"""Function that returns shape, dtype and device of each gradient that an autograd node expects."""
-current_autograd_node = torch._C._current_autograd_node
-"""Function that returns the node whose backward torch's engine is running in this thread, or None."""
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-"""Function that returns True if the backward running in this thread was called with retain_graph."""
-CONTEXT_CLASS = private_name("Function", "_backward_cls")
-"""Name of the attribute in which an `autograd.Function` stores the class of its contexts (`ctx`). Each call of the
-Function looks up this attribute."""
+sequence_number = methodcaller(private_name("Node", "_sequence_nr"))  # RuntimeError if the node was freed
+input_metadata = _attribute_getter("Node", "_input_metadata")  # of each gradient that a node expects
+current_autograd_node = torch._C._current_autograd_node  # whose backward the engine is running in this thread
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # True in a backward with retain_graph
+CONTEXT_CLASS = private_name("Function", "_backward_cls")  # class of the contexts (`ctx`), looked up by each call
 outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-"""Function that returns the innermost active pair of saved-tensor hooks, or None. This package calls it once per call
-of a block."""
+"""Return the innermost active pair of saved-tensor hooks, or None."""
 
 
 # Process groups.
 
 collective_count = methodcaller(private_name("ProcessGroup", "_get_sequence_number_for_group"))
-"""Function that returns the number of collective operators that a process group has run. The function raises
-RuntimeError if the group's backend does not count."""
 
 
 def collective_counts() -> list[Any]:
-    """Return the number of collective operators that each process group has run so far.
-
-    If the backend of a group does not count, the group's entry is an object that equals no other entry.
-    """
+    """Return the number of collective operators that each process group has run so far. If a group's backend does not
+    count, its entry is an object that equals no other entry."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     counts: list[Any] = []
@@ -222,14 +172,10 @@ def collective_counts() -> list[Any]:
 # Operators.
 
 schema_of = _attribute_getter("OpOverload", "_schema")
-"""Function that returns the schema of an operator: names, defaults and aliases of its arguments."""
-op_name = _attribute_getter("OpOverload", "_opname")
-"""Function that returns the name of an operator without its namespace and overload."""
-TO_COPY = torch.ops.aten._to_copy.default
-"""ATen operator for a cast, a move to another device, or both."""
+op_name = _attribute_getter("OpOverload", "_opname")  # without namespace and overload
+TO_COPY = torch.ops.aten._to_copy.default  # a cast, a move to another device, or both
 SOFTMAX = torch.ops.aten._softmax
-GROUPED_PRODUCT = getattr(torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm"))
-"""ATen operator for matrix products of groups of rows, each group with a matrix of its own, such as an expert's."""
+GROUPED_PRODUCT = getattr(torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm"))  # of experts' rows
 
 _ATTENTION = {
     kind: private_name("torch.ops.aten", f"_scaled_dot_product_{rest}")
@@ -246,27 +192,15 @@ _ATTENTION = {
 
 
 def attention_operator(kind: str) -> Any:
-    """Return torch's fused-attention operator of this `kind`, with all its overloads.
-
-    `kind` is "math", "efficient", "flash", "cpu" or "cudnn"; or "flash_backward" or "cpu_backward".
-    """
+    """Return torch's fused-attention operator of this `kind` (a key of `_ATTENTION`), with all its overloads."""
     return getattr(torch.ops.aten, _ATTENTION[kind])
 
 
 # State of the running process: Dynamo, torch.func, profilers, GPU stream.
 
-eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Function that returns the callback that Python calls for each function while Dynamo is active. If Dynamo is inactive,
-the callback is None or False."""
-
-
+eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None or False if Dynamo is inactive
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
-"""Names of the functions that start a session of one of torch's profilers."""
-
-
-transform_level = torch._C._functorch.maybe_current_level
-"""Function that returns how many torch.func transforms (grad, vmap, jvp) are nested here, or None outside transforms.
-Tensors inside a transform have no storage."""
+transform_level = torch._C._functorch.maybe_current_level  # of torch.func; None outside; inside, no tensor has storage
 
 
 def is_profiling() -> bool:
