@@ -2,13 +2,11 @@
 targets."""
 
 import configparser
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_runs import run_forked
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,10 +20,8 @@ def without_numbers(text: str) -> str:
 @pytest.mark.gate
 def test_its_code_prints_what_it_shows_and_no_warning(tmp_path):
     ((code, output),) = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", README, re.DOTALL)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    (tmp_path / "example.py").write_text(code)
+    process = run_forked(tmp_path / "example.py", cwd=tmp_path, HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
     assert process.returncode == 0, process.stderr
     lines = re.split(r"\n(?! )", output.strip())  # a long line goes on with spaces
     assert len(lines) == 3

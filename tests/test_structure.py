@@ -5,7 +5,6 @@ import ast
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from forked_runs import run_forked
 
 from adacc_hf.torch_glue.private import ATTRIBUTES
 
@@ -72,8 +72,8 @@ def test_sizes_are_within_their_limits(measure: str) -> None:
 @pytest.mark.gate
 def test_a_normal_step_runs_few_files() -> None:
     """Count the product's files that run in a normal step of a Trainer: the fewest of steps 6 to 24."""
-    command = [sys.executable, TESTS / "builders" / "normal_step.py"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    run = run_forked(TESTS / "builders" / "normal_step.py")
+    assert run.returncode == 0, run.stderr
     assert_within_limit("files of a normal step", min(json.loads(run.stdout.splitlines()[-1])))
 
 

@@ -16,11 +16,11 @@ def events(callback: AdaccCallback, kind: str) -> list[dict[str, Any]]:
 
 
 class Lengths(torch.utils.data.Dataset):
-    """Sequences of the requested lengths, 4 of each for one batch."""
+    """Sequences of the requested lengths, `batch_size` of each for one batch."""
 
-    def __init__(self, lengths):
+    def __init__(self, lengths, batch_size=4):
         generator = torch.Generator().manual_seed(0)
-        self.ids = [torch.randint(0, 97, (n,), generator=generator) for n in lengths for _ in range(4)]
+        self.ids = [torch.randint(0, 97, (n,), generator=generator) for n in lengths for _ in range(batch_size)]
 
     def __len__(self):
         return len(self.ids)

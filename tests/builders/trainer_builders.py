@@ -151,11 +151,11 @@ def make_trainer(tmp_path):
 
 @pytest.fixture
 def run_two_ranks(tmp_path):
-    """Return `run_two_ranks(script)`, which runs `script` on two ranks and returns the contents of their rank0.json and
-    rank1.json."""
+    """Return `run_two_ranks(script, *arguments)`, which runs `script` on two ranks and returns the contents of their
+    rank0.json and rank1.json."""
 
-    def run(script: str) -> list[Any]:
-        process = run_forked(script, str(tmp_path), num_ranks=2)
+    def run(script: str, *arguments: str) -> list[Any]:
+        process = run_forked(script, str(tmp_path), *arguments, num_ranks=2)
         assert process.returncode == 0, process.stderr[-8000:]
         return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -227,29 +227,6 @@ class MeasureStep(TrainerCallback):
         if state.global_step + 1 == self.step:
             self.meter.__exit__(None, None, None)
             self.peak_bytes = self.static_bytes + self.meter.peak_bytes
-
-
-class PeakPerStep(TrainerCallback):
-    """Callback that records the peak of every step until the optimizer runs."""
-
-    def __init__(self):
-        self.peaks = []
-
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.static = count_static_bytes(model, {}, optimizer)
-        self.meter = CpuMemoryMeter()
-        self.meter.__enter__()
-        self.meter.mark(("step",))
-
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.meter.__exit__(None, None, None)
-        self.peaks.append(self.static + self.meter.peak_bytes)
-
-
-@pytest.fixture
-def peak_per_step():
-    """Return a callback with the `peaks` of all steps until the optimizer runs. Batches are not counted."""
-    return PeakPerStep()
 
 
 @pytest.fixture(scope="session")

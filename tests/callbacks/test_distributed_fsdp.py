@@ -9,37 +9,20 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from run_builders import InOrder, Lengths
 from transformers import Trainer, TrainingArguments
 
 from adacc_hf import AdaccCallback
 
 NUM_STEPS = 3
-CONFIGS: dict[str, dict[str, Any]] = {"fsdp2": {"version": 2}, "fsdp1": {"version": 1, "sync_module_states": "false"}}
-
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FSDPGPT2LMHeadModel": {"version": 2},
+    "FullyShardedDataParallel": {"version": 1, "sync_module_states": "false"},
+}
+"""Settings by the name of the prepared model's class."""
 
 LENGTHS = [32, 24, 16, 30, 32, 12]
 """Length of each batch. The two ranks take turns, so that their batches differ in length."""
-
-
-class Lengths(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Two sequences of each length in LENGTHS."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.ids = [torch.randint(0, 97, (n,), generator=generator) for n in LENGTHS for _ in range(2)]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-class InOrder(Trainer):
-    """Trainer that draws the samples in their order."""
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def train(
@@ -73,7 +56,8 @@ def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     adacc, of_lengths = (AdaccCallback(**toys.LOSSLESS) for _ in range(2))
     plain, adacc_run = (train(toys, callbacks, folder, config, num_micro=2) for callbacks in ([], [adacc]))
     plain_lengths, adacc_lengths = (
-        train(toys, callbacks, folder, config, num_micro=1, data=Lengths()) for callbacks in ([], [of_lengths])
+        train(toys, callbacks, folder, config, num_micro=1, data=Lengths(LENGTHS, batch_size=2))
+        for callbacks in ([], [of_lengths])
     )
     waiting_bytes = adacc.profile.static_bytes - of_lengths.profile.static_bytes
     return {
@@ -89,30 +73,31 @@ def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_rank(folder: Path) -> None:
+def run_rank(folder: Path, name: str) -> None:
     import trainer_builders as toys
 
     torch.set_num_threads(1)
-    toys.write_rank_results(folder, {name: compare(toys, folder, config) for name, config in CONFIGS.items()})
+    toys.write_rank_results(folder, compare(toys, folder, CONFIGS[name]))
 
 
-@pytest.mark.gate
-def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_two_ranks) -> None:
-    for rank in run_two_ranks(__file__):
-        assert [results["class"] for results in rank.values()] == ["FSDPGPT2LMHeadModel", "FullyShardedDataParallel"]
-        for results in rank.values():
-            assert results["figures"][0] == results["figures"][1]
-            assert results["equal"]
-            assert results["recomputed"] > 0
-            assert results["lengths"][0] == results["lengths"][1]
-            assert results["lengths_equal"]
-            assert results["policy_steps"][0] == 1, "the second step runs under a policy"
-            reasons = {event["reason"] for event in results["fallbacks"]}
-            assert reasons <= {"full recomputation, because there is no policy for batches of this size"}
-            # Ranks exchange gradients after the last micro-batch. Until then each rank holds whole gradients instead of
-            # its half.
-            assert 0.95 < results["waiting"] < 1.05
+@pytest.mark.parametrize(
+    "name", [pytest.param("FSDPGPT2LMHeadModel", marks=pytest.mark.gate), "FullyShardedDataParallel"]
+)
+def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_two_ranks, name: str) -> None:
+    for results in run_two_ranks(__file__, name):
+        assert results["class"] == name
+        assert results["figures"][0] == results["figures"][1]
+        assert results["equal"]
+        assert results["recomputed"] > 0
+        assert results["lengths"][0] == results["lengths"][1]
+        assert results["lengths_equal"]
+        assert results["policy_steps"][0] == 1, "the second step runs under a policy"
+        reasons = {event["reason"] for event in results["fallbacks"]}
+        assert reasons <= {"full recomputation, because there is no policy for batches of this size"}
+        # Ranks exchange gradients after the last micro-batch. Until then each rank holds whole gradients instead of its
+        # half.
+        assert 0.95 < results["waiting"] < 1.05
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))
+    run_rank(Path(sys.argv[1]), sys.argv[2])
