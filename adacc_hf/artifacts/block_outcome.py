@@ -79,9 +79,8 @@ def rerun_ms(kind: KindProfile) -> float:
 
 
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
-    """Return the live bytes at each moment of a checkpointed forward. If the plan compresses inputs of the block, the
-    last moment is after their encoding. `payload_bytes` are the bytes of the encoded inputs on the device, including
-    payloads that are being copied to host memory."""
+    """Return the live bytes at each moment of a checkpointed forward, the last one after the encoding of inputs.
+    `payload_bytes` are those of the encoded inputs, including payloads that are being copied to host memory."""
     externally_held = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
     # The measured forward frees every value at its last release. Here, inputs and externally held values stay live and
     # are added from that moment on.

@@ -1,4 +1,4 @@
-"""Simulation of one block's forward and backward under a plan with one action per activation: live bytes over time."""
+"""Simulation of one block's forward and backward under a plan with one action per activation."""
 
 from __future__ import annotations
 
@@ -18,42 +18,40 @@ if TYPE_CHECKING:
 
 
 DECODED_CACHE_UNPACKS = 4
-"""Number of unpacks of saved tensors for which the executor caches a decoded value. A value that none of the next
-unpacks reads is freed, and decoded again for a later use. The tensors saved by one operator are unpacked one after the
-other, followed by those of the neighbouring operator, so a few unpacks are enough. For example, a mask that is read at
-the start and at the end of backward is decoded twice. A cached mask would take 32 times its payload during the whole
-backward."""
+"""Number of unpacks of saved tensors for which the executor caches a decoded value. The tensors saved by one operator
+are unpacked one after the other, followed by those of its neighbour, so a few are enough. A mask that is read at the
+start and at the end of backward is decoded twice: cached meanwhile, it would take 32 times its payload."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOutcome:
-    """Memory and time of one block under one plan, the same for all blocks of the same kind and plan."""
+    """Memory and time of one block under one plan."""
 
     stored_bytes: int
     """Bytes that the forward stores for backward, without `shared` tensors."""
     shared: frozenset[int]
-    """Indices into `Profile.shared` (tensors that several blocks read) of the tensors that the block's replay reads."""
+    """Indices into `Profile.shared` of the tensors that the block's replay reads."""
     overhead_ms: float
     forward_moments: tuple[int, ...]
-    """Bytes live at each moment of the forward, without `BlockProfile.forward_base_bytes` and the bytes that earlier
-    blocks store."""
+    """Live bytes at each moment of the forward, without `BlockProfile.forward_base_bytes` and earlier blocks' stored
+    bytes."""
     moments: tuple[int, ...]
-    """Bytes live at each moment of the backward, without `BlockProfile.backward_base_bytes` and the bytes that earlier
-    blocks store."""
+    """Live bytes at each moment of the backward, without `BlockProfile.backward_base_bytes` and earlier blocks' stored
+    bytes."""
     live_bytes: int
-    """Part of `stored_bytes` that adds to the live bytes of the model's forward. Cast parameters in autocast's cache
-    are left out, because the cache keeps them alive until the end of the forward anyway."""
+    """Part of `stored_bytes` that adds to the live bytes of the model's forward. Casts in autocast's cache live until
+    the end of the forward anyway."""
     host_bytes: int = 0
     """Bytes that the forward stores in host memory for backward."""
 
     @cached_property
     def forward_working_bytes(self) -> int:
-        """Maximum of `forward_moments`: the peak of the forward in bytes."""
+        """Peak of the forward in bytes."""
         return max(self.forward_moments, default=0)
 
     @cached_property
     def working_bytes(self) -> int:
-        """Maximum of `moments`: the peak of the backward in bytes. 0 if autograd unpacks no saved tensor."""
+        """Peak of the backward in bytes. 0 if autograd unpacks no saved tensor."""
         return max(self.moments, default=0)
 
 
@@ -128,8 +126,7 @@ class BlockWalk:
         return self.kind.values[value].nbytes
 
     def _closure(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return (stored values to read, operators to run) for a replay of the activation `value` in the simulated
-        backward."""
+        """Return (stored values to read, operators to run) for a replay of the activation `value`."""
         roots: set[int] = set()
         operators: set[int] = set()
         pending = [value]
@@ -173,8 +170,8 @@ class BlockWalk:
         return events
 
     def _deaths(self, events: Sequence[_BackwardEvent]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return two dicts with the event after which a tensor is freed: for the roots (stored tensors and payloads),
-        and for the replayed and decoded values. Infinity stands for the end of the block's backward."""
+        """Return the event after which each root, and each replayed or decoded value, is freed. Infinity is the end of
+        the block's backward."""
         releases = {event.released: number for number, event in enumerate(events) if event.released is not None}
         root_death: dict[int, float] = {}
         for slot, (roots, _) in self.closures.items():
@@ -212,10 +209,9 @@ class BlockWalk:
         )
 
     def _forward_moments(self) -> list[int]:
-        """Return the live bytes of this block at each event of its forward (`KindProfile.forward`). A payload is live
-        from the event at which its value is saved. A retained value counts from the event at which its last
-        non-autograd reference is freed, because the events before include the value's bytes. The state of a random
-        generator counts from the event at which the forward stores the state."""
+        """Return the live bytes of this block at each event of its forward. A payload is live from the event at which
+        its value is saved, a retained value from its last non-autograd reference on (events before include it), and the
+        state of a random generator from the event at which it is stored."""
         stored = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_compressed(value) and not self._is_saved(value)
         )
@@ -233,14 +229,13 @@ class BlockWalk:
         return moments
 
     def _staging_bytes(self, value: int) -> int:
-        """Return the bytes on the device while the payload of `value` is copied to or from the host."""
+        """Return the bytes on the device while a payload is copied to or from the host."""
         return self._option(value).staging_bytes if self._is_compressed(value) else 0
 
     def _generator_state_bytes(self) -> dict[int, int]:
-        """Return the bytes of the random generator states that the forward stores, keyed by the index of the forward's
-        event (in `KindProfile.forward`) at which they are stored. A state is stored directly after autograd has saved a
-        certain tensor. Only the first save of each value is an event. If the tensor views a value that was saved
-        before, the state counts from the latest event at which a value was saved until then."""
+        """Return the bytes of generator states that the forward stores, by the event at which they are stored: directly
+        after autograd has saved a certain tensor. A tensor that views an earlier saved value is no event, so the state
+        counts from the latest event before."""
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
         filled = [0]
@@ -286,8 +281,7 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return (bytes during the event, bytes after the event) of decoded values, for each event of the backward.
-        Copies made for autograd Functions are included."""
+        """Return (bytes during the event, bytes after it) of decoded values and of copies for autograd Functions."""
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):
@@ -369,12 +363,11 @@ class BlockWalk:
         return frozenset(copying_events)
 
     def _is_available(self, value: int) -> bool:
-        """Return True if `value` is in memory as a stored or shared tensor, so that a replayed copy can be freed
-        immediately."""
+        """Return True if `value` is in memory anyway, so that a replayed copy can be freed immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
 
     def _decoded_by(self, event: _BackwardEvent) -> list[int]:
-        """Return the compressed values that must be decoded for `event`, because the event reads them."""
+        """Return the compressed values that `event` reads."""
         read = event.operator.inputs if event.operator is not None else ()
         if event.unpacked is not None and self.kind.slots[event.unpacked] >= 0:
             read = (self.kind.slots[event.unpacked],)

@@ -1,8 +1,7 @@
 """Names of the calls of blocks in one step.
 
-A model may call a block several times before backward, if layers share their weights or the loss calls the model twice.
-Each call has its own name and its own plan. The first call is named by the block's module path ("path"), and further
-calls are named "path#2", "path#3" and so on.
+If layers share weights, or the loss calls the model twice, a model calls a block several times before backward. Each
+call has its own plan, and a name: "path" (the block's module path), "path#2", "path#3" and so on.
 """
 
 from __future__ import annotations

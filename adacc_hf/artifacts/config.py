@@ -219,17 +219,14 @@ class AdaccConfig:
         return TILE in self.actions and self.max_error != 0
 
     def for_rows(self, num_rows: int) -> AdaccConfig:
-        """Return the config for a micro-batch of `num_rows` tokens. If the tokens are too few to run in tiles, remove
-        "tile" from `actions`."""
+        """Return the config for a micro-batch of `num_rows` tokens, without "tile" if they are too few to run in
+        tiles."""
         if TILE not in self.actions or most_tiles(num_rows):
             return self
         return replace(self, actions=tuple(name for name in self.actions if name != TILE))
 
     def host_limit(self, free_bytes: int) -> int:
-        """Return the maximum bytes of payloads in host memory, or 0 if no payload may be stored there.
-
-        `free_bytes` is the host memory that is free for this process.
-        """
+        """Return the maximum bytes of payloads in host memory, of which `free_bytes` are free for this process."""
         if self.host_memory is None:
             return 0
         setting = self.host_memory
@@ -266,12 +263,10 @@ class Budget:
     """Value of `memory_budget`."""
     nbytes: int
     limits_peak: bool
-    """True if the budget limits the peak memory of a training step, False if it limits the bytes stored for
-    backward."""
+    """True if the budget limits the peak of a training step, False if it limits the bytes stored for backward."""
 
     def needed_bytes(self, policy: Policy) -> int:
-        """Return the predicted bytes of `policy` to compare with the budget: the peak, or the bytes stored for
-        backward."""
+        """Return the predicted bytes of `policy` to compare with the budget."""
         return policy.predicted_peak_bytes if self.limits_peak else policy.predicted_stored_bytes
 
     @classmethod
@@ -292,8 +287,7 @@ class Budget:
 
 
 def _store_tuple(config: AdaccConfig, name: str) -> None:
-    """Convert the list in field `name` to a tuple. Raise ValueError for a bare string, which would be split into
-    letters."""
+    """Convert the list in field `name` to a tuple. Raise ValueError for a string, which would be split into letters."""
     names: Sequence[str] | None = getattr(config, name)
     if names is None and name != "actions":
         return
@@ -346,9 +340,8 @@ def _remove_inexact(config: AdaccConfig) -> None:
 
 
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a valid setting `actions` to suggest in an error message: the allowed actions with the spelling closest to
-    `names`, and "retain", which every setting must contain. If no name is close to an allowed action, suggest exact
-    training."""
+    """Return a valid setting `actions` to suggest in an error message: those closest to `names`, and "retain". If none
+    is close, suggest exact training."""
     allowed = [*(action.value for action in Action), TILE]
     closest = {match for name in names for match in get_close_matches(name.lower(), allowed, n=1)}
     if not closest:

@@ -28,11 +28,9 @@ class AdaccError(Exception):
 class InfeasibleBudgetError(AdaccError, ValueError):
     """Error raised if no policy fits the memory budget.
 
-    `smallest_budget_bytes` is the smallest budget for which the solver found a policy. If the budget was set in bytes,
-    this number is the peak bytes of a step. If the budget was set as a fraction, this number is the bytes stored for
-    backward. `bound_bytes` is a lower bound on the budget that any policy needs. `bound_bytes` equals
-    `smallest_budget_bytes` if no smaller budget is feasible. `least` is the policy for `smallest_budget_bytes`, or None
-    if the error does not come from the solver.
+    `smallest_budget_bytes` is the smallest budget for which the solver found a policy, `least` that policy (None if the
+    error does not come from the solver), and `bound_bytes` a lower bound on the budget that any policy needs. They are
+    peak bytes of a step for a budget in bytes, and bytes stored for backward for a fraction.
     """
 
     def __init__(
@@ -52,10 +50,7 @@ class NoBlocksError(AdaccError, ValueError):
 
 
 class UncalledBlocksError(AdaccError, ValueError):
-    """Error raised if the model skipped blocks on the batch that was profiled.
-
-    A policy for all blocks needs a profile of all blocks.
-    """
+    """Error raised if the profiled batch skips blocks. A policy for all blocks needs a profile of all blocks."""
 
 
 class UncoveredBlockError(AdaccError, RuntimeError):
@@ -75,10 +70,8 @@ class SavedTensorMismatchError(TapeMismatchError):
 
 
 class ProfilerConflictError(AdaccError, RuntimeError):
-    """Error raised if CPU memory is to be measured while another torch profiler is running.
-
-    The other profiler would lose its trace.
-    """
+    """Error raised if CPU memory is to be measured while another torch profiler is running, which would lose its
+    trace."""
 
 
 class ConcurrentCallError(AdaccError, RuntimeError):

@@ -1,20 +1,17 @@
 """Rules for values that must not be recomputed, or not from lossily compressed inputs.
 
 A decision is an index that an operator chose by comparing floating-point data: the number of each token's expert, or
-the order of sorted rows. If two of the compared numbers are nearly equal, a replay whose inputs differ in a single bit
-may choose another index than the forward, and rows saved in one order would meet gradients in another order. So
-decisions are never recomputed, whatever they cost: backward uses the indices of the forward. Boolean values (results of
-comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both branches give
-nearly equal results.
+the order of sorted rows. If two of the compared numbers are nearly equal, a replay whose inputs differ in one bit may
+choose another index, and rows saved in one order would meet gradients in another. So decisions are never recomputed.
+Booleans are: one differs only if a number is near the threshold, and then both branches give nearly equal results.
 
-Random numbers drawn by a user's `autograd.Function` may depend on its input (an element's chance of being dropped may
-depend on its magnitude), and no recorded operator shows this dependence. So the Function runs again only on exact
-inputs.
+Random numbers drawn by a user's `autograd.Function` may depend on its input, and no recorded operator shows this. So
+the Function runs again only on exact inputs.
 
-A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
-sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
-of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
-statistics of the recomputed rows are used, because the recomputed statistics match the recomputed rows.
+A statistic has one number per row of another tensor, such as the standard deviation of a norm. If a codec sets nearly
+all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the gradient of the row. So
+statistics of rows that are stored lossily are stored too. Those of recomputed rows are recomputed, because they must
+match these rows.
 
 Other values with a large error are found by a measurement in a block's profile (`price/codec_gradient_error.py`).
 """
@@ -27,9 +24,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 DEGRADED_ERROR = 0.25
-"""Relative error above which the gradient of a block or an operator counts as degraded by compression. INT4 causes
-about 0.1 (0.15 under eager attention). Errors grow from block to block. The error of the model's whole gradient may
-therefore be far larger than the error of each block."""
+"""Relative error above which the gradient of a block or an operator counts as degraded. INT4 causes about 0.1 (0.15
+under eager attention). Errors grow from block to block, so the error of the model's gradient may be far larger."""
 
 
 def decisions(
@@ -82,11 +78,8 @@ def is_statistic(size: Sequence[int]) -> bool:
 def source_activations(
     value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return the nearest activations from which a replay computes `value`.
-
-    For a statistic, such as a norm's standard deviations, the result is the tensor whose rows the statistic describes.
-    `reads` returns the inputs of the operator that computes a value.
-    """
+    """Return the nearest activations from which a replay computes `value`: for a statistic, the tensor with its rows.
+    `reads` returns the inputs of the operator that computes a value."""
     return frozenset(walk_back(reads(value), lambda v: None if is_activation(v) else reads(v))[0])
 
 

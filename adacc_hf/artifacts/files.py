@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
-"""Name of the environment variable that sets the folder of cached measurements (times of operators, costs of
-codecs)."""
+"""Name of the environment variable that sets the folder of cached measurements."""
 __version__ = "0.2.0"
 """Version of this package, which is also written to files."""
 
@@ -63,12 +62,8 @@ def read_json(path: str | Path, error_class: type[Exception], file_type: str) ->
 
 
 class RecordFolder:
-    """Folder of JSON records, one file for each record.
-
-    Files are written atomically, so that several processes may use the folder at the same time. The first `put` creates
-    the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the file
-    names.
-    """
+    """Folder of JSON records, one file each, written atomically, so that several processes may use it. The first `put`
+    creates it. A file that is no record of this `version` raises `error_class`. File names contain `record_type`."""
 
     def __init__(self, folder: Path, record_type: str, version: int, error_class: type[Exception]) -> None:
         self.folder = folder
@@ -123,8 +118,8 @@ COMPILED_FILE = "adacc_compiled.json"
 
 
 def policy_file(path: str | Path, names: tuple[str, ...] = (POLICY_FILE, COMPILED_FILE)) -> Path:
-    """Return the path of a policy file: `path` itself or, if `path` is the folder of a run or checkpoint, the file in
-    it.
+    """Return the path of a policy file: `path` itself, or the file in it if `path` is the folder of a run or
+    checkpoint.
 
     Raises FileNotFoundError if the folder has no file with one of the `names`.
     """
@@ -147,8 +142,7 @@ V = TypeVar("V")
 
 
 def put_latest(cache: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:
-    """Insert `key` as the newest entry of a bounded cache. Remove the oldest entry if there are more than
-    `max_entries`."""
+    """Insert `key` as the newest entry of a bounded cache, and remove the oldest one if there are too many."""
     cache[key] = value
     cache.move_to_end(key)
     if len(cache) > max_entries:

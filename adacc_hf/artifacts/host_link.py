@@ -21,16 +21,13 @@ class HostLink:
     copy_ms: float
     """Time of a small copy, added to the time of each copy."""
     limit_bytes: int | None = None
-    """Maximum number of bytes that one block may store in host memory. None if only a limit on the sum of all blocks
-    applies."""
+    """Maximum number of bytes that one block may store in host memory, or None."""
 
     def moved(self, option: CodecOption) -> CodecOption:
-        """Return the codec `option`, changed to store its payload in host memory. Times of copies are added to the
-        codec's times.
+        """Return the codec `option`, changed to store its payload in host memory, with the times of copies added.
 
-        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change. The pool
-        of pinned memory rounds sizes up. The bytes in host memory include the largest possible rounding, so a limit on
-        these bytes also holds for the pool.
+        The option `host` stores the tensor unencoded. The bytes in host memory include the largest possible rounding of
+        the pool of pinned memory, so a limit on these bytes also holds for the pool.
         """
         is_encoded = option.codec != HOST
         return replace(

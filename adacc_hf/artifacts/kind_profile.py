@@ -1,8 +1,5 @@
-"""Profile of one kind of block: the tensors that the block saves for backward, its operators and events of memory, and
-the cost of each action. The records do not need torch.
-
-Blocks whose calls run the same operators on tensors of the same sizes are of one kind.
-"""
+"""Profile of one kind of block: saved tensors, operators, events of memory, and the cost of each action, without
+torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from adacc_hf.artifacts.tiles import ModuleTiles, RowTiles, Tiling
 from adacc_hf.kernels._host_names import HOST
 
 WHOLE = "whole"
-"""Role of the single activation that represents all saved tensors of a block whose operators cannot be replayed."""
+"""Role of the activation that represents all saved tensors of a block that cannot be replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,28 +69,25 @@ class Value:
     activation: bool
     """True if a policy has an action for the value: a value that only this block saves, or the block input."""
     shared: int | None
-    """Index into `Profile.shared` of an input that other blocks or the caller also hold, and that is therefore always
-    live. None for all other values."""
+    """Index into `Profile.shared` of an input that other blocks or the caller also hold, which is always live. Else
+    None."""
     recomputable: bool
-    """True if replay from stored values gave the original bits. In training, replay recomputes no other values (rule
-    R7)."""
+    """True if replay from stored values gave the original bits. Replay recomputes no other values (rule R7)."""
     role: str
     """Role of the tensor, by which codecs are selected (paper, section 3.2): linear, norm, activation, qkv, softmax,
-    mask, input, parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
+    mask, input, parameter (a cast), generator (state of a random generator), whole (see WHOLE), other."""
     cached: bool = False
-    """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
-    cache, or a value that a module or an autograd Function references."""
+    """True if the value lives until the end of the model's forward under every policy: in autocast's cache, or
+    referenced by a module or an autograd Function."""
     is_kept: bool = False
-    """True if the value stays alive even without the saved tensors of this block, because something else refers to it.
-    The value is then an output that another block or the rest of the model holds, a cast parameter in autocast's cache,
-    or a value that a module or autograd Function references."""
+    """True if the value stays alive without the saved tensors of this block: a value that is `cached`, or an output
+    that another block or the rest of the model holds."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
-    """Index of an earlier activation with the same bits, computed by the same operator from the same input, or None. If
-    the value is to be recomputed, backward reads the earlier activation instead."""
+    """Index of an earlier activation with the same bits, which backward reads if the value is to be recomputed, or
+    None."""
     replay_error: float = 0.0
-    """Largest relative error in an operator's gradient if the value is recomputed from lossily compressed activations.
-    0 if not measured."""
+    """Largest relative error in an operator's gradient if the value is recomputed from lossily stored activations."""
     taken_after: int = 0
     """For the state of a random generator: number of tensors that autograd saves before the block stores the state."""
     place: Place = ()
@@ -107,18 +101,17 @@ class Value:
 
     @property
     def is_generator_state(self) -> bool:
-        """True if the value is the state of a random generator, which a block stores to replay random operators."""
+        """True if the value is the state of a random generator, for replay of random operators."""
         return self.role == "generator"
 
     @property
     def is_statistic(self) -> bool:
-        """True if the value has one number per row of another tensor, such as the standard deviations of a norm."""
+        """True if the value has one number per row of another tensor."""
         return is_statistic(self.shape)
 
     @property
     def is_far_recomputed(self) -> bool:
-        """True if `replay_error` is above DEGRADED_ERROR: a replay from lossily stored activations would degrade a
-        gradient."""
+        """True if a replay from lossily stored activations would degrade a gradient."""
         return self.replay_error > DEGRADED_ERROR
 
 
@@ -136,44 +129,38 @@ class Operator:
     """Median time of one execution (T_comp_i of the paper's equation 4)."""
     replayable: bool
     extra_bytes: int = 0
-    """Bytes that an execution allocates in addition to its outputs. Negative if outputs share the storage of inputs."""
+    """Bytes that an execution allocates besides its outputs. Negative if outputs share the storage of inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardEvent:
-    """One event of a block's forward that changes memory.
+    """One event of a block's forward: its start, the first time that a value is saved, or (`death`) the release of the
+    last reference except autograd's.
 
-    The event is the start of the forward, the first time that a value is saved for backward, or the release of the last
-    reference to a value except autograd's. If other modules of the model run before the next block call, their events
-    are appended. `value` is -1 for the start, and for events of other calls or modules. `death` is True for a release.
+    `value` is -1 for the start, and for appended events of other modules that run before the next block call.
     """
 
     value: int
     death: bool
     extra_bytes: int
-    """Peak between this event and the next, in bytes above the live bytes at the start of the block. Stored values are
-    left out."""
+    """Peak between this event and the next, above the live bytes at the start, without stored values."""
     tiled: int | None = None
-    """Index, in `RowTiles.modules`, of the module that runs in tiles (some rows at a time) until the next event. None
-    if no module does."""
+    """Index, in `RowTiles.modules`, of the module that runs in tiles until the next event, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardEvent:
-    """One event of a block's backward: autograd unpacks a saved-tensor slot, or releases the slot.
-
-    If a module runs in tiles (some rows at a time), releases of slot -1 mark the start and the end of this run.
-    """
+    """One event of a block's backward: autograd unpacks or releases a saved-tensor slot. Releases of slot -1 mark the
+    start and the end of a module in tiles."""
 
     slot: int
     release: bool
     entry_bytes: int
-    """Live bytes when the event occurs, without stored and replayed values: gradients that are not used up yet."""
+    """Live bytes at the event, without stored and replayed values: gradients that are not used up yet."""
     extra_bytes: int
-    """Peak in bytes between this event and the next, without stored and replayed values: gradients and temporaries."""
+    """Peak between this event and the next, without stored and replayed values: gradients and temporaries."""
     tiled: int | None = None
-    """Index, in `RowTiles.modules`, of the module that runs in tiles (some rows at a time) until the next event. None
-    if no module does."""
+    """Index, in `RowTiles.modules`, of the module that runs in tiles until the next event, or None."""
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
@@ -182,21 +169,19 @@ def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
 
 
 MAX_MERGED = 64
-"""Maximum number of results of `KindProfile.with_merged_values` that are cached for each kind of block."""
+"""Maximum number of cached results of `KindProfile.with_merged_values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindProfile:
-    """Profile of one kind of block. Blocks of the same class, parameter shapes and recorded operators are of one
-    kind."""
+    """Profile of one kind of block: blocks of the same class, parameter shapes and recorded operators."""
 
     digest: str
     block_class: str
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
     slots: tuple[int, ...]
-    """Index of the value in each saved-tensor slot, in the order in which autograd saves. -1 for parameters and
-    buffers."""
+    """Value in each saved-tensor slot, in the order in which autograd saves. -1 for parameters and buffers."""
     backward: tuple[BackwardEvent, ...]
     """Events at which autograd unpacks or releases saved-tensor slots, in the order of the backward."""
     forward: tuple[ForwardEvent, ...]
@@ -204,49 +189,42 @@ class KindProfile:
     forward_ms: float
     """Sum of the times of the operators in a block's forward."""
     held: tuple[int, ...] = ()
-    """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if the block's replay
-    reads them. Memory was measured under full recomputation, in which replay reads all these tensors."""
+    """Indices into `Profile.shared` of tensors that a block keeps alive only if its replay reads them, as in the
+    measured step."""
     given: tuple[int, ...] = ()
-    """Indices into `Profile.shared` of all arguments of a call, unused arguments included. Torch's checkpoint keeps
-    them alive."""
+    """Indices into `Profile.shared` of all arguments of a call, which torch's checkpoint keeps alive."""
     copied_slots: tuple[int, ...] = ()
-    """Slots of autograd Functions written in Python. The Functions' backward may write into saved tensors. To protect
-    the tensors that a replay reads later (rule R6), the backward gets copies of them."""
+    """Slots of autograd Functions written in Python, whose backward may write into saved tensors. It gets copies of the
+    tensors that a replay reads later (rule R6)."""
     untrusted: str | None = None
-    """Reason why the block's operators cannot be replayed, or None if replay is possible. Without replay, all saved
-    tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
+    """Reason why the operators cannot be replayed, or None. Without replay, all saved tensors form one activation of
+    role WHOLE."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
-    if no operator can be replayed. For blocks with collectives, the actions are restricted, because collectives must
-    run again on all ranks or on none."""
+    if no operator can be replayed. Collectives must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of those cast parameters saved by the block that an earlier call computed and autocast cached. The second
-    forward of torch's checkpoint computes the casts again."""
+    """Bytes of saved casts that an earlier call computed. The second forward of torch's checkpoint computes them
+    again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     host_link: HostLink | None = None
     """Cost of payloads in host memory. None if payloads must stay on the device."""
     tiled: int | None = None
-    """Index into `Profile.kinds` of the variant of this kind in which modules run in tiles (some rows at a time), or
-    None. Blocks have the variant only if a policy chooses it (`Profile.with_tiles`)."""
+    """Index into `Profile.kinds` of the variant in which modules run in tiles, or None. Blocks have the variant only if
+    a policy chooses it (`Profile.with_tiles`)."""
     tiles: RowTiles | None = None
-    """The row-wise modules that run in tiles (some rows at a time). None for a kind without tiles."""
+    """The row-wise modules that run in tiles. None for a kind without tiles."""
     extra_ms: float = 0.0
-    """Time in ms that is added, under every plan of this kind, by running modules in tiles (some rows at a time). 0
-    for a kind without tiles."""
+    """Time in ms that tiles add under every plan of this kind."""
 
     @property
     def tiling(self) -> Tiling | None:
-        """The tiles (groups of rows) in which modules run under every plan for this kind of block. None for a kind
-        without tiles."""
+        """The tiles in which modules run under every plan for this kind, or None."""
         return self.tiles.tiling if self.tiles else None
 
     def in_tiles(self, num_tiles: int) -> KindProfile:
-        """Return a copy of this kind with the memory and time of running its row-wise modules in `num_tiles` tiles. The
-        kind's `tiles` must not be None.
-
-        With 0 tiles, no memory of a tile is included.
-        """
+        """Return a copy of this kind, which has `tiles`, with the memory and time of `num_tiles` tiles. With 0 tiles,
+        no memory of a tile is included."""
         tiles = self.tiles
         assert tiles is not None  # the caller has checked
         before = tiles.num_tiles
@@ -286,19 +264,14 @@ class KindProfile:
 
     @cached_property
     def equal(self) -> dict[int, int]:
-        """Map from duplicate values to originals, by value index. A duplicate has the same bits as an earlier
-        activation, its original."""
+        """Map from duplicate values to earlier activations with the same bits, by value index."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
-        """Saved activations that may be recomputed only from exact values, as a dict from each activation to the values
-        that must be exact.
-
-        For a statistic (a tensor with one number per row of another tensor), the tensor with the rows must be exact.
-        For an activation whose replay error is too large, or whose replay runs an `autograd.Function` that draws random
-        numbers, all upstream activations must be exact. See `exact_recompute_rules.py`.
-        """
+        """Saved activations that may be recomputed only from exact values, with these values: the rows of a statistic,
+        or all upstream activations if the replay error is too large or the replay draws in an `autograd.Function`
+        (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         imprecise = {
             v.index: upstream_activations(v.index, self._reads, self._is_activation)
@@ -322,16 +295,14 @@ class KindProfile:
     def allows_lossy_inputs(self) -> bool:
         """True if the block may run again on inputs that were stored lossily.
 
-        False if the block cannot be replayed (its operators may then depend on data), chooses indices, or draws random
-        numbers in an `autograd.Function` (`exact_recompute_rules.py`), or if the replay error of a saved value is too
-        large.
+        False if it cannot be replayed, chooses indices, draws random numbers in an `autograd.Function`, or if the
+        replay error of a saved value is too large.
         """
         is_inexact = any(value.is_decision or (value.saved and value.is_far_recomputed) for value in self.values)
         return self.untrusted is None and not is_inexact and not any(map(self._draws_in_function, self.operators))
 
     def codec_options(self, value: int) -> tuple[CodecOption, ...]:
-        """Return the codecs that may compress `value`: the measured codecs, and codecs that store their payload in host
-        memory."""
+        """Return the codecs that may compress `value`, also those with their payload in host memory."""
         record, link = self.values[value], self.host_link
         if link is None or not record.is_movable:
             return record.codecs
@@ -341,10 +312,8 @@ class KindProfile:
         return (*record.codecs, *(link.moved(option) for option in (unencoded, *record.codecs)))
 
     def codec_option(self, value: int, choice: Choice) -> CodecOption:
-        """Return the cost of compressing `value` with the codec of `choice`.
-
-        Raises ValueError if the codec was not measured.
-        """
+        """Return the cost of compressing `value` with the codec of `choice`. Raises ValueError if it was not
+        measured."""
         for option in self.codec_options(value):
             if (option.codec, option.options) == (choice.codec, choice.options):
                 return option
@@ -361,15 +330,11 @@ class KindProfile:
         return self.values[value].activation
 
     def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
-        """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily.
-
-        See `exactness_dependents`.
-        """
+        """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily."""
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
 
     def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
-        """Return a copy in which operators and saved tensors refer to the value `equal[v]` wherever they referred to a
-        value `v` in `equal`."""
+        """Return a copy in which operators and slots refer to the value `equal[v]` wherever they referred to `v`."""
         if not equal:
             return self
         key = frozenset(equal.items())

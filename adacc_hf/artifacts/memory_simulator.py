@@ -1,7 +1,6 @@
 """Simulation of the memory and time of one training step under a policy, moment by moment, in whole bytes.
 
-The simulator checks the solver's results and shares no code with the solver, which optimises sums over blocks and not
-single moments. `block_outcome.py` simulates a single block.
+The simulator checks the solver's results and shares no code with the solver, which optimises sums over blocks.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Outcome:
     peak_bytes: int
     """Peak of the step in bytes."""
     overhead_ms: float
-    """Time of replay, encoding and decoding in all blocks (the paper's equation 4), plus the time of the head minus the
-    time of the plain head. The time is negative if a faster head gains more time than the blocks lose."""
+    """Time of replay, encoding and decoding in all blocks (the paper's equation 4), plus the time of the head minus
+    that of the plain head, which may be negative."""
     timeline: tuple[tuple[str, int], ...]
     """Sequence of (label of the part of the step, live bytes), one for each simulated moment, in order."""
     host_bytes: int = 0
-    """Peak of the bytes in host memory. The peak is the sum over all blocks, because backward frees no payload before
-    the forward has stored them all."""
+    """Peak of the bytes in host memory: the sum over all blocks, because backward frees no payload before all are
+    stored."""
 
     @cached_property
     def peak_label(self) -> str:
@@ -75,18 +74,16 @@ def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome
 
 
 class EarlierBlocks(NamedTuple):
-    """Sums over the blocks before a certain block of a simulated step: stored bytes, and shared tensors that stay
-    live."""
+    """Sums over the blocks before a certain block of a simulated step."""
 
     stored_bytes: int = 0
     live_bytes: int = 0
     """Sum of `BlockOutcome.live_bytes`: the stored bytes that add to the live bytes of the model's forward."""
     shared: frozenset[int] = frozenset()
-    """Indices into `Profile.shared` (tensors that several blocks read) of the tensors that replays of these blocks
-    read."""
+    """Indices into `Profile.shared` of the tensors that replays of these blocks read."""
 
     def with_block(self, outcome: BlockOutcome) -> EarlierBlocks:
-        """Return the sums with the next block added. `outcome` is the memory and time of this block."""
+        """Return the sums with the next block's `outcome` added."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
             self.live_bytes + outcome.live_bytes,
@@ -94,23 +91,15 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes that tensors of the rest of the step take while block `index` runs, as (in its forward, in
-        its backward).
-
-        This object contains the sums over the blocks before block `index`. `outcome` is the memory and time of block
-        `index`.
-        """
+        """Return the bytes of the rest of the step while block `index`, with this `outcome`, runs: in its forward, and
+        its backward."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
         return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
-        """Return the peak in bytes of the forward and backward of block `index`.
-
-        This object contains the sums over the blocks before block `index`. `outcome` is the memory and time of block
-        `index`.
-        """
+        """Return the peak in bytes of the forward and backward of block `index`, with this `outcome`."""
         forward, backward = self.base_bytes(profile, index, outcome)
         peak = forward + outcome.forward_working_bytes
         return max(peak, backward + outcome.working_bytes) if outcome.moments else peak
@@ -122,11 +111,7 @@ class EarlierBlocks(NamedTuple):
 
 
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
-    """Return the peak in bytes of a step in which the i-th block has the memory `outcomes[i]`.
-
-    The result equals `simulate_blocks(profile, outcomes).peak_bytes`, and is faster to compute, because no timeline is
-    built.
-    """
+    """Return `simulate_blocks(profile, outcomes).peak_bytes`, faster, because no timeline is built."""
     peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
     earlier = EarlierBlocks()
     for index, outcome in enumerate(outcomes):
@@ -136,8 +121,8 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
 
 
 def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
-    """Return (label, live bytes) of each moment of a step. The order is: forward, head and loss, backward from the last
-    block to the first, the rest of the backward, and the optimizer."""
+    """Return (label, live bytes) of each moment of a step, in order: forward, head and loss, backward, the rest of the
+    backward, and the optimizer."""
     earlier = EarlierBlocks()
     points: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []
@@ -156,11 +141,8 @@ def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[t
 
 
 PASSES_OF_A_STEP = 3
-"""Time of the blocks in a plain step, as a multiple of their forward time: a backward takes about two forwards.
-
-`Profile.step_ms` cannot be used instead, because on a CPU, recording the memory of the measured step takes longer than
-the step.
-"""
+"""Time of the blocks in a plain step, as a multiple of their forward time. `Profile.step_ms` cannot be used, because on
+a CPU the recording of memory takes longer than the step."""
 
 
 def plain_blocks_ms(profile: Profile) -> float:

@@ -1,5 +1,4 @@
-"""Plans of one block that need no solver. A plan retains everything, runs the block under torch's checkpoint, has one
-action for all activations, or has random actions."""
+"""Plans of one block that need no solver: plain, checkpointed, with one action for all activations, or random."""
 
 from __future__ import annotations
 
@@ -14,9 +13,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """Return the plan that checkpoints a block of `kind` and compresses some of its inputs.
-
-    `codecs` contains the codec of each compressed input, by value index.
+    """Return the plan that checkpoints a block of `kind` and compresses the inputs in `codecs`, by value index.
 
     Return None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
     """
@@ -74,8 +71,7 @@ def random_plan(
 ) -> Plan:
     """Return a plan with random actions chosen from `allowed`. See `random_policy`.
 
-    `checkpoint_share` is the probability that the plan checkpoints a whole block that could be replayed. For a block
-    that cannot be replayed, the probability is 0.5.
+    `checkpoint_share` is the probability of torch's checkpoint for a block that could be replayed, 0.5 for others.
     """
     checkpointed = checkpoint_plan(kind)
     if BlockAction.PLAIN not in kind.block_actions and checkpointed is not None:

@@ -1,7 +1,7 @@
-"""A policy: one action for every activation of every block, stored in frozen dataclasses. This module imports no torch.
+"""A policy: one action for every activation of every block.
 
-A `Plan` contains the actions of one block. Blocks with the same actions share a plan. The file of a policy is JSON with
-a version and, for each plan, the digest of the block's tape. A policy therefore cannot be applied to another model.
+Blocks with the same actions share a `Plan`. A policy's file is JSON with a version and, for each plan, the digest of
+the block's tape, so that it cannot be applied to another model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
-"""Placeholder for the tape's digest in the plan of an idle block. An idle block ran only without gradients when the
-model was profiled, so its plan has no actions. See `adacc_hf/price/idle_blocks.py`."""
+"""Placeholder for the tape's digest in the plan of an idle block (`adacc_hf/price/idle_blocks.py`), which has no
+actions."""
 
 Place = tuple[int | str, ...]
 """Place of a tensor among the arguments of a call: the argument's position or name, then the keys into containers."""
@@ -104,8 +104,7 @@ RECOMPUTE = Choice(action=Action.RECOMPUTE)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The actions of one block: one choice per activation, keyed by value index. `kind` is the digest of the block's
-    tape."""
+    """The actions of one block: one choice per activation, by value index. `kind` is the digest of the block's tape."""
 
     kind: str
     choices: tuple[tuple[int, Choice], ...]
@@ -114,8 +113,8 @@ class Plan:
     places: tuple[tuple[int, Place], ...] = ()
     """(value index, argument place) of each compressed input of a checkpointed block."""
     tiling: Tiling | None = None
-    """Tiles in which a module of the block runs, a few rows at a time, or None. With tiles, `kind` is the digest of the
-    tape that was recorded in tiles."""
+    """Tiles in which modules of the block run, or None. With tiles, `kind` is the digest of the tape recorded in
+    tiles."""
 
     @property
     def is_idle(self) -> bool:
@@ -124,8 +123,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """True if all activations are retained, and no module runs in tiles (some rows at a time). The block then runs
-        unchanged."""
+        """True if all activations are retained, and no module runs in tiles: the block runs unchanged."""
         return (
             not self.is_checkpointed
             and self.tiling is None
@@ -153,11 +151,9 @@ class Policy:
     plans: tuple[Plan, ...]
     """Distinct plans of this policy."""
     blocks: tuple[tuple[str, int], ...]
-    """(name of the call, index of its plan) of each block call in a step, in forward order. The name of a block's first
-    call is the block's module path, and the name of the second call is "path#2"."""
+    """(name of the call, index of its plan) of each block call in a step, in forward order (`call_names.py`)."""
     predicted_stored_bytes: int
-    """Bytes that forward stores for backward, including the model's embedding and head. Each storage is counted
-    once."""
+    """Bytes that forward stores for backward, embedding and head included. Each storage counts once."""
     predicted_peak_bytes: int
     """Peak of live tensor bytes in a training step: parameters, buffers, gradients, optimizer state if it exists,
     stored activations and temporaries."""
@@ -189,13 +185,11 @@ class Policy:
 
     @property
     def idle_blocks(self) -> set[str]:
-        """Names of blocks without actions, because these blocks ran only without gradients when the model was
-        profiled."""
+        """Names of blocks that ran only without gradients when the model was profiled."""
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def block_counts(self) -> Counter[str]:
-        """Return the number of block calls with each action on the whole block. Blocks that ran only without gradients
-        in the profile (idle blocks) are not counted."""
+        """Return the number of block calls with each action on the whole block, without idle blocks."""
         plans = (self.plans[index] for _, index in self.blocks)
         return Counter(plan.block_action.value for plan in plans if plan.kind != IDLE_KIND)
 
@@ -211,13 +205,11 @@ class Policy:
 
     @property
     def tilings(self) -> tuple[Tiling | None, ...]:
-        """Tiles (groups of rows) in which a module of each block call runs, in forward order. None for a block call
-        without tiles."""
+        """Tiles in which modules of each block call run, or None, in forward order."""
         return tuple(self.plans[plan].tiling for _, plan in self.blocks)
 
     def _num_masks(self) -> int:
-        """Return the number of boolean masks (of dropout, for example) that are stored as bits, over all block
-        calls."""
+        """Return the number of boolean masks that are stored as bits, over all block calls."""
         codecs = self._codecs()
         if not codecs:
             return 0
@@ -236,8 +228,8 @@ class Policy:
         )
 
     def describe_actions(self) -> str:
-        """Return text with the number of blocks and activations for each action. Boolean masks that are stored
-        losslessly as bits are counted separately."""
+        """Return text with the number of blocks and activations for each action. Masks stored as bits are counted
+        separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         num_host = sum(map(is_on_host, self._codecs()))

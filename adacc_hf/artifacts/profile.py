@@ -1,5 +1,4 @@
-"""A profile: the tensors that a model's blocks save for backward, and the cost of each action. The records do not need
-torch.
+"""A profile: the tensors that a model's blocks save for backward, and the cost of each action, without torch.
 
 `profile_model` measures a profile (paper, section 3.1). The solver and the memory simulator use the profile.
 """
@@ -26,16 +25,14 @@ FORMAT_VERSION = 11
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One block call in the profiled step: the index of its profile in `Profile.kinds`, and the live bytes when forward
-    and backward of the block start."""
+    """One block call in the profiled step: its kind, and the live bytes when its forward and backward start."""
 
     name: str
     """Module path of the block. The second call in the step is "path#2", and so on."""
     kind: int
     """Index into `Profile.kinds`."""
     forward_base_bytes: int
-    """Bytes live at the start of this block's forward, without the bytes that earlier blocks store. The block's own
-    input is included."""
+    """Bytes live at the start of this block's forward, its input included, without what earlier blocks store."""
     backward_base_bytes: int
     """Bytes live at the start of this block's backward, without the bytes that blocks store: parameters, accumulated
     gradients, tensors stored by the rest of the model, the incoming gradient, and shared tensors that are saved or in
@@ -54,7 +51,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """One way to run the output layer and the loss: its time, and the fields of a profile that depend on the head."""
+    """One way to run the output layer and the loss: its time, and the fields of a profile that depend on it."""
 
     name: str
     """ "plain": with whole logits. "chunked": a loss without whole logits (chunked_loss.py)."""
@@ -78,27 +75,24 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     shared: tuple[Shared, ...]
     outside_stored_bytes: int
-    """Bytes that the model outside the blocks (embedding, head, loss) keeps for backward. Each storage is counted
-    once."""
+    """Bytes that the model outside the blocks keeps for backward. Each storage counts once."""
     static_bytes: int
     """Bytes live before a forward: parameters, buffers, optimizer state, the step's batches, and, with gradient
     accumulation, the gradients of earlier micro-batches."""
     outside_peak_bytes: int
-    """Peak in bytes in the forward of the head and the loss, without the bytes that blocks store. Casts in autocast's
-    cache are included, because they are live under every policy."""
+    """Peak in the forward of head and loss, with casts in autocast's cache, without the bytes that blocks store."""
     loss_peak_bytes: int
-    """Peak in bytes in the backward of the head and the loss, without the bytes that blocks store."""
+    """Peak in the backward of head and loss, without the bytes that blocks store."""
     tail_peak_bytes: int
-    """Peak in bytes while no block stores anything: after the backward of all blocks (for the embedding's gradient, for
-    example), and before the forward of all blocks (for a teacher model, for example)."""
+    """Peak while no block stores anything: after the backward of all blocks (the embedding's gradient), and before
+    their forward (a teacher model)."""
     available_bytes: int
-    """Bytes available to this process on the device at the time of profiling: its live bytes plus the free bytes."""
+    """Bytes available to this process on the device when profiled: its live bytes and the free bytes."""
     step_ms: float
     """Time of one forward and backward under full recomputation."""
     device: str
     head: str = "plain"
-    """Name of the head (way to run the output layer and the loss) under which memory was measured. `with_head` returns
-    the profile for another head."""
+    """Name of the head under which memory was measured. `with_head` returns the profile for another one."""
     head_ms: float = 0.0
     """`Head.ms` of the measured head."""
     other_heads: tuple[Head, ...] = ()
@@ -106,14 +100,12 @@ class Profile:
     outside_live_bytes: int = 0
     """Bytes by which `outside_peak_bytes` is lower if no replay reads any of the tensors in `KindProfile.held`."""
     host_free_bytes: int = 0
-    """Bytes of host memory free for this process at the time of profiling: the share of one rank of the host. 0 if
-    payloads must stay on the device."""
+    """Bytes of host memory free for this rank when profiled. 0 if payloads must stay on the device."""
     optimizer_peak_bytes: int = 0
     """Peak in bytes of gradient clipping and the optimizer step. 0 if profiled without an optimizer."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = ()
-    """(shapes, numbers) of the batch, then of other measured sizes. The numbers of a size are those numbers of a
-    profile that depend on the shapes, in a fixed order. If no other size was measured, the only entry has the batch's
-    shapes and no numbers. See size_model.py."""
+    """(shapes, numbers) of the batch, then of other measured sizes: the numbers of a profile that depend on shapes, in
+    a fixed order. Without other sizes, the only entry has no numbers. See size_model.py."""
 
     @property
     def sizes(self) -> SizeModel | None:
@@ -126,10 +118,7 @@ class Profile:
         return (self.head, *(head.name for head in self.other_heads))
 
     def with_head(self, name: str) -> Profile:
-        """Return a copy for the head `name`, which runs the output layer and the loss.
-
-        Raises ValueError if this head was not profiled.
-        """
+        """Return a copy for the head `name`. Raises ValueError if this head was not profiled."""
         if name == self.head:
             return self
         new_head = next((head for head in self.other_heads if head.name == name), None)
@@ -162,10 +151,9 @@ class Profile:
         return replace(self, kinds=tuple(replace(k, values=tuple(map(limited, k.values))) for k in self.kinds))
 
     def with_extra_live_bytes(self, forward: int, head: int, blocks: Sequence[int], after: int) -> Profile:
-        """Return a copy with more live bytes, for the plain and the chunked head. Negative numbers reduce the live
-        bytes.
+        """Return a copy with more live bytes, or fewer, for both heads.
 
-        `forward` bytes are live in the forward of the blocks, `head` in the forward and backward of the head and loss,
+        `forward` bytes are live in the forward of the blocks, `head` in that and the backward of head and loss,
         `blocks[i]` in the backward of the i-th block, and `after` once the backward of all blocks has ended.
         `static_bytes` and the optimizer's peak do not change.
         """
@@ -197,11 +185,10 @@ class Profile:
         )
 
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
-        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles (groups of rows).
-        If `num_tiles[i]` is 0, the modules of the i-th block run without tiles.
+        """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles, or without tiles
+        if 0.
 
-        The copy lists a kind of block only if a block of this kind exists. Raises ValueError for a block that was not
-        profiled in tiles.
+        The copy lists only kinds that blocks have. Raises ValueError for a block that was not profiled in tiles.
         """
         if not any(num_tiles) and all(kind.tiles is None for kind in self.kinds):
             return self
@@ -230,23 +217,21 @@ class Profile:
 
     @property
     def untiled(self) -> Profile:
-        """Copy of the profile in which no module runs in tiles (some rows at a time)."""
+        """Copy of the profile without tiles."""
         return self.with_tiles([0] * len(self.blocks))
 
     def under(self, plans: Iterable[Plan]) -> Profile:
-        """Return a copy in which the i-th block runs as the i-th plan requires: with a module in tiles (some rows at a
-        time), or without tiles."""
+        """Return a copy in which the i-th block runs in the tiles of the i-th plan, or without tiles."""
         return self.with_tiles([0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans])
 
     def kind_index(self, block: BlockProfile, plan: Plan) -> int:
-        """Return the index, in `kinds`, of the kind of block that `block` belongs to under `plan`. If a module runs in
-        tiles (some rows at a time), the block belongs to another kind."""
+        """Return the index, in `kinds`, of the kind that `block` has under `plan`: another one in tiles."""
         tiled = self.kinds[block.kind].tiled
         return block.kind if plan.tiling is None or tiled is None else tiled
 
     def kinds_of(self, block: BlockProfile) -> tuple[int, ...]:
-        """Return the indices, in `kinds`, of the kinds of block that `block` may belong to: the kind without tiles and,
-        if it was profiled, the kind with a module in tiles (some rows at a time)."""
+        """Return the indices, in `kinds`, of the kinds that `block` may have: without tiles and, if profiled, with
+        tiles."""
         tiled = self.kinds[block.kind].tiled
         return (block.kind,) if tiled is None else (block.kind, tiled)
 
@@ -264,10 +249,7 @@ class Profile:
 
     @property
     def head_overhead_ms(self) -> float:
-        """Time of the head (output layer and loss) minus the time of the plain head, which computes whole logits.
-
-        The number is negative if the head is faster than the plain head, and 0 if the plain head was not profiled.
-        """
+        """Time of the head minus the time of the plain head. 0 if the plain head was not profiled."""
         plain_ms = next((head.ms for head in self.other_heads if head.name == "plain"), self.head_ms)
         return self.head_ms - plain_ms
 
@@ -276,35 +258,25 @@ class Profile:
 
     @cached_property
     def base_shared(self) -> tuple[frozenset[int], ...]:
-        """Shared tensors that each block's `backward_base_bytes` includes. Under full recomputation, replays of this
-        block and of earlier blocks read these tensors. The last entry also applies to the loss's backward."""
+        """Shared tensors that each block's `backward_base_bytes` includes, because replays of this block or earlier
+        ones read them under full recomputation. The last entry also applies to the loss's backward."""
         return tuple(accumulate((frozenset(self.kind_of(block).held) for block in self.blocks), frozenset.union))
 
     def unread_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors in a block's `backward_base_bytes` that are not live under a policy.
-
-        `block` is the index of the block. `read` contains the indices of the shared tensors that the policy keeps
-        alive, because replays of this block or of earlier blocks read them.
-        """
+        """Return the bytes of shared tensors in the `backward_base_bytes` of block number `block` that are not live if
+        replays of this block and earlier ones read only the shared tensors `read`."""
         unread = self.base_shared[block] - read
         return sum(self.shared[index].nbytes for index in unread) if unread else 0
 
     def extra_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors that a policy keeps alive in addition to the shared tensors in a block's
-        `backward_base_bytes`.
-
-        `block` is the index of the block. `read` contains the indices of the shared tensors that the policy keeps
-        alive, because replays of this block or of earlier blocks read them. Tensors that autograd saves anyway are not
-        counted.
-        """
+        """Return the bytes of shared tensors that replays keep alive, because they read `read`, in addition to those in
+        the `backward_base_bytes` of block number `block`, and to those that autograd saves anyway."""
         extra = read - self.base_shared[block]
         return sum(shared.nbytes for index in extra if not (shared := self.shared[index]).saved) if extra else 0
 
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
-        """Return `outside_peak_bytes` and `loss_peak_bytes` under a policy.
-
-        `read` contains the indices of the shared tensors that the policy keeps alive, because replays read them.
-        """
+        """Return `outside_peak_bytes` and `loss_peak_bytes` under a policy whose replays read the shared tensors
+        `read`."""
         base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
         extra = self.extra_shared_bytes(-1, read)
         # The read tensors raise the peak by at most their own bytes, compared with the peak without any shared tensor.
@@ -313,10 +285,8 @@ class Profile:
 
     @cached_property
     def plain_stored_bytes(self) -> int:
-        """Bytes that plain training keeps for backward. Each storage is counted once.
-
-        Parameters, buffers and the batch are left out, because they are live before the step.
-        """
+        """Bytes that plain training keeps for backward, without parameters, buffers and the batch. Each storage counts
+        once."""
         own = sum(value.nbytes for block in self.blocks for value in self.kind_of(block).activations if value.saved)
         return own + self.outside_stored_bytes + sum(shared.nbytes for shared in self.shared if shared.saved)
 

@@ -12,8 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LONGEST_VALUE = 80
-"""Largest number of characters of a value in an error message. The text of a policy or a tensor is longer, and an error
-message then shows only the type."""
+"""Largest number of characters of a value in an error message. A longer one is shown as its type."""
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -39,9 +38,8 @@ def check_integer(name: str, value: int, low: int, high: int) -> None:
 
 
 def _quoted(value: Any) -> str:
-    """Return a hint for the error message if `value` is a string that looks like a number or a boolean, else "". YAML
-    reads quoted values as strings. It also reads 1e-2 as a string, because it expects a point in the number
-    (1.0e-2)."""
+    """Return a hint for the error message if a string looks like a number or a boolean, else "". YAML reads quoted
+    values as strings, and 1e-2, which lacks a point."""
     if not isinstance(value, str):
         return ""
     truth = value.strip().capitalize()
@@ -71,8 +69,8 @@ def check_type(name: str, value: Any, expected: type, advice: str) -> None:
 def settings_in_config(config_class: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for functions that take settings only in the argument `config`.
 
-    The decorated function raises TypeError, which says what to write, for a `config` of another class than
-    `config_class`, for a setting that is passed as an argument of its own, and for an unknown argument.
+    The function then raises TypeError, which says what to write, for a `config` of another class than `config_class`, a
+    setting passed as an argument of its own, and an unknown argument.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

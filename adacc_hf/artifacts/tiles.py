@@ -1,7 +1,4 @@
-"""Tiles: row-wise modules of a block run on a few rows (tokens) at a time. Records without torch.
-
-`tape/row_wise.py` finds the modules, `tape/tiled_rows.py` runs them, `price/tiled_kinds.py` measures them.
-"""
+"""Tiles: row-wise modules of a block run on a few rows (tokens) at a time. Records without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 TILE = "tile"
 """Word for tiles in `AdaccConfig.actions`."""
 MIN_ROWS = 4096
-"""Smallest number of rows (tokens of a micro-batch) at which tiles are considered. With fewer rows, a module's inner
-tensors are small beside the sums of its gradients, and tiles may take more memory."""
+"""Smallest number of tokens at which tiles are considered. With fewer, the sums of gradients may take more memory than
+a module's inner tensors."""
 MIN_TILE_ROWS = 512
 """Smallest number of rows of a tile. With fewer rows, matrix products are slow."""
 
@@ -21,8 +18,8 @@ MIN_TILE_ROWS = 512
 MEASURED_TILES = 2
 """Number of tiles with which memory is measured. A run with one tile would need no sums of gradients."""
 PASSES_PER_TILE = 4
-"""Number of times that a step launches the operators of each tile, as a multiple of the launches of one forward: 1 for
-the forward, 1 for the second forward, and about 2 for the backward."""
+"""Launches of each tile's operators in a step, as a multiple of one forward's: 2 forwards, and about 2 for the
+backward."""
 
 Line = tuple[float, float]
 """Straight line of bytes over rows, as (bytes at 0 rows, bytes per row)."""
@@ -35,8 +32,7 @@ class Tiling:
     modules: tuple[str, ...]
     """Paths of the modules in the block."""
     backward_only: tuple[str, ...]
-    """Modules in `modules` of which only the backward runs in tiles. Their forward runs on all rows at once, so that
-    their results can be recomputed."""
+    """Modules in `modules` whose forward runs on all rows at once, so that their results can be recomputed."""
     num_tiles: int
 
     def __post_init__(self) -> None:
@@ -60,15 +56,15 @@ class ModuleTiles:
     is_backward_only: bool = False
     """True if only the module's backward runs in tiles."""
     operators: tuple[int, ...]
-    """Indices, in the kind's operators, of the operators of this module. If the forward runs in tiles, a single
-    operator stands for the module. The times of these operators are for one forward."""
+    """Operators of this module in the kind, with times of one forward: one stands for the module if its forward runs in
+    tiles."""
     num_operators: int
     """Number of operators that each tile launches in one forward."""
     num_rows: int
-    """Number of rows of the module's input: the tokens of the micro-batch, or a multiple (a norm of each head)."""
+    """Number of rows of the module's input: tokens, or a multiple of them (a norm of each head)."""
     forward: tuple[Line, ...]
-    """Memory of the forward of one tile at each of its moments, without input and result of the module. Empty if the
-    forward does not run in tiles."""
+    """Memory of one tile's forward at each moment, without input and result. Empty if the forward does not run in
+    tiles."""
     backward: tuple[Line, ...]
     """Memory of the backward of one tile at each of its moments, without gradients of input, result and parameters."""
 
@@ -77,26 +73,24 @@ class ModuleTiles:
         return _highest(self.forward, tile_rows(self.num_rows, num_tiles) if num_tiles else 0)
 
     def backward_bytes(self, num_tiles: int) -> int:
-        """Return the peak in bytes of the backward of one tile if there are `num_tiles` tiles, or 0 without tiles.
+        """Return the peak in bytes of the backward of one tile, or 0 without tiles.
 
-        The peak is that of the second tile, because during the first tile the sums of the parameters' gradients do not
-        exist yet. If there are two tiles, the second tile may have fewer rows than the first.
+        It is that of the second tile, because the sums of gradients do not exist in the first. The second may have
+        fewer rows.
         """
         rows = tile_rows(self.num_rows, num_tiles) if num_tiles else 0
         return _highest(self.backward, min(rows, self.num_rows - rows))
 
     def extra_ms(self, num_tiles: int, forward_ms: float, launch_ms: float) -> float:
-        """Return the time by which a step with tiles is longer than plain training's.
-
-        The module's forward (`forward_ms`) runs a second time, and each tile but one launches kernels again.
-        """
+        """Return the time that tiles add to plain training: the forward (`forward_ms`) runs a second time, and each
+        tile but one launches kernels again."""
         passes = PASSES_PER_TILE - 1 if self.is_backward_only else PASSES_PER_TILE
         return forward_ms + passes * (num_tiles - 1) * self.num_operators * launch_ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """The row-wise modules of a kind of block. All of them run in the same number of tiles."""
+    """The row-wise modules of a kind of block, all in the same number of tiles."""
 
     modules: tuple[ModuleTiles, ...]
     """The modules, in the order in which they run."""
@@ -121,8 +115,7 @@ class RowTiles:
 
 
 def _highest(lines: tuple[Line, ...], rows: int) -> int:
-    """Return the largest number of bytes that one of `lines` (straight lines of bytes over rows) has at `rows`. Return
-    0 if there are no rows or lines."""
+    """Return the largest number of bytes of `lines` at `rows`, or 0 without rows or lines."""
     return math.ceil(max((nbytes + per_row * rows for nbytes, per_row in lines), default=0)) if rows else 0
 
 
@@ -135,8 +128,7 @@ def most_tiles(num_rows: int) -> int:
 
 
 def highest_lines(lines: list[Line]) -> tuple[Line, ...]:
-    """Remove duplicates from `lines`, and each line that another line equals or exceeds at every number of rows. A line
-    is (bytes at 0 rows, bytes per row)."""
+    """Remove duplicates from `lines`, and each line that another one equals or exceeds at every number of rows."""
     distinct = sorted(set(lines), reverse=True)
     return tuple(
         line

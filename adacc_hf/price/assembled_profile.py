@@ -32,9 +32,8 @@ def assemble(
 ) -> Profile:
     """Return the profile of a micro-batch of `step`, without blocks that were not recorded.
 
-    `layouts` is the memory of the step by head, first with the head of `Profile.head`. `head_ms` is empty if there is
-    one head only. `resident_bytes` are live between steps with one batch: parameters, buffers, optimizer state, and
-    other tensors on a GPU. `sizes` and `batch_bytes` are those of the micro-batch's tensors.
+    `layouts` is the memory by head, first with `Profile.head`, and `head_ms` is empty for one head. `resident_bytes`
+    are live between steps with one batch. `sizes` and `batch_bytes` are those of the micro-batch.
     """
     shared, device = recording.shared, next(model.parameters()).device
     (head, own), *others = layouts.items()

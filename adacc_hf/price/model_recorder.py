@@ -1,5 +1,4 @@
-"""Recording of a model's blocks in a forward that trains: operators, measured times and codecs, and tensors shared
-between blocks."""
+"""Recording of a model's blocks in a forward that trains: operators, times, codecs, and shared tensors."""
 
 from __future__ import annotations
 
@@ -50,11 +49,10 @@ log = logging.getLogger(__name__)
 class ModelRecorder:
     """Recorder of one forward of a model: all blocks' operators, the tensors that blocks share, and times and codecs.
 
-    The forward trains: each recorded call follows a plan that recomputes all it can. `tilings` maps block calls to the
-    tiles (groups of rows) in which modules of the block run. The memory of a block is measured on its traced graph, or
-    computed from its tape. In tiles, or if `repeats_blocks`, it is measured on the block's own code, which runs once
-    more for each kind of block. The strategies that run the model's blocks refer to the recorder. The recorder does not
-    refer to the model, to avoid a reference cycle.
+    Each recorded call follows a plan that recomputes all it can. `tilings` maps block calls to their tiles. The memory
+    of a block is measured on its traced graph, or computed from its tape; in tiles, or if `repeats_blocks`, on the
+    block's own code, which runs once more for each kind of block. The recorder does not refer to the model, to avoid a
+    reference cycle.
     """
 
     def __init__(
@@ -104,10 +102,8 @@ class ModelRecorder:
         self._shared_tensors = SharedTensors([], set(), set(), set())
 
     def end_forward(self, state_keys: set[int], batch_keys: set[int]) -> None:
-        """Record which saved tensors are alive, while the loss keeps the graph that backward will walk alive.
-
-        `state_keys` and `batch_keys` are the storages of the model's state and of the batch.
-        """
+        """Record which saved tensors are alive, while the loss keeps the graph alive. `state_keys` and `batch_keys` are
+        the storages of the model's state and of the batch."""
         self.kept_keys = state_keys | batch_keys
         if self._freed_keys is None:
             self.note_freed()
@@ -134,8 +130,7 @@ class ModelRecorder:
         return replace(recording, tile_memory=self.tile_memory)
 
     def note_freed(self) -> None:
-        """Note the inputs of blocks that only the recorded calls keep alive, neither autograd outside of the blocks nor
-        the model's state or batch."""
+        """Note the inputs of blocks that only the recorded calls keep alive."""
         inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
         held_keys = self._outside_storages.keys() | self.kept_keys
         self._freed_keys = {note.key for note in inputs if note.key not in held_keys}
@@ -163,10 +158,8 @@ class ModelRecorder:
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run and record one call of a block, and return the call's result.
-
-        If no earlier call ran the same operators, also measure the times of operators and codecs.
-        """
+        """Run and record one call of a block, and return its result. Measure times and codecs if no earlier call ran
+        the same operators."""
         known_shapes = KnownShapes(self.tape_cache.untraceable)
         tiling = self._tilings.get(name)
         # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
@@ -265,7 +258,7 @@ class ModelRecorder:
 
     def _release(self, recording: Recording, tape: Tape, changes_state: bool) -> frozenset[int]:
         """Hand the saved tensors of a recorded call over to a plan that recomputes all it can. Return the values that
-        the call itself keeps. A call that `changes_state` must not run again."""
+        the call keeps. A call that `changes_state` must not run again."""
         all_saved = frozenset(tape.saved_values())
         if self._is_checkpointed and not changes_state and (not tape.verified or is_reproducible(tape)):
             recording.discard()
@@ -299,8 +292,8 @@ class ModelRecorder:
         slot_refs: list[Any],
         is_later: bool,
     ) -> None:
-        """Measure the memory of a block's call by `measure`, if no call with the same tape was measured. If the block
-        was called before (`is_later`), an earlier call's backward will find gradients."""
+        """Measure the memory of a block's call by `measure`, unless a call with the same tape was measured. If
+        `is_later`, an earlier call's backward will find gradients."""
         dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
         for has_gradients in {self.leaves_gradients, self.leaves_gradients or is_later}:
             if (tape.digest, has_gradients) not in self._memory:
@@ -322,8 +315,7 @@ class ModelRecorder:
     def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
     ) -> dict[str, TileMemory]:
-        """Measure the memory of one tile (group of rows) of each module in `tiling` that ran in tiles. The keys are the
-        paths of the modules."""
+        """Measure the memory of one tile of each module that ran in tiles, by the module's path."""
         memory: dict[str, TileMemory] = {}
         for path, rows in tiled_inputs(tape, tiling).items():
             tensor = view(recorder.bases[rows.value], rows)
@@ -341,19 +333,15 @@ class ModelRecorder:
 
 
 def state_storages(model: nn.Module) -> set[int]:
-    """Return the storages of the model's parameters and buffers, as storage keys.
-
-    Empty tensors are left out: when ZeRO 3 gathers a parameter, it frees the parameter's empty storage, and another
-    tensor may get the storage's address, which is its key.
-    """
+    """Return the keys of the storages of the model's parameters and buffers, except for empty ones: ZeRO 3 frees a
+    gathered parameter's empty storage, and another tensor may get its address."""
     return {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
 
 
 def _on_copies(
     graph: tuple[Callable[..., Any], tuple[Any, ...]], recorder: Recorder, tape: Tape
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return (graph, its inputs) with a copy of each input that the graph writes to, such as a buffer that counts
-    calls, so that the graph may run again."""
+    """Return (graph, its inputs) with a copy of each input that the graph writes to, so that it may run again."""
     values = [value.index for value in tape.values if value.source is not None and value.overwritten]
     written = {storage_key_of(recorder.bases[value]) for value in values}
     call, inputs = graph
@@ -376,23 +364,21 @@ def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, T
 
 
 def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, TensorNote]:
-    """Return a dict from each saved value that the profiled block computed and returned to a note on the tensor."""
+    """Return notes on the saved values that the block computed and returned."""
     saved = set(tape.saved_values())
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {value: TensorNote.of(tensor) for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
 
 
 def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, TensorNote]:
-    """Return a dict from each saved value that the profiled block computed from its parameters alone, such as
-    autocast's casts, to a note on the tensor."""
+    """Return notes on the saved values computed from parameters alone, such as autocast's casts."""
     computed_values = [value for value in tape.saved_values() if tape.values[value].producer is not None]
     return {v: TensorNote.of(recorder.bases[v]) for v in computed_values if is_parameter_cast(tape, v)}
 
 
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:
-    """Return the storages of the saved values that the profiled block computed, except for the values in `excluded`. If
-    the block runs code whose operators cannot be recorded, the results of this code have an unknown source on the tape,
-    and are included too."""
+    """Return the storages of the saved values that the block computed, without `excluded`. Results of code whose
+    operators cannot be recorded have an unknown source on the tape, and are included."""
     hidden = tape.untrusted in HIDDEN
     computed_values = [
         value

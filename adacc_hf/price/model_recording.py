@@ -1,4 +1,4 @@
-"""The result of a recorded forward: the calls of blocks, and their kinds (blocks that run the same operators)."""
+"""The result of a recorded forward: the calls of blocks, and their kinds."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from adacc_hf.tape.tape_cache import TapeCache
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecording:
-    """The calls of blocks in one recorded forward, grouped by kind of block, without the forward's tensors. Blocks of
-    one kind run the same operators."""
+    """The calls of blocks in one recorded forward, grouped by kind, without the forward's tensors."""
 
     blocks: list[RecordedBlock]
     """The recorded block calls, in the order of the forward."""
     kinds: list[KindProfile]
-    """Profile of each kind of block. `RecordedBlock.kind` is the index of a call's kind in this list."""
+    """Profile of each kind of block, by `RecordedBlock.kind`."""
     shared: tuple[Shared, ...]
     """Records of the tensors that block calls share with each other and with the rest of the model."""
     calls_before_rest: set[str]
@@ -39,18 +38,16 @@ class ModelRecording:
     calls_after_rest: set[str]
     """Names of the calls before which other parts of the model run after another call of a block."""
     unplanned_bytes: dict[str, tuple[int, int]]
-    """Bytes that a call kept in the recorded step beyond what its plan stores, by call: when the plan was chosen,
-    autograd held tensors that it freed afterwards, and later calls did not share casts yet. The second number leaves
-    out casts in autocast's cache."""
+    """Bytes that a call kept in the recorded step beyond what its plan stores, and the same without casts in autocast's
+    cache: when the plan was chosen, autograd held tensors that it freed afterwards, and later calls did not share casts
+    yet."""
     saved_bytes: dict[str, int]
-    """Bytes that autograd saved, by call. Only calls whose operators cannot be replayed are included."""
+    """Bytes that autograd saved, by call that cannot be replayed."""
     tape_cache: TapeCache
     freed_shared: frozenset[int]
     """Indices into `shared` of the tensors that only replays keep alive when the head runs."""
     tile_memory: Mapping[str, Mapping[str, TileMemory]] = field(default_factory=dict)
-    """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the block's
-    tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row from that row
-    alone."""
+    """Memory of one tile of each row-wise module, by the digest of the block's tape in tiles and the module's path."""
 
     @staticmethod
     def of(
@@ -62,11 +59,10 @@ class ModelRecording:
         tape_cache: TapeCache,
         freed_keys: Set[int],
     ) -> ModelRecording:
-        """Group the recorded calls `blocks` by kind of block, and set each call's `kind`.
+        """Group the recorded calls by kind, and set each call's `kind`.
 
-        Calls of one kind run the same operators. `prices` maps the digest of each call's tape (its record) to the
-        measured times of operators and codecs. `memory` maps (digest, True if the parameters have gradients when the
-        call's backward begins) to the measured memory. `freed_keys` are the storages that were freed when the head ran.
+        `prices` maps the digest of a call's tape to its prices, and `memory` (digest, True if parameters have gradients
+        when the call's backward begins) to its memory. `freed_keys` are the storages that were freed when the head ran.
         """
         groups: dict[Any, list[RecordedBlock]] = {}
         positions = _call_positions(blocks)
@@ -103,8 +99,7 @@ class ModelRecording:
 
     @property
     def watched(self) -> list[RecordedBlock]:
-        """The block calls at which memory is measured in a step: the last call of each kind of block, which represents
-        all calls of the kind."""
+        """The block calls at which memory is measured in a step: the last call of each kind."""
         return list({block.kind: block for block in self.blocks}.values())
 
     def outcome_of(self, block: RecordedBlock) -> BlockOutcome:
@@ -137,13 +132,9 @@ def recorded_plan(kind: KindProfile, is_retained: bool = False) -> Plan:
 
 
 def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
-    """Return three truth values about the position of each block call in the step. Calls in different positions need
-    different memory.
-
-    1. Before the call's backward, the gradients of the call's parameters exist. 2. The rest of the model runs directly
-    before the call. 3. The rest of the model runs directly after the call. The rest of the model runs between calls if
-    the loss calls the whole model several times.
-    """
+    """Return three truth values for each block call, because calls in different positions need different memory: the
+    gradients of its parameters exist before its backward; the rest of the model runs directly before it; and directly
+    after it (if the loss calls the model several times)."""
     names = [block.name for block in blocks]
     last = calls_per_block(names)
     numbers = [split_call(name) for name in names]
@@ -160,9 +151,8 @@ def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bo
 
 
 def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any, ...]:
-    """Return a key of a recorded block. Blocks with equal keys share one profile, and are called blocks of one kind.
-    The key contains everything on the block's tape, or only the class and the arguments if the block's operators may
-    depend on data."""
+    """Return a key of a recorded block, equal for blocks of one kind: its whole tape, or only the class and the
+    arguments if its operators may depend on data."""
     inputs = tuple(shared_tensors.record_index(tensor) for tensor in block.holdable_inputs())
     if block.tape.untrusted is not None:
         signatures = [(source, tensor.shape, tensor.dtype) for source, tensor in block.argument_tensors.items()]
@@ -199,8 +189,8 @@ def _build_kind(
 
 
 def _with_memory(kind: KindProfile, memory: BlockMemory) -> KindProfile:
-    """Return a copy of `kind` with measured memory events. Casts of parameters that the forward did not free are marked
-    as cached."""
+    """Return a copy of `kind` with measured events. Casts of parameters that forward did not free are marked as
+    cached."""
     dead = {event.value for event in memory.forward if event.death}
     casts = {value for operator in kind.operators if "._to_copy." in operator.name for value in operator.outputs}
     # A value that is not saved has no events. Autocast also caches casts that are not saved, such as those of biases.

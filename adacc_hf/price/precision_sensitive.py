@@ -1,7 +1,4 @@
-"""Precision-sensitive values on a tape (the record of a block's operators).
-
-Precision-sensitive values must not be stored with a lossy codec, because gradients would degrade.
-"""
+"""Precision-sensitive values: stored with a lossy codec, they would degrade gradients."""
 
 from __future__ import annotations
 
@@ -16,24 +13,23 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 V = TypeVar("V")
 
 SUMMARY_RATIO = 8
-"""Minimum ratio of the number of elements of an operand to the number of elements of a summary computed from it, such
-as a mean. A summary has fewer dimensions than the operand. A codec would save few bytes on a summary, and each of its
-elements affects many other elements."""
+"""Least ratio of an operand's elements to those of a summary, such as a mean. A codec would save few bytes on it, and
+each of its elements affects many others."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
 """Operators whose backward takes the exponential of an input or a result, or uses an input as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
 """Possible names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose backward divides a gradient by an input or a result. The dict's value for an operator is the position
-of the divisor among the arguments, or None for any input or result."""
+"""Operators whose backward divides by an input or a result, with the divisor's position among the arguments, or None
+for any."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 """Operators, on tapes and in compiled graphs, that map elements of 0 to 0."""
 
 
 def precision_sensitive_values(tape: Tape) -> set[int]:
-    """Return the values on a profiled block's `tape` that must not be compressed with a lossy codec."""
+    """Return the values on `tape` that must not be compressed with a lossy codec."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
     return summaries | _exponent_values(tape) | _attention_biases(tape) | _divisor_values(tape)
 
@@ -47,12 +43,11 @@ def _is_summary(tape: Tape, value: int) -> bool:
 
 
 def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Return True if a tensor of shape `size` contains only a few numbers for each row of a tensor of shape `source`.
+    """Return True if a tensor of shape `size`, computed from one of shape `source`, has only a few numbers for each
+    row.
 
-    `source` is the first operand of the operator that computes the tensor.
-
-    Examples are a mean, a norm, or the log-sum-exp of attention, possibly padded. The result of a product or an index
-    is not a summary: the result has as many dimensions as its operand, even if it has few rows or columns.
+    Examples are a mean, a norm, or attention's log-sum-exp, possibly padded. The result of a product or an index has as
+    many dimensions as its operand, and is none.
     """
     if is_statistic(size):
         return True
@@ -66,17 +61,13 @@ def _exponent_values(tape: Tape) -> set[int]:
 
 
 def _attention_biases(tape: Tape) -> set[int]:
-    """Return the recorded values that fused attention adds to its scores: a mask, whose -inf no codec's scale can
-    represent, or a position bias."""
+    """Return the recorded values that fused attention adds to its scores: a mask with -inf, or a position bias."""
     biases = [attention_bias(operator.target, operator.args, operator.kwargs) for operator in tape.operators]
     return {ref.value for ref in biases if isinstance(ref, TensorRef)}
 
 
 def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument that a fused attention operator adds to its scores.
-
-    Return None for other operators, and if the call has no such argument.
-    """
+    """Return the argument that a fused attention operator adds to its scores, or None."""
     arguments = attention_arguments(target, args, kwargs)
     return next((arguments[name] for name in _BIAS if arguments.get(name) is not None), None)
 
@@ -94,8 +85,7 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _divisor_values(tape: Tape) -> set[int]:
-    """Return the recorded values that backward divides by, and the recorded values from which replay computes such
-    divisors elementwise."""
+    """Return the recorded values that backward divides by, and those from which divisors are computed elementwise."""
     return divisors(
         (
             _operator_divisors(operator),
@@ -107,11 +97,11 @@ def _divisor_values(tape: Tape) -> set[int]:
 
 
 def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
-    """Return the values that backward divides by, and the values whose zeros become zeros of such a divisor.
+    """Return the values that backward divides by, and the values whose zeros become zeros of such a divisor, as of the
+    input of sqrt: a lossy codec may make zeros.
 
-    For example, a divisor computed by sqrt is zero wherever the input of sqrt is zero. A lossy codec may turn elements
-    into zeros, so the input must be exact too. `operators` contains a triple for each operator, from the last to the
-    first: the operator's divisors, the results, and the inputs whose zeros become zeros of the results.
+    `operators` contains for each operator, from the last to the first, its divisors, its results, and the inputs whose
+    zeros become zeros of the results.
     """
     all_divisors: set[V] = set()
     for operator_divisors, results, zero_sources in operators:

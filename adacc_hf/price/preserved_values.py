@@ -28,8 +28,8 @@ def _outside_training(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserved_block(block: nn.Module, arguments: Any) -> Iterator[None]:
-    """Restore the gradients and the state (`BlockState`) of `block` after the `with` block, in which a call of it on
-    `arguments` runs again."""
+    """Restore the gradients and the state of `block` after the `with` block, in which its call on `arguments` runs
+    again."""
     state = BlockState(block, arguments)
     with _outside_training(block):
         yield
@@ -40,10 +40,9 @@ def preserved_block(block: nn.Module, arguments: Any) -> Iterator[None]:
 class PreservedValues(AbstractContextManager["PreservedValues"]):
     """Context manager for steps of a model outside training, which preserve gradients, buffers and random generators.
 
-    At the end of the `with` block, the values that the steps changed are restored, `requires_grad` of parameters
-    included. Hooks that run in backward, such as DeepSpeed's or hooks of optimizers that step in backward, are not
-    called inside the block. A buffer that was replaced by one of another shape stays, such as a table that grew. Python
-    state is not restored. Raise UnrestorableError if a forward changed a parameter in place.
+    At its end, changed values are restored, `requires_grad` of parameters included. Hooks that run in backward are not
+    called inside. A buffer that was replaced by one of another shape stays, such as a table that grew. Python state is
+    not restored. Raise UnrestorableError if a forward changed a parameter in place.
     """
 
     def __init__(self, model: nn.Module, random_states: RandomStates) -> None:

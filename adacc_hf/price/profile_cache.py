@@ -1,6 +1,6 @@
 """Cache of the measured times and codec costs of recorded blocks: a folder that several processes may share.
 
-This module does not import torch, so that `adacc profiles` starts at once. caching_measurement.py fills the cache.
+It does not import torch, so that `adacc profiles` starts at once. caching_measurement.py fills it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class PriceKey:
     torch: str
     """Version of torch."""
     settings: str
-    """Digest of everything else on which the codecs depend: settings, the outlier channels, and this package's
-    version."""
+    """Digest of what else the codecs depend on: settings, outlier channels, and this package's version."""
 
     @property
     def name(self) -> str:
@@ -59,10 +58,9 @@ class Row:
 
 
 def default_folder() -> Path:
-    """Return the cache's folder: $ADACC_HF_PROFILES if it is set, else $XDG_CACHE_HOME/adacc_hf/profiles.
+    """Return $ADACC_HF_PROFILES if it is set, else $XDG_CACHE_HOME (by default ~/.cache) and adacc_hf/profiles.
 
-    The default of $XDG_CACHE_HOME is ~/.cache. Raises ProfileCacheError for a user without a home folder, for example
-    in containers that run under an arbitrary user ID.
+    Raises ProfileCacheError for a user without a home folder, as in containers under an arbitrary user ID.
     """
     configured_folder = os.environ.get(PROFILES_VARIABLE)
     if configured_folder:
@@ -77,10 +75,7 @@ def default_folder() -> Path:
 
 
 class ProfileCache:
-    """Cache of measured times and codec costs in the folder `folder`, with one file per row.
-
-    Methods raise ProfileCacheError or OSError if the folder is unusable.
-    """
+    """Cache in a folder, with one file per row. Methods raise ProfileCacheError or OSError if it is unusable."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

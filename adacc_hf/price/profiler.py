@@ -36,12 +36,10 @@ from adacc_hf.torch_glue.private import tree_leaves
 from adacc_hf.torch_glue.tensors import gradient_leaves
 
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
-"""Function of (model, batch) that calls the model and returns the loss to train on. The function may change the
-batch."""
+"""Function of (model, batch), which it may change, that calls the model and returns the loss."""
 
 _profiling_lock = threading.RLock()
-"""Lock held while a thread profiles a model. Profiling by a second thread at the same time would distort the times, and
-draw from the same random generators."""
+"""Lock held while a thread profiles a model: two would distort the times, and draw from the same generators."""
 
 
 @settings_in_config(AdaccConfig)

@@ -31,8 +31,7 @@ def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
 
 
 def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
-    """Yield the codec options of `before`, a profiled value, that also support `after`, the same value at the new
-    size."""
+    """Yield the codec options of `before` that also support `after`, the same value at the new size."""
     dtype = getattr(torch, after.dtype)
     ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
     for option in after.codecs:

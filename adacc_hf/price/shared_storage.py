@@ -1,7 +1,4 @@
-"""Tensors held by several blocks, or by a block and the rest of the model.
-
-Each tensor is counted once, for one owner.
-"""
+"""Tensors held by several blocks, or by a block and the rest of the model. Each counts once, for one owner."""
 
 from __future__ import annotations
 
@@ -44,26 +41,22 @@ class TensorNote:
 
 @dataclass
 class RecordedBlock:
-    """One block call recorded while profiling: its tape (the record of its operators), arguments, outputs and saved
-    tensors."""
+    """One recorded block call: its tape, arguments, outputs and saved tensors."""
 
     name: str
     known_shapes: KnownShapes
-    """Table of the keys of the block's calls with the tape of each key. The recorded call adds its key, and training
-    reuses the table."""
+    """Table of the keys of the block's calls with their tapes, which training reuses."""
     tape: Tape
     input_tensors: dict[int, TensorNote]
     """Each argument that the block reads, by value index."""
     argument_tensors: dict[Source, TensorNote]
-    """All tensors among the arguments, one per storage, including tensors that the block does not read."""
+    """All tensors among the arguments, one per storage, read by the block or not."""
     outputs: dict[int, TensorNote]
     """Saved values that the block computed and returned."""
     casts: dict[int, TensorNote]
-    """Saved values computed from parameters alone, such as autocast's casts. Other calls may reuse these casts from
-    autocast's cache."""
+    """Saved values computed from parameters alone. Other calls may reuse them from autocast's cache."""
     slot_refs: list[weakref.ref[Any]]
-    """For each tensor that autograd saves, a weak reference to the packed object. The reference is dead once autograd
-    has freed the object."""
+    """Weak reference to the packed object of each saved tensor, dead once autograd has freed it."""
     internal_storages: dict[int, StorageWeakRef]
     """Storages of saved values that the block computed and did not return."""
     outliers: dict[int, int]
@@ -79,16 +72,13 @@ class RecordedBlock:
     is_retained: bool = False
     """True if the call keeps all its saved tensors, although its operators cannot be replayed."""
     dead_slots: frozenset[int] = frozenset()
-    """Indices of saved tensors that autograd freed before the forward's end, because no loss depends on the result of
-    the operator that saved them."""
+    """Saved tensors that autograd freed before the forward's end, because no loss depends on them."""
     externally_held: frozenset[int] = frozenset()
-    """Saved values that stay alive although autograd holds none of their tensors, because an autograd function's
-    attribute or a module references them."""
+    """Saved values that an autograd function's attribute or a module keeps alive."""
     kind: int = -1
 
     def note_liveness(self) -> None:
-        """Record, at the end of the model's forward, which saved tensors autograd has freed (`dead_slots`), and which
-        values are kept alive by code outside autograd (`externally_held`)."""
+        """Record, at the end of the model's forward, `dead_slots` and `externally_held`."""
         self.dead_slots = frozenset(slot for slot, reference in enumerate(self.slot_refs) if reference() is None)
         self.externally_held = frozenset(
             v for v, storage in self.internal_storages.items() if v not in self.kept_values and not storage.expired()
@@ -99,13 +89,11 @@ class RecordedBlock:
         return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead_slots))
 
     def holdable_inputs(self) -> Iterable[TensorNote]:
-        """Return the block's inputs that a plan for the block may keep for backward. Torch's checkpoint keeps all of
-        them."""
+        """Return the inputs that a plan for the block may keep for backward. Torch's checkpoint keeps all."""
         return (tensor for _, tensor in self.holdable_inputs_with_sources())
 
     def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, TensorNote]]:
-        """Return the inputs that a plan for the block may keep for backward, each with its source: where a call finds
-        the input."""
+        """Return the inputs that a plan may keep, each with its source."""
         if self.tape.untrusted:
             return self.argument_tensors.items()
         sources = ((self.tape.values[value].source, tensor) for value, tensor in self.input_tensors.items())
@@ -113,18 +101,15 @@ class RecordedBlock:
 
 
 class SharedTensors:
-    """Tensors that blocks share with each other or with the rest of the model. Each tensor's bytes are counted once.
+    """Tensors that blocks share with each other or with the rest of the model, each counted once.
 
-    If a block saves its output and another block reads the output, the tensor counts for the first block. Any other
-    input that several blocks read, or that the rest of the model holds, has a record of its own in `records`.
+    An output that its block saves and another block reads counts for the first block. Any other input that several
+    blocks read, or that the rest of the model holds, has a record in `records`.
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
-        """Assign each tensor that the recorded `blocks` share to an owner, for which its bytes count.
-
-        Three sets of storage addresses tell where else a tensor is held: `outside` by the rest of the model, which
-        saves it; `state` as one of the model's parameters and buffers; `batch` as a part of the model's input.
-        """
+        """Assign each tensor that the recorded `blocks` share to an owner. `outside`, `state` and `batch` are storages
+        that the rest of the model saves, and those of the model's state and input."""
         readers: dict[int, set[str]] = {}
         for block in blocks:
             for tensor in block.holdable_inputs():
@@ -166,10 +151,7 @@ class SharedTensors:
                     self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
 
     def record_index(self, tensor: TensorNote) -> int | None:
-        """Return the index in `records` of the record for the storage of `tensor`.
-
-        Return None if only one block holds the storage.
-        """
+        """Return the index in `records` of the tensor's storage, or None if only one block holds it."""
         return self._index.get(tensor.key)
 
     def records_of(self, keys: Set[int]) -> frozenset[int]:
@@ -181,15 +163,11 @@ class SharedTensors:
         return tensor.key in self._shared_outputs
 
     def is_shared_cast(self, cast: TensorNote) -> bool:
-        """Return True if `cast`, a parameter's cast from autocast's cache, is also saved by other calls or the rest of
-        the model."""
+        """Return True if other calls or the rest of the model also save `cast`, from autocast's cache."""
         return len(self._cast_owners[cast.key]) > 1
 
     def owns_cast(self, block: RecordedBlock, cast: TensorNote) -> bool:
-        """Return True if the bytes of `cast` count for `block`.
-
-        They do if the block is the first that saves the cast, and the rest of the model does not save it.
-        """
+        """Return True if the bytes of `cast` count for `block`, the first call that saves it."""
         return self._cast_owners[cast.key][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:
@@ -197,8 +175,8 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index in `records` of the single record that represents all shared outputs. With one record per
-        output, no two blocks would count as equal, because each reads a different output."""
+        """Return the index of the one record of all shared outputs. With one per output, no two blocks would be
+        equal."""
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:
             self.records.append(record)

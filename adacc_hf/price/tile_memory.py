@@ -1,8 +1,7 @@
 """Memory of one tile of a row-wise module, as a function of the tile's rows.
 
-Each moment of a tile's forward and backward takes bytes that are linear in the number of rows: tensors of the rows, and
-tensors of the parameters. So each moment is measured at two numbers of rows, and the peak at any other number is the
-maximum over the moments.
+Each moment of a tile's forward and backward takes bytes that are linear in the number of rows, so it is measured at two
+numbers of rows. The peak at any other number is the maximum over the moments.
 """
 
 from __future__ import annotations
@@ -38,18 +37,17 @@ def tiled_operators(tape: Tape) -> dict[str, TapeOperator]:
 
 
 def tiled_inputs(tape: Tape, tiling: Tiling) -> dict[str, TensorRef]:
-    """Return the inputs of the modules that ran in tiles when the tape was recorded, by the paths of the modules."""
+    """Return the inputs of the modules that ran in tiles on `tape`, by the modules' paths."""
     inputs = {path: operator.args[0] for path, operator in tiled_operators(tape).items()}
     inputs |= {module.path: module.input for module in row_wise_modules(tape) if module.path in tiling.backward_only}
     return {path: inputs[path] for path in tiling.modules if path in inputs}
 
 
 def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> TileMemory | None:
-    """Measure the memory of one tile of `module`, whose input in a call is `rows`.
+    """Measure the memory of one tile of `module` on `rows`, without what exists for all tiles: result, gradients of
+    input and result, and sums of the parameters' gradients.
 
-    The result of the module, the gradients of input and result, and the sums of the parameters' gradients are left out,
-    because they exist for all tiles. Return None if there are too few rows, or if the module runs other operators on
-    other numbers of rows.
+    Return None for too few rows, or if the module's operators vary with the number of rows.
     """
     small, large = (Tiles(rows, num_tiles) for num_tiles in (2 * MEASURED_TILES, MEASURED_TILES))
     if small.size == large.size:
@@ -60,9 +58,8 @@ def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> T
 
 
 def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:
-    """Return, for each moment at which memory was measured, a linear function from the number of rows to bytes. `few`
-    contains the bytes at each moment in a measurement with `fewer` rows, and `many` those in a measurement with `most`
-    rows. Return None if the two measurements differ in the number of moments."""
+    """Return bytes as a line over rows for each moment, from bytes at `fewer` and at `most` rows, or None if the
+    moments differ."""
     if len(few) != len(many):
         return None
     slopes = [(more - less) / (most - fewer) for less, more in zip(few, many, strict=True)]
@@ -70,8 +67,7 @@ def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line]
 
 
 def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple[list[int], list[int]]:
-    """Run one tile, and return two lists of live bytes: at each moment of its forward, and at each moment of its
-    backward. Bytes that were live before the tile are not counted."""
+    """Run one tile, and return its live bytes at each moment of its forward, and of its backward."""
     parameters = trainable_parameters(module)
     call = TiledCall(module, module.forward, ABSENT, tuple(parameters), MEASURED_TILES)
     sums = GradientSums(tuple(parameters.values()))
@@ -87,8 +83,7 @@ def _measure(module: nn.Module, rows: Tensor, measurement: Measurement) -> tuple
 
 
 def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
-    """Return the live bytes between successive operators of `run`, in addition to the bytes that were live before
-    `run`."""
+    """Return the live bytes between successive operators of `run`, above those before it."""
     with meter:
         meter.mark(("begin",))
         with _Marks(meter):

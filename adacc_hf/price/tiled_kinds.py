@@ -1,8 +1,5 @@
-"""Kinds of blocks with row-wise modules in tiles, measured like the kinds without tiles.
-
-Another micro-batch is recorded with the modules of each block in tiles. Codecs and times are those of the kind without
-tiles, because a tensor's codecs do not depend on tiles.
-"""
+"""Kinds of blocks with row-wise modules in tiles, recorded in another micro-batch. Their codecs and times are those of
+the kinds without tiles, because a tensor's codecs do not depend on tiles."""
 
 from __future__ import annotations
 
@@ -33,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class TiledKinds:
-    """Kinds of blocks with row-wise modules, to be measured with these modules in tiles.
+    """Kinds of blocks with row-wise modules, to be measured in tiles.
 
-    `recording` is the recording that `profile` was measured from. Record another micro-batch with `tilings` and the
-    times of `measurement`, and pass this recording to `added`.
+    `profile` was measured from `recording`. Record another micro-batch with `tilings` and `measurement`, and pass its
+    recording to `added`.
     """
 
     def __init__(
@@ -84,8 +81,7 @@ class TiledKinds:
 
 
 def _row_wise_modules(installation: Installation, recording: ModelRecording) -> dict[int, list[RowWiseModule]]:
-    """Return the row-wise modules that may run in tiles, by the index of their kind of blocks. Kinds without such
-    modules are left out."""
+    """Return the row-wise modules that may run in tiles, by the index of their kind of blocks."""
     tapes = {block.kind: block.tape for block in recording.blocks}
     modules = {kind: list(row_wise_modules(tape)) for kind, tape in tapes.items()}
     for block in recording.blocks:
@@ -108,8 +104,7 @@ def _measured_tiling(modules: Sequence[RowWiseModule]) -> Tiling:
 
 
 def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory], tape: Tape) -> RowTiles | None:
-    """Return the tiles of the row-wise modules of a kind. `tape` was recorded with the modules in tiles. Return None if
-    the memory of a module's tiles is unknown."""
+    """Return the tiles of a kind, recorded on `tape`, or None if the memory of a module's tiles is unknown."""
     stand_ins = tiled_operators(tape)
     tiles = []
     for module in modules:
@@ -131,7 +126,7 @@ def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory
 
 
 class _PriceSource:
-    """Kind of blocks measured without tiles. Its times and codecs are reused for the same kind in tiles."""
+    """Kind of blocks measured without tiles, whose times and codecs are reused in tiles."""
 
     def __init__(self, kind: KindProfile, tape: Tape, modules: Sequence[RowWiseModule], config: AdaccConfig) -> None:
         self._kind = kind
@@ -144,20 +139,15 @@ class _PriceSource:
         self._config = config
 
     def has_operators_of(self, tiled: KindProfile, tiled_tape: Tape) -> bool:
-        """Return True if the kind `tiled` has the same operators around its modules in tiles.
-
-        A block whose operators depend on data, such as a mixture of experts, may run others in the second recording.
-        """
+        """Return True if the kind `tiled` has the same operators around its modules in tiles. A mixture of experts, for
+        example, may run others in the second recording."""
         stand_ins = {operator.index for operator in tiled_operators(tiled_tape).values()}
         names = [operator.name for operator in tiled.operators if operator.index not in stand_ins]
         return len(stand_ins) == len(self._modules) and names == [operator.name for operator in self._outside]
 
     def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
-        """Return the kind `tiled` with the times and codecs of the kind without tiles.
-
-        The events of the result do not include the memory of a tile, because this memory depends on the number of
-        tiles.
-        """
+        """Return the kind `tiled` with the times and codecs of the kind without tiles, without the memory of any
+        tile."""
         matching, _ = self._tape.values_in(tiled_tape)
         sources = {own: value for value, own in matching.items()}
         outside = iter(self._outside)
@@ -182,8 +172,7 @@ class _PriceSource:
         ).in_tiles(0)
 
     def _priced_value(self, value: Value, index: int | None) -> Value:
-        """Return a copy of `value`, a value of a block in tiles, with the codecs of the same value in the block without
-        tiles. `index` is the value's index in the block without tiles. If `index` is None, return `value` itself."""
+        """Return a copy of `value` with the codecs of value number `index` of the kind without tiles."""
         if index is None:
             return value
         source = self._kind.values[index]
@@ -213,8 +202,7 @@ class _PriceSource:
 
 
 class _Unpriced(Measurement):
-    """Measurement of the blocks' memory alone. Times, codecs and workspaces of operators are taken from the kind of
-    blocks without tiles."""
+    """Measurement of the blocks' memory alone."""
 
     def __init__(self, measurement: Measurement) -> None:
         self.rng_use, self.head_shares = measurement.rng_use, ()

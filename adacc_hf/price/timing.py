@@ -13,13 +13,12 @@ import torch
 from adacc_hf.torch_glue.private import sleep_on_gpu
 
 TIMING_REPEATS = 5
-"""Number of timed runs after one warm-up run. Their median is used, which one interrupted run hardly changes."""
+"""Number of timed runs after one warm-up run. One interrupted run hardly changes their median."""
 
 BUSY_FACTOR = 2
-"""Time for which the GPU is kept busy before a timed run, as a multiple of the time to launch the run's kernels. The
-factor is above 1, because the launch time varies."""
+"""Time for which the GPU is kept busy before a timed run, as a multiple of the (varying) time to launch its kernels."""
 CYCLES_PER_SECOND = 3e9
-"""Upper bound on a GPU's clock rate, so that a busy loop meant to take a second takes at least a second."""
+"""Upper bound on a GPU's clock rate, for busy loops of at least a given time."""
 
 BACKWARD_ON_HOST, BACKWARD_ON_DEVICE = 1.0, 2.0
 """Time of a block's backward as a multiple of the forward's time. On the host, launches take equally long in forward
@@ -46,10 +45,8 @@ def wait_for(device: torch.device) -> None:
 def seconds_of(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds by `clock` of one call of `run`, up to the end of all work that the call starts on `device`.
-
-    Earlier work on `device` is not included.
-    """
+    """Return the seconds by `clock` of one call of `run` with all work that it starts on `device`, without earlier
+    work."""
     start = seconds_at(device, clock)
     run()
     return seconds_at(device, clock) - start
@@ -69,8 +66,8 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TI
 def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> Timing:
     """Return the median times of `repeats` runs of `run`, after one warm-up run.
 
-    On a GPU, each run starts with a cold cache, because the operators of a training step read tensors that were stored
-    long before. Repeated runs on cached tensors would be too fast, as if memory had twice its bandwidth.
+    On a GPU, each run starts with a cold cache, because a training step's operators read tensors that were stored long
+    before.
     """
     run()
     is_gpu = device.type == "cuda"
@@ -79,16 +76,12 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMI
 
 
 FLUSH_FACTOR = 2
-"""Ratio of the bytes read to flush a cache to the cache's size. The ratio is above 1 because the cache need not evict
-its oldest lines first."""
+"""Ratio of the bytes read to flush a cache to its size, above 1 because it need not evict its oldest lines first."""
 
 
 def cache_flush(device: torch.device) -> Callable[[], object]:
-    """Return a function that evicts earlier tensors from a GPU's cache.
-
-    The function reads memory. A flush that writes would leave dirty lines, which would be written back within the timed
-    run.
-    """
+    """Return a function that evicts earlier tensors from a GPU's cache, by reading: dirty lines would be written back
+    within the timed run."""
     return flush_by_reading(FLUSH_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size, device)
 
 
@@ -98,15 +91,14 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def bottleneck(timings: Iterable[Timing]) -> Bottleneck:
-    """Return the resource that limits a step whose forward takes `timings`: the device, or the host that launches its
-    work."""
+    """Return the resource that limits a step whose forward takes `timings`: the device, or the host."""
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
     on_device, on_host = device_ms * (1.0 + BACKWARD_ON_DEVICE), host_ms * (1.0 + BACKWARD_ON_HOST)
     return "device_ms" if on_device >= on_host else "host_ms"
 
 
 def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
-    """Time `run` on the CPU. If torch uses one thread, measure the thread's CPU time, which excludes other programs."""
+    """Time `run` on the CPU: with one thread by its CPU time, which excludes other programs."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     timings = []
     for _ in range(repeats):
@@ -120,10 +112,10 @@ def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
 def time_on_cuda(
     run: Callable[[], object], device: torch.device, repeats: int, prepare: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Return the device and host times of `repeats` runs of `run`. If `prepare` is given, it is called before each run.
+    """Return the times of `repeats` runs of `run`, with `prepare` before each.
 
-    The GPU is kept busy until all kernels of the run are launched, because the host also launches the kernels of a
-    training step in advance. An idle GPU would wait for each launch, and the waiting time would count.
+    The GPU is kept busy until all kernels of the run are launched, as in a training step. An idle GPU would wait for
+    each launch, and the waiting time would count.
     """
     with torch.cuda.device(device):
         # Use the shortest launch: a run that waits for the device also waits for the busy loop, longer each time.

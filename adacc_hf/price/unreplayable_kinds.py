@@ -1,4 +1,4 @@
-"""Profiles of kinds of blocks whose operators cannot be replayed. The blocks of one kind share a profile and a plan."""
+"""Profiles of kinds of blocks whose operators cannot be replayed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.tape.replay_check import is_reproducible
 
 SAVED = 0
-"""Index of the single profiled value that represents all saved tensors of a block."""
+"""Index of the profiled value that represents all saved tensors of a block."""
 
 
 def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors, forward_ms: float) -> KindProfile:
-    """Return the profile of blocks whose operators cannot be replayed. The memory of forward and backward is added
-    later.
+    """Return the profile of blocks whose operators cannot be replayed, without the memory of forward and backward.
 
-    `group` contains the recorded blocks, which share this profile (blocks of one kind), and `forward_ms` is the time of
-    one forward. The blocks may save different numbers of bytes, because the number of tokens that an expert gets
-    varies. The profile contains the largest number.
+    The blocks in `group` may save different numbers of bytes, because the tokens of an expert vary. The largest counts.
     """
     block = group[0]
     arguments = [
@@ -50,23 +47,18 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, extra_bytes: int) -> KindProfile:
-    """Return a copy of `kind`, whose operators cannot be replayed, with a simplified forward.
-
-    One event stores all saved tensors. In addition, `extra_bytes` are live during the whole forward.
-    """
+    """Return a copy of `kind` with a simplified forward: one event stores all saved tensors, and `extra_bytes` are live
+    throughout."""
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes), store_event))
 
 
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
-    """Return a copy of `kind`, whose operators cannot be replayed, with a backward that needs `extra_bytes` in addition
-    to the saved tensors.
+    """Return a copy of `kind` with a backward that needs `extra_bytes` in addition to the saved tensors.
 
-    `extra_bytes` was measured in a backward under torch's checkpoint, which runs the block's forward a second time. So
-    the first forward also needs at most `extra_bytes`, plus the block's result, because the second forward may stop
-    before the result is computed. The result is assumed to be as large as the largest input. The last event of the
-    copy's forward, at which all saved tensors are stored, is limited to this sum. If `extra_bytes` is None (no backward
-    was measured), or if the recorded block saved nothing, return `kind` unchanged.
+    `extra_bytes` was measured under torch's checkpoint, which runs the forward again. So the first forward needs at
+    most these, plus the result, which the second forward may not reach, and which is assumed to be as large as the
+    largest input. Without a measured backward (None) or saved tensors, return `kind` unchanged.
     """
     if extra_bytes is None or not kind.slots:
         return kind
@@ -92,7 +84,7 @@ def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
 
 
 def _whole_saved_value(block: RecordedBlock, nbytes: int) -> Value:
-    """Return one profiled value of `nbytes` bytes that represents all saved tensors of a block."""
+    """Return the profiled value that represents all saved tensors of a block."""
     value = _value_of_bytes(SAVED, "all that the block saves", nbytes, WHOLE, None)
     is_saved = bool(block.tape.slots)
     return replace(value, saved=is_saved, activation=is_saved)
@@ -117,15 +109,13 @@ def _value_of_bytes(index: int, name: str, nbytes: int, role: str, shared: int |
 
 
 def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[int, ...]:
-    """Return the shared tensors among the arguments of a block call, as indices in `SharedTensors.records`."""
+    """Return the shared tensors among a call's arguments, as indices in `SharedTensors.records`."""
     records = {shared_tensors.record_index(tensor) for tensor in block.argument_tensors.values()}
     return tuple(sorted(index for index in records if index is not None))
 
 
 def generator_bytes(block: RecordedBlock) -> int:
-    """Return the bytes of random generator state that torch's checkpoint stores on the block's device.
-
-    For a block on a GPU return 0, because the state of a GPU's generator is stored in CPU memory.
-    """
+    """Return the bytes of generator state that torch's checkpoint stores on the block's device: 0 on a GPU, because the
+    state is in CPU memory."""
     on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

@@ -48,19 +48,13 @@ class Observer(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Observe one call of `block`, and return the result of the call.
-
-        `plan` is the block's executor. The observer must remove itself from this executor, and then call `plan.run`.
-        `kwargs` is already bound in `fn`, so `fn(*args)` is the whole call.
-        """
+        """Observe one call of `block`, and return its result. The observer must remove itself from the executor `plan`,
+        and then call `plan.run`. `kwargs` is already bound in `fn`."""
 
 
 class BlockExecutor:
-    """Strategy that runs the calls of one block under its plan.
-
-    `known_shapes` (table of recorded tapes by call key) and `earlier` (execution plans) come from the executor of the
-    block's previous plan. For the block's first plan, both have their defaults.
-    """
+    """Strategy that runs the calls of one block under its plan. `known_shapes` and `earlier` (execution plans) come
+    from the executor of the block's previous plan."""
 
     def __init__(
         self,
@@ -100,11 +94,8 @@ class BlockExecutor:
         return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of `block` under the plan, and return the result of `fn(*args)`.
-
-        `kwargs` is already bound in `fn`, and is also passed separately, because the executor inspects the call's
-        inputs.
-        """
+        """Run one call of `block` under the plan, and return the result of `fn(*args)`. `kwargs` is already bound in
+        `fn`."""
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         self._latest = None
@@ -137,22 +128,19 @@ class BlockExecutor:
         return self._run_unplanned(self.tape_cache.tapes_of_kind(self.plan.kind), block, fn, args)
 
     def _run_unplanned(self, tapes: Sequence[Tape], block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
-        """Run a call whose operators cannot be replayed, plainly or under torch's checkpoint. `tapes` are records of
-        the block's kind."""
+        """Run a call whose operators cannot be replayed. `tapes` are records of the block's kind."""
         self._must_be_checkpointed = any(map(_is_checkpointed_on_all_ranks, tapes))
         if self._must_be_checkpointed:
             return checkpoint_call(fn, *args, block=block)
         return self._run_untaped(self._is_plain or any(tape.has_collectives for tape in tapes), block, fn, args)
 
     def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call `fn` of `block`, changed so that some modules of the block run in tiles if the plan says
-        so."""
+        """Return the call `fn` with modules in tiles if the plan says so."""
         tiling = self.plan.tiling
         return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the block with this `key` (traced path and sizes) under the plan. If no tape (record of
-        operators) exists for the key, record the call."""
+        """Run a call with this `key` under the plan, or record it if there is no tape for the key."""
         entry = self.entries.find(key)
         if entry is not None and self._has_other_numbers(entry, fn, args):
             entry = None
@@ -207,10 +195,9 @@ class BlockExecutor:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run (traced graph, its inputs) of the block's latest call once more under the plan, to measure the call.
-        `args` and `kwargs` are the call's arguments.
+        """Run (traced graph, its inputs) of the block's latest call once more under the plan, to measure the call. This
+        call is not counted, because the number of calls decides which calls are checked.
 
-        This call is not counted, because the number of calls decides which of the training's calls are checked.
         Raises UnrecordedCallError if the tape of the latest call does not apply any more.
         """
 
@@ -243,9 +230,8 @@ class BlockExecutor:
     def _run_with_other_tensors(
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call in which the block's parameters, buffers or attached tensors differ from the tensors on the tape.
-        If the layout of these tensors changed, the call gets another key, and thus another tape. If tensors are
-        missing, for example because an adapter was merged for this call, the call runs without a tape."""
+        """Run a call whose parameters, buffers or attached tensors are not those on the tape: with another tape if
+        their layout changed, without a tape if tensors are missing (an adapter merged for this call, for example)."""
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
             return self._run_as(current_key, block, fn, args, kwargs)
@@ -258,10 +244,8 @@ class BlockExecutor:
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
-        """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
-        torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
-        not run these collectives again, and the ranks would wait for each other. Either all ranks run a collective
-        again, or none (rule R13)."""
+        """Run a call without a tape: under torch's checkpoint, or plainly if the block has collectives. Either all
+        ranks run a collective again in backward, or none (rule R13), and another rank may have a tape."""
         return fn(*args) if has_collectives else checkpoint_call(fn, *args, block=block)
 
     def _call(
@@ -274,8 +258,7 @@ class BlockExecutor:
         args: tuple[Any, ...],
         is_checked: bool = False,
     ) -> Any:
-        """Run a call of the block under `plan`, the execution plan of `entry`. If `is_checked`, backward compares what
-        it recomputes with what this call saved."""
+        """Run a call under the execution plan of `entry`. If `is_checked`, backward compares what it recomputes."""
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
         if plan.draws and is_being_captured():
@@ -292,8 +275,7 @@ class BlockExecutor:
         return result
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if a call has replaced an attached tensor of the block, and replay looks up this
-        tensor later."""
+        """Raise TapeMismatchError if a call has replaced an attached tensor that replay looks up later."""
         source = plan.replaced_source(externals, block) if plan.attached else None
         if source is not None:
             raise TapeMismatchError(
@@ -347,9 +329,8 @@ class BlockExecutor:
         return result
 
     def _saves_nothing(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if autograd saves nothing in the call: neither an argument nor a parameter requires gradients,
-        and no recorded call of a block of this kind has saved a tensor. The recorded calls are consulted because a
-        block may read tensors that are neither, such as another module's."""
+        """Return True if autograd saves nothing in the call: nothing requires gradients, and no recorded call of the
+        kind has saved a tensor (a block may read another module's tensors)."""
         tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
         if any(tensor.requires_grad for tensor in tensors):
             return False
@@ -358,9 +339,8 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if every plan must run a block with this tape under torch's checkpoint. This holds for an untrusted
-    tape (its operators cannot be replayed) with collectives. All ranks must then run the collectives again (rule R13),
-    and other ranks may have another plan."""
+    """Return True if every plan must checkpoint a block with this tape, because all ranks must run its collectives
+    again (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
 
 
@@ -370,10 +350,7 @@ def is_being_captured() -> bool:
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Return True if call number `num_calls` of a call key is checked again (rule R7).
-
-    The checked calls are the first two, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because
-    tracking steps, which take additional time too, are at powers of two.
-    """
+    """Return True if call number `num_calls` of a call key is checked again (rule R7): the first two, and the 24th,
+    48th, 96th and so on. Powers of two have tracking steps, which take additional time too."""
     thirds, rest = divmod(num_calls, 3)
     return num_calls in (1, 2) or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

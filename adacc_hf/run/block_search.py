@@ -40,18 +40,14 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
 
 
 def inner_layers(block: nn.Module) -> list[nn.Module]:
-    """Return the layers inside `block` that Transformers could checkpoint one by one, such as the layers of Swin's
-    stages."""
+    """Return the layers inside `block` that Transformers could checkpoint one by one, as in Swin's stages."""
     inner = [module for module in block.modules() if module is not block]
     return [module for module in inner if isinstance(module, GradientCheckpointingLayer)]
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters whose blocks cannot run again in backward.
-
-    Prefix tuning stores the prefix in key-value caches, which Transformers drops for checkpointed blocks. PEFT sets the
-    offsets of an aLoRA with hooks that exist during the model's forward only.
-    """
+    """Raise ValueError for adapters whose blocks cannot run again in backward: prefix tuning stores the prefix in
+    key-value caches, and PEFT sets the offsets of an aLoRA with hooks that exist during the model's forward only."""
     adapters = [getattr(module, "peft_config", None) for module in model.modules()]
     configs = [config for each in adapters if isinstance(each, dict) for config in each.values()]
     kinds = [str(getattr(config, "peft_type", None)).rpartition(".")[2] for config in configs]

@@ -1,8 +1,8 @@
 """Installation of removable functions that run the calls of a model's blocks.
 
-The functions use an entry point of Transformers: a GradientCheckpointingLayer whose checkpointing flag is set passes
-its forward to a function. Each block gets a function object of its own. For classes that the user names in
-`AdaccConfig.block_classes`, the function wraps `forward` instead, even a `forward` that other code has replaced.
+A GradientCheckpointingLayer of Transformers whose checkpointing flag is set passes its forward to a function: each
+block gets a function object of its own. For classes in `AdaccConfig.block_classes`, the function wraps `forward`
+instead.
 """
 
 from __future__ import annotations
@@ -54,19 +54,14 @@ log = logging.getLogger(__name__)
 
 _ABSENT = object()
 _CALLS = ("forward", "__call__")
-"""Prefixes of the names of functions in which layers of Transformers and other libraries test their checkpointing
-flag."""
+"""Prefixes of the names of functions in which layers test their checkpointing flag."""
 
 
 class Strategy(Protocol):
     """Strategy for running the calls of a block while gradients are enabled: plainly, checkpointed, or under a plan."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of `block` and return the result of `fn(*args)`.
-
-        `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` contains the same keyword
-        arguments, for strategies that inspect arguments.
-        """
+        """Run one call of `block` and return the result of `fn(*args)`. `kwargs` is already bound in `fn`."""
 
 
 @runtime_checkable
@@ -77,11 +72,8 @@ class WrappedStrategy(Strategy, Protocol):
 
 
 def replace_strategy(function: BlockFunction | LaterCall, strategy: Strategy) -> None:
-    """Let `function` run its calls under `strategy`. If a `WrappedStrategy` observes the earlier strategy, it observes
-    the new one.
-
-    A policy may change within a step, and a measurement of the step's memory must not lose its observers.
-    """
+    """Let `function` run its calls under `strategy`. A `WrappedStrategy` stays around it: a policy may change within a
+    step, and a measurement of the step's memory must not lose its observers."""
     if isinstance(function.strategy, WrappedStrategy):
         function.strategy.inner = strategy
     else:
@@ -103,12 +95,11 @@ class CheckpointStrategy:
 
 
 class TrainingFlag:
-    """Object that replaces a layer's checkpointing flag, so that Transformers calls the block function in training.
+    """Replacement of a layer's checkpointing flag, so that Transformers calls the block function in training.
 
-    When a block's call tests the flag, the flag is true if gradients are enabled. In generate() the flag is therefore
-    false, even in train mode, and Transformers uses the key-value cache. When other code tests the flag, the flag is as
-    it was before the installation. For example, TRL tests the flag, switches checkpointing off to generate, and
-    afterwards restores the flag.
+    To a block's call, the flag is true if gradients are enabled, so generate() uses the key-value cache even in train
+    mode. To other code, it is as it was before the installation: TRL tests it, switches checkpointing off to generate,
+    and restores it.
     """
 
     def __init__(self, was_on: bool = False) -> None:
@@ -123,7 +114,7 @@ class TrainingFlag:
 
 
 class LaterCall:
-    """Name and strategy of a block's second or later call in a step, for blocks that run several times per step."""
+    """Name and strategy of a block's second or later call in a step."""
 
     def __init__(self, name: str, strategy: Strategy) -> None:
         self.name = name
@@ -131,10 +122,8 @@ class LaterCall:
 
 
 class BlockFunction:
-    """Function that is installed around one block, and runs each call of the block under a strategy.
-
-    The object can be pickled and copied with the model. A copy runs the copied block plainly.
-    """
+    """Function that is installed around one block, and runs its calls under a strategy. It is pickled and copied with
+    the model, and a copy runs the copied block plainly."""
 
     def __init__(self, name: str, block: nn.Module, strategy: Strategy, lock: Any = None) -> None:
         self.name = name
@@ -190,10 +179,9 @@ class BlockFunction:
             self._lock.release()
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward hooks, and between them the forward `fn(*args)` by the current plan's strategy.
-        Transformers 5.23 passes the forward alone as `fn`. 5.17 passes the block's `__call__`, which runs the hooks. In
-        this case, the block's forward is replaced during the call. Hooks must not be recorded and replayed, because
-        FSDP2's hooks gather the parameters before forward and free the parameters afterwards."""
+        """Run the block's forward hooks, and between them its forward by the strategy. Transformers 5.17 passes the
+        block's `__call__` as `fn`, which runs the hooks: the forward is then replaced during the call. Hooks must not
+        be replayed, because FSDP2's gather the parameters before forward and free them afterwards."""
         call = fn.func if isinstance(fn, partial) else fn
         if getattr(call, "__func__", None) is not nn.Module.__call__:
             return self._run(fn, args)
@@ -214,8 +202,7 @@ class BlockFunction:
                 block.forward = instance_forward
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call of the block under the strategy for this call. The first, second and later calls in a step each
-        have their own strategy."""
+        """Run a call of the block under the strategy of this call in the step."""
         block = self.block
         assert block is not None  # checked in `__call__`
         kwargs = fn.keywords if isinstance(fn, partial) else {}
@@ -241,13 +228,11 @@ class BlockFunction:
         return is_transformed
 
     def calls(self) -> list[BlockFunction | LaterCall]:
-        """Return one object for each call of the block in a step, in call order. Each object contains the call's name
-        and strategy."""
+        """Return the objects with name and strategy of each call of the block in a step, in call order."""
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
-        """Set how many calls follow the block's first call in a step. Added calls get the strategy of the first
-        call."""
+        """Set how many calls follow the block's first one in a step. Added calls get the first call's strategy."""
         self.step.reset()
         names = [call_name(self.name, 2 + place) for place in range(number)]
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
@@ -257,9 +242,8 @@ class BlockFunction:
 
 
 def _is_compiled_around() -> bool:
-    """Return True if this code runs inside a function or module that torch.compile compiles. Two signs are checked:
-    `is_compiling` is True while the compiler traces, and Dynamo's eval-frame callback is set while Python runs the
-    code."""
+    """Return True inside a function or module that torch.compile traces (`is_compiling`) or runs (Dynamo's callback is
+    set)."""
     return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
@@ -279,20 +263,17 @@ def _describe_hooks(block: str, hooks: Any) -> str:
 
 
 def _inert_function(name: str) -> BlockFunction:
-    """Return the function that replaces a `BlockFunction` when a model is copied or unpickled. It runs the block
-    plainly."""
+    """Return the function of a copied or unpickled model, which runs the block plainly."""
     function = BlockFunction(name, nn.Identity(), PlainStrategy())
     function.block = None
     return function
 
 
 class Installation:
-    """Functions around the blocks of a model, installed until `remove`.
+    """Functions around the blocks of a model, installed until `remove`, and again if other code switches checkpointing
+    off and on.
 
-    If other code switches checkpointing off and on, the functions are installed again.
-
-    Raise NoBlocksError if the model has no block, and NestedHooksError if a checkpoint wrapper is around or inside a
-    block.
+    Raise NoBlocksError if the model has no block, and NestedHooksError if a checkpoint wrapper is around or inside one.
     """
 
     def __init__(self, model: nn.Module, block_classes: tuple[str, ...] | None = None) -> None:
@@ -322,10 +303,7 @@ class Installation:
         return {name: function.block for name, function in self.blocks.items() if function.block is not None}
 
     def remove(self) -> None:
-        """Remove the functions from the blocks, and restore all attributes of the model.
-
-        Further calls have no effect.
-        """
+        """Remove the functions, and restore all attributes of the model. Further calls have no effect."""
         while self._undo:
             module, name, original = self._undo.pop()
             if original is _ABSENT:
@@ -340,10 +318,8 @@ class Installation:
         self._caching_warning.remove()
 
     def expect(self, calls: Iterable[str]) -> None:
-        """Set the names of the block calls in a step, in call order, and begin a step.
-
-        The names must include every block. A block that is called several times per step has several call names.
-        """
+        """Set the names of the block calls in a step, in call order, and begin a step. The names must include every
+        block."""
         calls = list(calls)
         if calls != list(self.functions):
             for block, number in calls_per_block(calls).items():
@@ -360,10 +336,8 @@ class Installation:
                 function.step.reset()
 
     def reinstall(self, model: nn.Module) -> None:
-        """Install the functions on the blocks again, after other code has switched checkpointing on or off in `model`.
-
-        `remove` then restores the flags and functions that the other code has set.
-        """
+        """Install the functions again, after other code has switched checkpointing on or off in `model`. `remove` then
+        restores what the other code has set."""
         modules = set(model.modules())
         for place, (module, name, _) in enumerate(self._undo):
             value = module.__dict__.get(name, _ABSENT)
@@ -384,20 +358,15 @@ class Installation:
                 inner.__dict__[FLAG] = False
 
     def uncalled(self) -> list[str]:
-        """Return the names of the blocks whose function was never called with gradients enabled.
-
-        Return an empty list if the model uses layerdrop, which skips blocks at random.
-        """
+        """Return the names of the blocks that were never called with gradients enabled. Return [] with layerdrop, which
+        skips blocks at random."""
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == 0]
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks that were not called with gradients enabled in the last step.
-
-        An example is a vision tower in a text-only step. Return an empty list if the model uses layerdrop, which skips
-        blocks at random.
-        """
+        """Return the names of the blocks not called with gradients in the last step, such as a vision tower. Return []
+        with layerdrop."""
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == self._num_calls_before[name]]
@@ -423,11 +392,8 @@ class Installation:
 
 
 class WrappedForward:
-    """Replacement of a block's `forward`, for classes that the user names.
-
-    In train mode, this object calls the block function, which runs the block under the current strategy. Otherwise this
-    object calls the original `forward`.
-    """
+    """Replacement of a block's `forward`, for classes that the user names. It calls the block function in train mode,
+    and else the original `forward`."""
 
     def __init__(self, function: BlockFunction, block: nn.Module, own_forward: Callable[..., Any] | None) -> None:
         self.function = function
@@ -448,11 +414,8 @@ class WrappedForward:
 
 
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions again.
-
-    TRL switches checkpointing off before reference forwards and on again afterwards. Without this replacement, the
-    functions would be dropped silently, also if a training loop switches checkpointing off during the run.
-    """
+    """Replacement of a model's `_set_gradient_checkpointing` that installs the block functions again: TRL switches
+    checkpointing off before reference forwards and on afterwards, which would drop them."""
 
     def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:
         self.installation = installation
@@ -477,9 +440,8 @@ def _bound_setter(model: Any, name: str) -> Any:
 class StepCount:
     """Counter of one block's calls since the step began.
 
-    The count restarts when backward reaches the result of a call. A step may end without a backward, for example by an
-    exception. Therefore the count also restarts when the autograd graphs of all calls are freed, when a call exceeds
-    the expected number, and when `reset` is called.
+    It restarts when backward reaches a result or, as a step may end without a backward, when the graphs of all calls
+    are freed, a call exceeds the expected number, or `reset` is called.
     """
 
     def __init__(self) -> None:
@@ -487,20 +449,14 @@ class StepCount:
         self._hooks: list[RemovableHandle] = []
 
     def next_of(self, expected: int) -> int:
-        """Return the number of the call that begins now, counted from 0.
-
-        `expected` is the number of the block's calls in a step.
-        """
+        """Return the number of the call that begins now, counted from 0, of `expected` calls in a step."""
         are_graphs_gone = bool(self._hooks) and all(hook.hooks_dict_ref() is None for hook in self._hooks)
         if are_graphs_gone or self._number >= expected:
             self.reset()
         return self._number
 
     def returned(self, result: Any) -> None:
-        """Count a finished call of the block, which returned `result`.
-
-        A gradient hook restarts the count when backward reaches the result.
-        """
+        """Count a finished call, whose `result` restarts the count in backward."""
         self._number += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

@@ -55,8 +55,7 @@ _NOTHING = ReplayProgram((), (), (), ())
 
 
 class Cell:
-    """Container for one value of the tape in one call, until backward. Holds a tensor on the value's storage, or a
-    payload."""
+    """Container for one stored value in one call, until backward: a tensor on the value's storage, or a payload."""
 
     __slots__ = ("payload", "saved", "tensor", "version")
 
@@ -70,10 +69,9 @@ class Cell:
 
 
 class Call:
-    """State of one call of a block under a plan. Its methods `pack` and `unpack` are the saved-tensor hooks.
+    """State of one call of a block under a plan, with the saved-tensor hooks `pack` and `unpack`.
 
-    `externals` contains (value index, tensor) for each tensor that replay reads and that existed before the call, such
-    as inputs and parameters.
+    `externals` contains (value index, tensor) for each tensor that replay reads and that existed before the call.
     """
 
     __slots__ = (
@@ -131,17 +129,14 @@ class Call:
         self._in_order = True
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward and return `fn(*args)`.
-
-        The tensors that autograd saves are stored as the plan requires: kept, compressed, or dropped.
-        """
+        """Run the block's forward and return `fn(*args)`. Saved tensors are kept, compressed or dropped by the plan."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = fn(*args)
         self.finish()
         return result
 
     def pack(self, tensor: torch.Tensor) -> PackedSlot:
-        """Saved-tensor hook: return the object that autograd stores instead of the next saved tensor.
+        """Saved-tensor hook: return the object to store for the next saved tensor.
 
         Raise SavedTensorMismatchError if the tensor differs from the next saved tensor on the tape.
         """
@@ -177,7 +172,7 @@ class Call:
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
     def finish(self) -> None:
-        """End the forward. Afterwards, only the packed objects own the stored values.
+        """End the forward: from now on, only the packed objects own the stored values.
 
         Raise SavedTensorMismatchError if autograd saved fewer tensors than the tape lists.
         """
@@ -198,16 +193,15 @@ class Call:
         return cell.tensor is not None or cell.payload is not None
 
     def _store_state(self, value: int, device: torch.device) -> None:
-        """Store the current state of the default generator of `device`, from which replay draws random numbers. Do
-        nothing if the state is already stored, from a recording of this call."""
+        """Store the default generator's state, from which replay draws, unless a recording of this call has stored
+        it."""
         if not self.has(value):
             cell = self._cells[value]
             cell.tensor = cell.saved = generator_state(device)
             cell.version = version_of(cell.saved)
 
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
-        """Saved-tensor hook for backward: return the saved tensor for a packed object, decoded or recomputed if
-        necessary.
+        """Saved-tensor hook for backward: return the saved tensor, decoded or recomputed if necessary.
 
         Raise RuntimeError if a stored tensor was changed in place since it was saved.
         """
@@ -245,8 +239,7 @@ class Call:
         report_other_bits(error, self.plan.device_type == "cuda")
 
     def _next_program(self, slot: int) -> ReplayProgram:
-        """Return the replay program that unpacks the saved tensor `slot`. Backward may unpack saved tensors in another
-        order than expected."""
+        """Return the replay program of the saved tensor `slot`. Backward may unpack in another order than expected."""
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -258,8 +251,7 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
-        """Run a replay program, and return the saved tensor that the program recomputes. `cells` hold the stored values
-        that the program reads."""
+        """Run a replay program, which reads stored values from `cells`, and return the saved tensor."""
         environment = self._environment
         # Check only the tensors of this program: an optimizer may step inside backward, on weights that are no longer
         # needed.
@@ -282,8 +274,7 @@ class Call:
         return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
-        """Put a stored value into the list of values that a replay program reads. Decode a compressed value, unless the
-        decoded tensor still exists."""
+        """Put a stored value into the environment of replay, decoded unless the decoded tensor still exists."""
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
             if version_of(cell.saved) != cell.version:
@@ -295,9 +286,8 @@ class Call:
             self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
 
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """Store `value` in its cell: as a tensor or, if the plan compresses the value, as a payload. `tensor` is a
-        tensor on the value's storage, and `local` is this rank's part of `tensor`. A value is encoded once, even if
-        several saved tensors view it, because each storage has one payload (rule R3)."""
+        """Store `value` in its cell, as a tensor or a payload. `local` is this rank's part of `tensor`. A value is
+        encoded once, even if several saved tensors view it (rule R3)."""
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
             if is_coded:
@@ -333,9 +323,8 @@ class Call:
 
 
 def _may_be_overwritten() -> bool:
-    """Return True if the backward that is unpacking a saved tensor may write to this tensor. Such a backward gets a
-    copy (rule R6). Only an `autograd.Function` written in Python may do so. If the backward cannot be identified,
-    return True too."""
+    """Return True if the backward that unpacks may write to the tensor, and so gets a copy (rule R6): an
+    `autograd.Function` written in Python, or an unknown one."""
     node = current_autograd_node()  # usually a node of torch itself
     node = current_node() if node is None else node
     return node is None or isinstance(node, BackwardCFunction)
@@ -353,11 +342,10 @@ def changed_in_place(block: str, tensor_name: str) -> RuntimeError:
 
 
 class RecordedSlot:
-    """Object that autograd stores instead of one tensor that a recorded call saves for backward.
+    """Object that autograd stores instead of one saved tensor of a recorded call.
 
-    `content` is first the tensor itself. After `Recording.hand_over`, `content` is the stored form that the execution
-    plan chooses, for example the payload of a codec. `checkpointed` is what torch's checkpoint stores of the tensor, or
-    None if the call does not run under torch's checkpoint.
+    `content` is the tensor itself, and after `Recording.hand_over` the stored form that the plan chooses.
+    `checkpointed` is what torch's checkpoint stores of the tensor, or None without it.
     """
 
     __slots__ = ("__weakref__", "checkpointed", "content")
@@ -368,10 +356,8 @@ class RecordedSlot:
 
 
 class Recording:
-    """One call of a block while its tape is recorded.
-
-    After the call, the saved tensors can be handed over to an execution plan (`hand_over`) or freed (`discard`).
-    """
+    """One call of a block while its tape is recorded. Afterwards, the saved tensors are handed over to an execution
+    plan (`hand_over`) or freed (`discard`)."""
 
     def __init__(
         self,
@@ -395,8 +381,8 @@ class Recording:
     def run_checkpointed(self, fn: Callable[..., Any]) -> Any:
         """Run and record a block's call under torch's checkpoint, and return its result.
 
-        Until `discard`, the saved tensors stay stored. Afterwards, backward runs the call again. Do not call `discard`
-        if the call shows that the block must not run twice (`changes_in_place`).
+        Until `discard`, the saved tensors stay stored. Then backward runs the call again, so do not call `discard` if
+        the block must not run twice (`changes_in_place`).
         """
         has_run = False
 
@@ -422,11 +408,8 @@ class Recording:
         return result
 
     def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
-        """Apply `plan` to the recorded call: from now on, keep, encode or free each saved tensor as the plan requires.
-
-        `codecs` contains the coder of each compressed value. Return a list to which backward will append the index of
-        each saved tensor that it unpacks.
-        """
+        """Apply `plan` to the recorded call: keep, encode or free each saved tensor. Return a list to which backward
+        will append each saved tensor that it unpacks."""
         externals = [(value, self._external(value, source)) for value, source in plan.externals]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
         self._call = Call(plan, self.name, codecs, externals)
@@ -455,28 +438,22 @@ class Recording:
             self._call.reschedule()
 
     def close(self) -> None:
-        """Free the recorder and the arguments.
-
-        Afterwards, only the objects that autograd holds keep saved tensors alive.
-        """
+        """Free the recorder and the arguments. Only what autograd holds then keeps saved tensors alive."""
         del self.recorder
         self._arguments = ((), {})
         self._parameters = {}
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor that was at `source` when the block's call began. A source is the place of an argument,
-        parameter or other existing tensor. The block may have put another tensor at this place during the call."""
+        """Return the tensor that was at `source` when the call began. The call may have put another one there."""
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:
-        """Return True if the block made a saved tensor and changed it through `.data`, which autograd does not notice.
-        Plain backward reads the changed tensor, and replay cannot reproduce the change."""
+        """Return True if the block changed a saved tensor of its own through `.data`, which replay cannot reproduce."""
         slot, tensor, version, _ = packed.content
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
-        """Saved-tensor hook for forward: record `tensor` as the next saved tensor of the block's call."""
         checkpointed = None if self._checkpoint is None else self._checkpoint[0](tensor)
         packed = RecordedSlot(self.recorder.save(tensor), tensor, checkpointed)
         self._packed.append(packed)

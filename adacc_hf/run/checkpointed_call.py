@@ -28,10 +28,9 @@ def run_checkpointed(
 ) -> Any:
     """Run a block's call `fn(*args)` under torch's checkpoint, and store some of its inputs as payloads until backward.
 
-    `codecs` contains (codec, coder) for each of these inputs, by the input's place among the arguments. The coder is
-    the codec itself or, in a tracking step, a wrapper that measures errors. An input is stored without encoding if the
-    codec does not support it, or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`. If
-    (traced graph, its inputs) of the call is given, backward runs the graph instead of the block's Python code.
+    `codecs` contains (codec, coder) by the input's place among the arguments. The coder is the codec, or a wrapper that
+    measures errors. An input is stored without encoding if the codec does not support it, or if the call changed it in
+    place. If (traced graph, its inputs) is given, backward runs the graph instead of the block's Python code.
     """
     inputs = {place: tensor for place in codecs if (tensor := _argument_at(place, args, kwargs)) is not None}
     compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
@@ -53,8 +52,7 @@ def run_checkpointed(
 
 
 class _RepeatableCall:
-    """Call that torch's checkpoint repeats in backward, with some arguments stored as payloads. `kwargs` are the
-    keyword arguments bound in `fn`."""
+    """Call that torch's checkpoint repeats in backward, with some arguments stored as payloads."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._fn = partial(fn.func, *fn.args) if isinstance(fn, partial) and kwargs else fn
@@ -88,8 +86,7 @@ class _RepeatableCall:
 
 
 def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the argument of a block's call at `place` (a position or keyword) if the argument is a plain tensor, else
-    None."""
+    """Return the argument at `place` (a position or keyword) if it is a plain tensor, else None."""
     if len(place) != 1:
         return None
     arguments_by_place: dict[int | str, Any] = dict(enumerate(args))

@@ -1,5 +1,4 @@
-"""Cache of one block under one plan: for each call key (traced path and sizes), an entry with the execution plan to
-run."""
+"""Cache of one block under one plan: for each call key, an entry with the execution plan to run."""
 
 from __future__ import annotations
 
@@ -29,14 +28,12 @@ FILLED_TABLE = "a block's call that filled a table for later calls kept all the 
 """Reason for a call that did not follow its plan. Calls are counted by reason in `TapeCache.fallbacks`."""
 
 TRANSIENT = frozenset({FILLED_TABLE})
-"""Reasons that make only a single call leave its plan. The block's next call is recorded, and then follows its plan or
-has another reason."""
+"""Reasons for which a single call leaves its plan. The block's next call is recorded."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """Instructions to run a block's calls with one call key (traced path and sizes): an execution plan, or torch's
-    checkpoint."""
+    """Instructions to run a block's calls with one call key: an execution plan, or torch's checkpoint."""
 
     known_shape: KnownShape
     execution_plan: ExecutionPlan | None
@@ -44,22 +41,17 @@ class Entry:
     codecs: dict[int, Codec]
     """Codec of each value that the plan compresses."""
     unpacked_slots: list[int] | None = None
-    """Indices of slots (saved tensors) in the order in which a backward unpacked them. None once the order is in the
-    tape cache."""
+    """Slots in the order in which a backward unpacked them. None once the order is in the tape cache."""
     symbolic_tape: SymbolicTape | None = None
     """Symbolic tape (for all sizes) from which the tape of this entry was computed. None for a recorded tape."""
     base: Tape | None = None
-    """Value of `symbolic_tape.base` when the entry was made. If `symbolic_tape.base` has changed since then, the entry
-    is out of date."""
+    """Value of `symbolic_tape.base` when the entry was made. If it has changed, the entry is out of date."""
     fallback: str | None = None
     """The reason why the block does not follow its plan, or None."""
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The execution plan, which must exist.
-
-        Do not use this property if the entry's calls run under torch's checkpoint.
-        """
+        """The execution plan. Do not use this property if the entry's calls run under torch's checkpoint."""
         assert self.execution_plan is not None
         return self.execution_plan
 
@@ -70,8 +62,7 @@ class Entry:
 
 
 class PlanEntries:
-    """Entries of a block under one plan, by call key (traced path and sizes). An entry is created at the first call
-    with its key."""
+    """Entries of a block under one plan, by call key. An entry is created at the first call with its key."""
 
     def __init__(
         self,
@@ -109,16 +100,13 @@ class PlanEntries:
         return [known_shape.tape for known_shape in self.known_shapes.values()]
 
     def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the execution plans of all entries or, before the first call, the execution plans under the previous
-        policy."""
+        """Return the execution plans of all entries, or those of the previous policy before the first call."""
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry for a call with this `key`, or None if the call must be recorded.
-
-        If the block, a profile or another block of the kind has a tape for the key, create the entry.
-        """
+        """Return the entry for `key`, with a tape of the block, a profile or another block of the kind, or None to
+        record the call."""
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
     def latest(self, key: CallKey) -> Entry | None:
@@ -132,8 +120,7 @@ class PlanEntries:
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
-        """Return an entry with the tape that was recorded for this `key`, or None. The tape was recorded under another
-        plan of the block, in a profile, or in another block of the kind."""
+        """Return an entry with a tape recorded for `key` under another plan, in a profile or another block, or None."""
         known_shape = self.known_shapes.get(key)
         if known_shape is not None:
             self.recorded[key] = self._entry(known_shape)
@@ -163,9 +150,8 @@ class PlanEntries:
         return entry
 
     def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
-        """Return an entry for `tape`, which was computed from `symbolic_tape` for a size at which no call was recorded.
-        The execution plan of `symbolic_tape.base`, which was recorded, is resized and reused. If the size is too small
-        for one of the codecs, a new execution plan is built for `tape`."""
+        """Return an entry for `tape`, computed from `symbolic_tape` for a size at which no call was recorded. The plan
+        of the recorded base is resized, or a new one built if the size is too small for one of its codecs."""
         base = self.bases.get(symbolic_tape)
         if base is None or base.base is not symbolic_tape.base:
             base = self.bases[symbolic_tape] = self._entry(
@@ -188,9 +174,8 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for the calls with one key (path through the block's code, and sizes). `known_shape` is the
-        record of a call that ran the same operators. If `tape` is None, the entry contains the tape in this record.
-        Otherwise the entry contains `tape`, which was computed for sizes that were not recorded."""
+        """Create the entry for calls that ran the operators of `known_shape`, with its tape, or with `tape` for sizes
+        that were not recorded."""
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_not_replayed(self.name, tape.structure, tape.untrusted)
@@ -204,23 +189,19 @@ class PlanEntries:
         return Entry(known_shape, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
     def fallback_of(self, reason: str) -> str | None:
-        """Return the text that calls which cannot be replayed, because of `reason`, run under torch's checkpoint.
-
-        Return None if the plan itself requires the checkpoint or a plain run, because the calls then follow the plan.
-        """
+        """Return the reason to record for calls that run under torch's checkpoint because of `reason`, or None if the
+        plan itself requires this or a plain run."""
         is_planned = self.plan.is_plain or self.plan.is_checkpointed
         return None if is_planned else f"torch's checkpoint, since {reason}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).
 
-        A choice is the action for one value. If `tape` has the plan's operators, values whose planned choice is
-        impossible are retained. Otherwise, the plan's choices are transferred to the matching values, and every other
-        value gets the choice that needs the least memory.
+        With the plan's operators, values whose planned choice is impossible are retained. Otherwise the plan's choices
+        are transferred to matching values, and others get the choice with the least memory.
 
-        Raise PolicyMismatchError if the tape's operators differ from the operators of the same call in the profile. Do
-        not raise if the block has run the planned operators earlier, because operators may change during training, for
-        example when weights are frozen.
+        Raise PolicyMismatchError if the tape's operators differ from those of the same call in the profile, unless the
+        block has run the planned operators before: operators may change, when weights are frozen for example.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
@@ -261,9 +242,8 @@ class PlanEntries:
 
 
 def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
-    """Return the codec of `value` at the size of the execution plan `sized`, or None if the codec does not support this
-    size. `codec` is the codec of the execution plan `base`, for another size. If both sizes have the same number of
-    channels, `codec` itself is returned, with the outlier channels that it has chosen."""
+    """Return the codec of `value` at the size of `sized`, or None if this size is not supported. With as many channels
+    as in `base`, it is `codec` itself, with the outlier channels that it has chosen."""
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):
         return None

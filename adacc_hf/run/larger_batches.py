@@ -18,11 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class LargerBatches:
-    """Forward hook on a model that warns once, at the first batch that has more elements than the profiled batch.
-
-    A fixed policy is correct at any batch size, but its predicted peak is for one size, so a larger batch may exceed
-    the budget.
-    """
+    """Forward hook that warns once, at the first batch with more elements than the profiled batch: a fixed policy is
+    correct at any size, but its predicted peak is for one."""
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._policy = policy
@@ -53,8 +50,8 @@ class LargerBatches:
             self.remove()
 
     def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
-        """Log the predicted peak of a batch with `ratio` times as many elements as the profiled batch. The prediction
-        assumes that stored bytes grow in proportion to elements. Real stored bytes may grow faster."""
+        """Log the predicted peak of a batch with `ratio` times as many elements. Stored bytes may grow faster than
+        assumed."""
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
         log.warning(

@@ -83,19 +83,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlans:
-    """A policy that is prepared to run: for each block call, by name, the executor that runs the call under its
-    plan."""
+    """A policy that is prepared to run: the executor of each block call, by name."""
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
 
 
 class PolicyHandle:
-    """A policy applied to a model: the model's blocks run under the policy until `remove()`.
-
-    `remove()`, or the end of the `with` block if the handle is used as a context manager, restores the model
-    completely.
-    """
+    """A policy applied to a model until `remove()`, or the end of the `with` block, which restores the model
+    completely."""
 
     def __init__(
         self,
@@ -136,9 +132,7 @@ class PolicyHandle:
             self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
-        """Return the executors for `policy`, for a later `follow`.
-
-        These executors share recorded tapes with the executors in `earlier`, so that blocks need not be recorded again.
+        """Return the executors for `policy`, for a later `follow`. They share recorded tapes with those in `earlier`.
 
         Raise PolicyMismatchError if the policy was made for other blocks.
         """
@@ -156,10 +150,10 @@ class PolicyHandle:
         return BlockPlans(policy, strategies)
 
     def follow(self, plans: BlockPlans | None) -> None:
-        """Run the blocks under `plans`, the result of `prepare`, from the next forward on.
+        """Run the blocks under `plans`, or under torch's checkpoint if None, from the next forward on.
 
-        If `plans` is None, run the blocks under torch's checkpoint. Raise MemoryError if the host memory that the
-        policy needs cannot be allocated. In this case, the blocks keep their earlier plans.
+        Raise MemoryError if the host memory that the policy needs cannot be allocated. The blocks then keep their
+        plans.
         """
         if plans is not None and plans.policy.predicted_host_bytes:
             host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
@@ -171,7 +165,7 @@ class PolicyHandle:
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:
-        """Switch the chunked head (output layer and loss without whole logits) on or off, as the policy requires."""
+        """Switch the chunked head on or off, as the policy requires."""
         if self._head is None and is_on:
             try:
                 self._head = ChunkedHead(self.installation.model)
@@ -194,10 +188,8 @@ class PolicyHandle:
             self._head.remove()
 
     def uncalled(self) -> list[str]:
-        """Return the names of the blocks that never ran under the policy with gradients enabled.
-
-        A block does not run under the policy if, for example, other code has replaced the block's forward.
-        """
+        """Return the names of the blocks that never ran under the policy, because their forward was replaced for
+        example."""
         return self.installation.uncalled()
 
     def __repr__(self) -> str:
@@ -220,17 +212,13 @@ APPLIED = "_adacc_applied"
 
 
 class Applied:
-    """Reference from a model to the policy handle or session that controls the model.
-
-    If the model is copied or pickled, the copy's reference is empty, because no policy is applied to the copy.
-    """
+    """Reference from a model to its policy handle or session. It is empty in a copy or pickle of the model."""
 
     def __init__(self, owner: Any = None, remove: Callable[[], object] | None = None) -> None:
         self.owner, self.remove = owner, remove
 
     @staticmethod
     def forget(model: nn.Module, owner: object) -> None:
-        """Remove the reference from `model` to its policy handle or session, if it refers to `owner`."""
         applied = model.__dict__.get(APPLIED)
         if applied is not None and applied.owner is owner:
             del model.__dict__[APPLIED]
@@ -275,7 +263,7 @@ def remove_policy(model: nn.Module) -> bool:
 
 
 def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise PolicyMismatchError if a block lacks a module that `policy` runs in tiles (some rows at a time)."""
+    """Raise PolicyMismatchError if a block lacks a module that `policy` runs in tiles."""
     for name, index in policy.blocks:
         tiling = policy.plans[index].tiling
         if tiling is None:
@@ -290,9 +278,8 @@ def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> Non
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
-    """Raise PolicyMismatchError if the blocks in the policy do not match `blocks`, the names of the model's blocks. The
-    order may differ, as in CLIP: the policy lists the blocks in the order of the forward, and `blocks` lists them in
-    the order of the modules."""
+    """Raise PolicyMismatchError if the policy is for other blocks. Their order may differ, as in CLIP: a policy has
+    that of the forward, and `blocks` that of the modules."""
     call_names = [name for name, _ in policy.blocks]
     num_calls_by_block = calls_per_block(call_names)
     expected = sorted(call_name(block, i + 1) for block, number in num_calls_by_block.items() for i in range(number))
