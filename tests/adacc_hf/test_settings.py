@@ -1,6 +1,5 @@
 """Rule R1 in the settings that people train in: under random lossless policies, training equals plain training."""
 
-import gc
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -10,10 +9,7 @@ import torch
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.run import entries as entries_module
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.tape import call_key as known_shapes
-from adacc_hf.tape import symbolic_tape
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -521,63 +517,3 @@ def custom_square():
     square.register_fake(torch.empty_like)
     square.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
     return square
-
-
-NUM_STEPS, WARM_UP = 1000, 300
-LENGTHS = range(4, 84)
-"""Lengths of a long run, each of which occurs some dozen times."""
-
-
-def counts_of_steps(model, lengths, batch_of, after):
-    """Return the census at each of the step numbers `after`."""
-    counts = []
-    for step, length in enumerate(lengths):
-        model(**batch_of(length)).loss.backward()
-        model.zero_grad(set_to_none=True)
-        if step in after:
-            counts.append(census())
-    return counts
-
-
-def assert_flat(counts):
-    (bytes_before, objects_before), (bytes_after, objects_after) = counts
-    assert bytes_after <= bytes_before
-    # The cached tapes change over time, but only in their lengths. 2 % covers the interpreter's own caches.
-    assert objects_after <= objects_before * 1.02
-
-
-def in_random_order(lengths, number):
-    order = torch.randint(0, len(lengths), (number,), generator=torch.Generator().manual_seed(0)).tolist()
-    return [lengths[index] for index in order]
-
-
-def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
-    """Live tensor bytes, the number of Python objects and of tapes are the same after warm-up and at the end."""
-    most = 16  # fewer than the number of lengths, so that old tapes are dropped
-    monkeypatch.setattr(symbolic_tape, "MOST_SIZES", most)
-    monkeypatch.setattr(entries_module, "MOST_SIZES", most)
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
-    model = tiny_gpt2(layers=1, width=8, n_positions=128)
-
-    def batch_of(length):
-        ids = torch.ones(1, length, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
-    profile = profile_model(model, batch_of(8), CONFIG)
-    lengths = in_random_order(LENGTHS, NUM_STEPS)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
-        (strategy,) = (function.strategy for function in handle.installation.functions.values())
-        counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
-        assert len(strategy.entries.sized) == most
-        assert len(strategy.entries.recorded) <= most
-        assert len(handle.tape_cache.tapes) <= most + symbolic_tape.ENOUGH_RECORDS
-    assert_flat(counts)
-
-
-def census():
-    """Return (bytes of live tensors, number of Python objects)."""
-    gc.collect()
-    objects = gc.get_objects()
-    tensors = [item for item in objects if type(item) in (torch.Tensor, torch.nn.Parameter) and not item.is_meta]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values()), len(objects)

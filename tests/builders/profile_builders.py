@@ -285,13 +285,6 @@ def bytes_of_step(profile, outcomes):
 
 
 @pytest.fixture(scope="session")
-def every_plan():
-    """`every_plan(kind)`: all plans in which replay recomputes no value from coded values that it must not read. The
-    simulator rejects some of them as infeasible."""
-    return every_plan_of
-
-
-@pytest.fixture(scope="session")
 def profiles():
     """`profiles(num_kinds=1, max_blocks=1)`: a hypothesis strategy of small profiles."""
     return random_profiles
@@ -309,17 +302,6 @@ def tight_profile():
     shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
     kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), held=(1,))
     return make_profile([kind], [0], shared, outside_live_bytes=2)
-
-
-@pytest.fixture
-def wide_profile():
-    """A profile of two blocks in which replaying everything has a higher peak than any other plan."""
-    tape = TapeBuilder()
-    start = tape.value("input", 4)
-    hidden, _ = tape.operator("first", [start], [("hidden", 84), ("left", 80)], 7 / 8, save=[-1])
-    tape.operator("second", [hidden], [("wide", 64), ("right", 12)], 1 / 8, save=[-1])
-    kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), block_actions=(BlockAction.PLAIN,))
-    return make_profile([kind], [0, 0], gradient_bytes=45)
 
 
 def in_all_blocks(profile, options):

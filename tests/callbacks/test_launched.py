@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 from forked_runs import run_forked
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.files import POLICY_FILE
-from adacc_hf.artifacts.policy import Policy
 from adacc_hf.callbacks import AdaccCallback, AdaccTrainerMixin
 from adacc_hf.callbacks.launched import add_adacc_callback
 
@@ -117,60 +114,6 @@ def test_python_trains_as_by_hand(script: Path) -> None:
 def test_torchrun_trains_as_by_hand(script: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert_equal_to_by_hand(script, launcher, num_ranks=2)
-
-
-def test_trl_sft_trains_as_plain(tmp_path: Path) -> None:
-    """TRL's command takes no callbacks, and trains in a process that `accelerate launch` starts."""
-    pytest.importorskip("trl", reason="the peers' extra installs trl")
-    save_model_and_texts(tmp_path)
-    options = {
-        "model_name_or_path": "model",
-        "dataset_name": "data",
-        "max_steps": "4",
-        "save_steps": "4",
-        "logging_steps": "1",
-        "per_device_train_batch_size": "2",
-        "report_to": "none",
-        "use_cpu": "true",
-        "bf16": "false",
-        "gradient_checkpointing": "false",
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    states = []
-    for name, prefix in (("plain", ()), ("launched", (*ADACC, *OPTIONS))):
-        process = run(tmp_path, *prefix, "trl", "sft", *words, "--output_dir", name)
-        assert process.returncode == 0, process.stderr
-        assert process.stderr.count(f"adacc run: SFTTrainer {LINE}") == (1 if prefix else 0)
-        checkpoint = tmp_path / name / "checkpoint-4"
-        logs = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-        figures = [(record["loss"], record["grad_norm"]) for record in logs if "loss" in record]
-        states.append((figures, (checkpoint / "model.safetensors").read_bytes()))
-    assert len(states[0][0]) == 4
-    assert states[0] == states[1]
-    assert Policy.load(tmp_path / "launched" / POLICY_FILE).action_counts()["recompute"] > 0
-
-
-def save_model_and_texts(folder: Path) -> None:
-    """Save a model with its tokenizer, and a data set."""
-    words = ["<pad>", "<eos>", *(f"w{number}" for number in range(95))]
-    whole_words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    whole_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole_words, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder / "model")
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        vocab_size=97,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    (folder / "data").mkdir()
-    texts = [{"text": " ".join(words[2 + row : 34 + row])} for row in range(16)]
-    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
 
 
 def test_a_refused_training_ends_with_its_own_error(tmp_path: Path) -> None:

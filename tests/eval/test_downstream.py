@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from adacc_hf.cli import main
-from adacc_hf.eval import downstream
 from adacc_hf.eval.downstream import weights_digest
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.zero_shot import load_model, score
@@ -51,31 +50,6 @@ def test_a_limited_run_says_so(command: list[str], tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "LIMITED to the first 1 rows of each task" in printed
     assert "1 of 2" in printed
-
-
-def test_a_run_that_was_cut_short_goes_on(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored_tasks = []
-
-    def interrupted(model: Any, task: Any, limit: int | None) -> Any:
-        if len(scored_tasks) == 2:
-            raise KeyboardInterrupt
-        scored_tasks.append(task.config.task)
-        return score(model, task, limit)
-
-    monkeypatch.setattr(downstream, "score", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(command)
-    assert record(tmp_path)["meta_info"]["status"] == "running"
-    assert scored_tasks == list(PAPER_TASKS[:2])
-
-    monkeypatch.setattr(
-        downstream,
-        "score",
-        lambda *score_arguments: scored_tasks.append(score_arguments[1].config.task) or score(*score_arguments),
-    )
-    assert main(command) == 0
-    assert scored_tasks == list(PAPER_TASKS)
-    assert list(record(tmp_path)["results"]) == list(PAPER_TASKS)
 
 
 def test_other_rows_are_scored_anew(command: list[str], data_dir: Path, tmp_path: Path) -> None:

@@ -47,26 +47,6 @@ def test_a_red_gate_is_the_exit_status(tmp_path: Path) -> None:
     assert record["train_info"]["adacc_over"] == {}
 
 
-def test_a_cut_run_completes_the_same_table(tmp_path: Path) -> None:
-    calls = []
-
-    def count_calls(function, order: dict, timeout_s: float) -> dict:
-        if len(calls) == 5:
-            calls.append("killed")
-            raise KeyboardInterrupt
-        calls.append(order["method"])
-        return invented_point(function, order, timeout_s)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "--methods", *SPEEDS, points=count_calls)
-    _, resumed, table = run(tmp_path, "--methods", *SPEEDS, points=count_calls)
-    assert len(calls) == 12 + 1
-    whole_folder = tmp_path / "whole"
-    _, uninterrupted, expected = run(whole_folder, "--methods", *SPEEDS)
-    assert table == expected
-    assert resumed["train_info"] == uninterrupted["train_info"]
-
-
 def test_a_tiny_model_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--preset", "demo", "--tokens", "32", "--batches", "1", "--methods", "none", "full", "--rounds", "1"]
     assert throughput.main([*argv, "--clock", "cpu", "--output", str(tmp_path / "t.json")], run_here) == 0

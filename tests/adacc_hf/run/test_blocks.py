@@ -383,13 +383,16 @@ def test_the_models_own_checkpointing_is_named(plain_model):
         profile_model(model, {"x": torch.randn(2, 8)}, LAYERS)
 
 
-def test_a_second_policy_takes_the_place_of_the_first(plain_model, run_steps, assert_same_steps):
+def test_a_second_policy_takes_the_place_of_the_first_and_says_so(plain_model, run_steps, assert_same_steps, caplog):
     batch = {"x": torch.randn(2, 8)}
     plain = run_steps(plain_model, batch)
     profile = profile_model(plain_model, batch, LAYERS)
     with apply_policy(plain_model, uniform_policy(profile, "recompute"), LAYERS):
         assert_same_steps(run_steps(plain_model, batch), plain)
+        message = "Adacc: this policy replaces the policy or the session that was applied to the model before"
+        assert message not in caplog.messages
         second = apply_policy(plain_model, uniform_policy(profile, "retain"), LAYERS)
+        assert caplog.messages.count(message) == 1
         assert_same_steps(run_steps(plain_model, batch), plain)
         assert profile_model(plain_model, batch, LAYERS).blocks == profile.blocks
     assert_same_steps(run_steps(plain_model, batch), plain)

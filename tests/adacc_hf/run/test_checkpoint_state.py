@@ -103,15 +103,6 @@ def checkpointed(toy_model, toy_batch, forward):
 
 
 @pytest.mark.parametrize("forward", SEEN_CHANGES)
-def test_state_changes_as_in_plain_training(toy_model, toy_batch, run_steps, assert_same_steps, forward):
-    batch = toy_batch()
-    plain = run_steps(toy_model(forward, setup=setup), batch, num_steps=6)
-    model, handle = checkpointed(toy_model, toy_batch, forward)
-    with handle:
-        assert_same_steps(run_steps(model, batch, num_steps=6), plain)
-
-
-@pytest.mark.parametrize("forward", SEEN_CHANGES)
 def test_state_changes_in_a_session_as_in_plain_training(toy_model, toy_batch, forward):
     """In the first step too, which runs under torch's checkpoint."""
     batch, weights = toy_batch(), []

@@ -429,18 +429,3 @@ def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, t
     with apply_policy(model, policy):
         for _ in range(3):
             assert_equal(two_shapes(), plain)
-
-
-def test_a_policy_that_replaces_another_says_so(tiny_gpt2, token_batch, caplog):
-    model = tiny_gpt2()
-    policy = uniform_policy(profile_model(model, token_batch()), "recompute")
-    first = apply_policy(model, policy)
-    assert not caplog.messages
-    second = apply_policy(model, policy)
-    assert caplog.messages == [
-        "Adacc: this policy replaces the policy or the session that was applied to the model before"
-    ]
-    first.remove()  # the first handle has no effect any more
-    assert second.installation.modules
-    second.remove()
-    assert not second.installation.modules

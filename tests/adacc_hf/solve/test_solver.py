@@ -5,8 +5,9 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from profile_builders import SLOW_EXAMPLES, bytes_of_step, every_outcome_of
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
@@ -17,10 +18,7 @@ from adacc_hf.solve import linear_program
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy, quick_least_policy, solve_policy
 
-# Each example solves several programs.
-SOLVING = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+SOLVING = settings(max_examples=40, **SLOW_EXAMPLES)
 MS_ROUNDING = 1e-9
 """Tolerance for sums of fewer than 10^4 terms of the order of 1 ms, each with a relative error of 1e-16."""
 
@@ -29,28 +27,12 @@ ROUGHLY = 1.01
 small blocks that took 0.5 % longer."""
 
 
-def every_outcome(every_plan, kind):
-    """Return the simulator's outcome of every feasible plan."""
-    for plan in every_plan(kind):
-        try:
-            yield run_block(kind, plan)
-        except ValueError:
-            continue
-
-
-def stored_of_one_block(profile, outcome):
-    fixed = profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
-    read = sum(profile.shared[i].nbytes for i in outcome.shared if not profile.shared[i].saved)
-    return fixed + read + outcome.stored_bytes
-
-
 @SOLVING
 @given(data=st.data())
-def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, every_plan, data):
+def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, data):
     profile = data.draw(profiles())
     points = [
-        (stored_of_one_block(profile, outcome), outcome.overhead_ms)
-        for outcome in every_outcome(every_plan, profile.kinds[0])
+        (bytes_of_step(profile, [outcome]), outcome.overhead_ms) for _, outcome in every_outcome_of(profile.kinds[0])
     ]
     sizes = sorted({nbytes for nbytes, _ in points})
     # The program of a block does not know the bytes of a shared tensor that a replay reads.
@@ -249,12 +231,6 @@ def test_an_impossible_peak_names_the_least_one_and_where_it_is(gpt2_like_profil
     )
 
 
-@pytest.mark.parametrize("budget", [0, 0.0, -5, 1.5, True, "20 apples", None.__class__])
-def test_a_budget_in_no_known_form_is_refused(gpt2_like_profile, budget):
-    with pytest.raises(ValueError, match="memory_budget="):
-        solve_policy(gpt2_like_profile(num_blocks=2), budget)
-
-
 def test_facts_go_into_a_policy_file(gpt2_like_profile, tmp_path):
     policy = solve_policy(gpt2_like_profile(num_blocks=1), 0.5)
     policy.save(tmp_path / "policy.json")
@@ -289,7 +265,3 @@ def test_the_least_peak_is_that_of_all_policies_that_any_budget_finds(tight_prof
     with pytest.raises(InfeasibleBudgetError) as error:
         solve_policy(tight_profile, least - 1)
     assert error.value.smallest_budget_bytes == least
-
-
-def choices_of(policy):
-    return [choice for plan in policy.plans for _, choice in plan.choices]
