@@ -58,7 +58,7 @@ def test_a_model_without_a_large_head_has_a_lower_floor_and_is_no_slower_above_i
     assert error.value.smallest_budget_bytes == floor
     assert pickle.loads(pickle.dumps(error.value)).bound_bytes == bound
     most_ms = solve_policy(profile, floor).predicted_overhead_ms
-    budgets = [floor + (recomputing.predicted_peak_bytes - floor) * i // 3 for i in range(10)]
+    budgets = [floor + (recomputing.predicted_peak_bytes - floor) * i // 3 for i in (0, 1, 3, 9)]
     for budget in budgets:
         policy = solve_policy(profile, budget)
         assert policy.predicted_peak_bytes <= budget

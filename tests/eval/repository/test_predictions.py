@@ -82,6 +82,7 @@ def test_the_range_of_a_plan_holds_eight_of_ten_measurements():
     assert max(row.context_bytes for row in rows().values()) == CONTEXT_BYTES
 
 
+@pytest.mark.nightly
 def test_rows_groups_and_speeds_are_told(printed):
     text, record, output = printed()
     check_record(record)
@@ -98,6 +99,7 @@ def test_rows_groups_and_speeds_are_told(printed):
     assert cells(speeds, "torchtitan 13B, every second block")[3:] == expected
 
 
+@pytest.mark.nightly
 def test_the_held_out_half_is_not_predicted_while_mending(printed):
     row_names = []
 
