@@ -36,11 +36,6 @@ COMPUTED_IN = {
 }
 """Dtype of the matrix products for each value of the option --dtype."""
 
-_NOT_PLANNED = {
-    "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit",
-}
-"""Options that `adacc plan` refuses, each with the reason and advice."""
-
 
 def add_parser(commands: Any) -> None:
     """Add `plan` to the commands of `adacc`."""
@@ -109,7 +104,8 @@ def add_parser(commands: Any) -> None:
     more.add_argument(
         "--load-in-4bit",
         action="store_true",
-        help="weights of bitsandbytes' 4 bits, for --peft lora (default: as the config's quantization_config says)",
+        help="weights of bitsandbytes' 4 bits, for --peft lora (default: as the config's quantization_config says). "
+        "Weights of 8 bits are not planned",
     )
     more.add_argument(
         "--accumulate",
@@ -133,8 +129,6 @@ def add_parser(commands: Any) -> None:
     )
     more.add_argument("--json", action="store_true", help="print one JSON record")
     more.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
-    for option in _NOT_PLANNED:
-        parser.add_argument(option, nargs="?", const=True, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -222,9 +216,6 @@ _RANGES = {
 
 def _convert_options(arguments: argparse.Namespace) -> None:
     """Check the options, and replace sizes by bytes. `arguments.sharding` is the sharding of all options for it."""
-    for option, reason in _NOT_PLANNED.items():
-        if _value_of(arguments, option) is not None:
-            raise ValueError(f"{option}: {reason}")
     if arguments.device != "cpu":  # whose rates are measured
         find_device(arguments.device).check_dtype(COMPUTED_IN[arguments.dtype])
     check_optimizer(arguments.optimizer)

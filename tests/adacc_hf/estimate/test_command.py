@@ -39,7 +39,6 @@ REFUSED = {
     "modules to save": ("--modules-to-save lm_head", "--modules-to-save needs --peft lora: pass both"),
     "4 bits": ("--load-in-4bit", "--load-in-4bit needs --peft lora: pass both"),
     "4 bits in parts": ("--load-in-4bit --peft lora --fsdp 2", "--fsdp is not planned with weights of 4 bits: choose"),
-    "8 bits": ("--load-in-8bit", "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
     "images of a language model": ("--images 1", "--images: GPT2Config has no vision tower"),
     "host memory without unit": (
         "--host-memory 64",
