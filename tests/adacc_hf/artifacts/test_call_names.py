@@ -196,14 +196,6 @@ def test_what_a_later_call_reads_of_autocasts_cache_can_be_replayed_from(cast_ca
     )
 
 
-def test_policies_with_every_call_are_saved_and_loaded(pairs, tmp_path, run_steps, assert_same_steps):
-    pairs.random(3).save(tmp_path / "policy.json")
-    policy = Policy.load(tmp_path / "policy.json")
-    assert policy == pairs.random(3)
-    with apply_policy(pairs.model, policy, pairs.config):
-        assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
-
-
 # Steps that differ from the profiled one
 
 
@@ -306,14 +298,6 @@ def test_an_exception_in_the_middle_of_a_step(pairs, call_names, run_steps, asse
     assert call_names == [FIRST, *[FIRST, SECOND] * 3] * 2
 
 
-def test_a_step_may_be_begun_anew(pairs, handle, call_names):
-    cached_casts = pairs.model(input_ids=pairs.batch["text"]).last_hidden_state
-    handle.installation.begin_step()
-    again = pairs.model(input_ids=pairs.batch["text"]).last_hidden_state
-    assert call_names == [FIRST, FIRST]
-    assert cached_casts.shape == again.shape
-
-
 # State left behind
 
 
@@ -330,16 +314,6 @@ def test_nothing_is_left_on_model_and_graph(pairs):
     loss.backward()
     assert handle.uncalled() == []
     pairs.model.zero_grad()
-
-
-def test_blocks_that_are_called_once_get_no_hooks(tiny_gpt2, token_batch):
-    model, outputs = tiny_gpt2(), []
-    policy = uniform_policy(profile_model(model, token_batch(), AdaccConfig(min_compress_bytes=0)), "recompute")
-    model.transformer.h[0].register_forward_hook(lambda *call: outputs.append(call[-1]))
-    with apply_policy(model, policy) as handle:
-        model(**token_batch()).loss.backward()
-        assert not outputs[0]._backward_hooks
-        assert list(handle.installation.functions) == list(handle.installation.blocks)
 
 
 def test_a_policy_for_more_or_fewer_calls_may_follow(pairs, run_steps, assert_same_steps):

@@ -127,12 +127,6 @@ def test_a_setting_that_contradicts_exact_is_named(settings, message):
         AdaccConfig(exact=True, **settings)
 
 
-def test_overrides_are_checked_like_the_rest():
-    assert AdaccConfig().with_overrides(tracking=32).tracking == 32
-    with pytest.raises(ValueError, match="tracking=-24 must be"):
-        AdaccConfig().with_overrides(tracking=-24)
-
-
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [

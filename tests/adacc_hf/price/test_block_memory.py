@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, TrackedTensor, measure_block
+from adacc_hf.price.block_memory import RepeatedCall, TrackedTensor, measure_block
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShapes
@@ -71,15 +71,6 @@ def test_nothing_of_the_model_changes(recorded, overwrites):
     measure_block(*calls, tape, frozenset(), Measurement(), False)
     assert all(map(torch.equal, tensors, before))
     assert all(parameter.grad is None for parameter in block.parameters())
-
-
-def test_more_bytes_count_at_every_event(recorded):
-    calls, tape, _ = recorded(Block())
-    memory = measure_block(*calls, tape, frozenset(), Measurement(), False)
-    more = memory.with_more(10, 100)
-    assert {b.extra_bytes - a.extra_bytes for a, b in zip(memory.forward, more.forward, strict=True)} == {10}
-    assert {b.entry_bytes - a.entry_bytes for a, b in zip(memory.backward, more.backward, strict=True)} == {100}
-    assert BlockMemory().with_more(10, 100) == BlockMemory()
 
 
 def test_a_tracked_tensor_dies_before_it_says_so():

@@ -33,19 +33,6 @@ def test_prices_come_back_for_exactly_their_key(store):
         assert store.get(replace(KEY, **{field.name: "other"})) is None, field.name
 
 
-def test_the_last_prices_of_a_key_stand(store):
-    store.put(KEY, "GPT2Block", PRICES)
-    store.put(KEY, "GPT2Block", {"operators": [], "activations": []})
-    (row,) = store.list()
-    assert row.prices["operators"] == []
-
-
-def test_reading_makes_no_file(store):
-    assert store.list() == []
-    assert store.clear() == 0
-    assert not store.folder.parent.exists()
-
-
 WRITER = """
 import sys
 from dataclasses import replace
@@ -90,12 +77,6 @@ def test_prices_of_which_the_digest_alone_is_the_same_are_not_taken(store, monke
     store.put(KEY, "GPT2Block", PRICES)
     assert store.get(KEY).prices == PRICES
     assert store.get(replace(KEY, tape="other")) is None
-
-
-def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        ProfileCache(tmp_path / "file" / "profiles").put(KEY, "GPT2Block", PRICES)
 
 
 def test_the_folder_is_where_caches_are(monkeypatch, tmp_path):
