@@ -170,8 +170,7 @@ class BlockWalk:
         return events
 
     def _deaths(self, events: Sequence[_BackwardEvent]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the event after which each root, and each replayed or decoded value, is freed. Infinity is the end of
-        the block's backward."""
+        """Return the event after which each root, and each replayed or decoded value, is freed (infinity: the end)."""
         releases = {event.released: number for number, event in enumerate(events) if event.released is not None}
         root_death: dict[int, float] = {}
         for slot, (roots, _) in self.closures.items():

@@ -80,8 +80,7 @@ def _float_hint(value: float, largest_fraction: float) -> str:
 
 
 def _text_hint(text: str, largest_fraction: float) -> str:
-    """Return a hint for the error message about text that is not a size: a percentage, or a number such as "1e9" or
-    "0,5"."""
+    """Return a hint for the error message about text that is not a size: "50%", or a number such as "1e9" or "0,5"."""
     percent = _PERCENT.fullmatch(text)
     if percent is not None:
         fraction = float(percent.group(1)) / 100

@@ -47,8 +47,7 @@ REACTIONS = ("warn", "error")
 
 
 def _named_settings(config_class: type[T]) -> type[T]:
-    """Make the constructor of `config_class` raise a helpful TypeError for a positional argument or an unknown
-    setting."""
+    """Make the constructor of `config_class` raise a helpful TypeError for positional or unknown settings."""
     init = config_class.__init__
 
     @wraps(init)
@@ -219,8 +218,7 @@ class AdaccConfig:
         return TILE in self.actions and self.max_error != 0
 
     def for_rows(self, num_rows: int) -> AdaccConfig:
-        """Return the config for a micro-batch of `num_rows` tokens, without "tile" if they are too few to run in
-        tiles."""
+        """Return the config for a micro-batch of `num_rows` tokens: without "tile" if they are too few."""
         if TILE not in self.actions or most_tiles(num_rows):
             return self
         return replace(self, actions=tuple(name for name in self.actions if name != TILE))

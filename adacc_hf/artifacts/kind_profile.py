@@ -1,5 +1,4 @@
-"""Profile of one kind of block: saved tensors, operators, events of memory, and the cost of each action, without
-torch."""
+"""Profile of one kind of block: saved tensors, operators, events of memory, and costs of actions, without torch."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Value:
     activation: bool
     """True if a policy has an action for the value: a value that only this block saves, or the block input."""
     shared: int | None
-    """Index into `Profile.shared` of an input that other blocks or the caller also hold, which is always live. Else
-    None."""
+    """Index into `Profile.shared` of an input that others also hold, so that it is always live, or None."""
     recomputable: bool
     """True if replay from stored values gave the original bits. Replay recomputes no other values (rule R7)."""
     role: str
@@ -84,8 +82,7 @@ class Value:
     that another block or the rest of the model holds."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
-    """Index of an earlier activation with the same bits, which backward reads if the value is to be recomputed, or
-    None."""
+    """Index of an earlier activation with the same bits, which backward reads instead of recomputing, or None."""
     replay_error: float = 0.0
     """Largest relative error in an operator's gradient if the value is recomputed from lossily stored activations."""
     taken_after: int = 0
@@ -203,8 +200,7 @@ class KindProfile:
     """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
     if no operator can be replayed. Collectives must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of saved casts that an earlier call computed. The second forward of torch's checkpoint computes them
-    again."""
+    """Bytes of saved casts of an earlier call, which a second forward computes again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     host_link: HostLink | None = None
@@ -312,8 +308,7 @@ class KindProfile:
         return (*record.codecs, *(link.moved(option) for option in (unencoded, *record.codecs)))
 
     def codec_option(self, value: int, choice: Choice) -> CodecOption:
-        """Return the cost of compressing `value` with the codec of `choice`. Raises ValueError if it was not
-        measured."""
+        """Return the cost of the codec of `choice` for `value`. Raises ValueError if it was not measured."""
         for option in self.codec_options(value):
             if (option.codec, option.options) == (choice.codec, choice.options):
                 return option

@@ -32,8 +32,7 @@ class Outcome:
     timeline: tuple[tuple[str, int], ...]
     """Sequence of (label of the part of the step, live bytes), one for each simulated moment, in order."""
     host_bytes: int = 0
-    """Peak of the bytes in host memory: the sum over all blocks, because backward frees no payload before all are
-    stored."""
+    """Peak of the bytes in host memory: the sum over all blocks, as no payload is freed before all are stored."""
 
     @cached_property
     def peak_label(self) -> str:
@@ -91,8 +90,7 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes of the rest of the step while block `index`, with this `outcome`, runs: in its forward, and
-        its backward."""
+        """Return the bytes of the rest of the step in forward and backward of block `index`."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
@@ -121,8 +119,7 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
 
 
 def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
-    """Return (label, live bytes) of each moment of a step, in order: forward, head and loss, backward, the rest of the
-    backward, and the optimizer."""
+    """Return (label, live bytes) of each moment of a step, from the forward to the optimizer, in order."""
     earlier = EarlierBlocks()
     points: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []

@@ -32,8 +32,7 @@ COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
-"""Placeholder for the tape's digest in the plan of an idle block (`adacc_hf/price/idle_blocks.py`), which has no
-actions."""
+"""Placeholder for the tape's digest in the plan of an idle block (`price/idle_blocks.py`), which has no actions."""
 
 Place = tuple[int | str, ...]
 """Place of a tensor among the arguments of a call: the argument's position or name, then the keys into containers."""
@@ -113,8 +112,7 @@ class Plan:
     places: tuple[tuple[int, Place], ...] = ()
     """(value index, argument place) of each compressed input of a checkpointed block."""
     tiling: Tiling | None = None
-    """Tiles in which modules of the block run, or None. With tiles, `kind` is the digest of the tape recorded in
-    tiles."""
+    """Tiles in which modules of the block run, or None. `kind` is the digest of the tape in tiles."""
 
     @property
     def is_idle(self) -> bool:
@@ -228,8 +226,7 @@ class Policy:
         )
 
     def describe_actions(self) -> str:
-        """Return text with the number of blocks and activations for each action. Masks stored as bits are counted
-        separately."""
+        """Return text with the number of blocks and activations for each action, and of masks as bits."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         num_host = sum(map(is_on_host, self._codecs()))

@@ -230,8 +230,7 @@ class Profile:
         return block.kind if plan.tiling is None or tiled is None else tiled
 
     def kinds_of(self, block: BlockProfile) -> tuple[int, ...]:
-        """Return the indices, in `kinds`, of the kinds that `block` may have: without tiles and, if profiled, with
-        tiles."""
+        """Return the indices, in `kinds`, of the kinds that `block` may have: without and with tiles."""
         tiled = self.kinds[block.kind].tiled
         return (block.kind,) if tiled is None else (block.kind, tiled)
 

@@ -18,8 +18,7 @@ MIN_TILE_ROWS = 512
 MEASURED_TILES = 2
 """Number of tiles with which memory is measured. A run with one tile would need no sums of gradients."""
 PASSES_PER_TILE = 4
-"""Launches of each tile's operators in a step, as a multiple of one forward's: 2 forwards, and about 2 for the
-backward."""
+"""Launches of each tile's operators in a step, as a multiple of one forward's (2 forwards, 2 for the backward)."""
 
 Line = tuple[float, float]
 """Straight line of bytes over rows, as (bytes at 0 rows, bytes per row)."""
@@ -56,15 +55,13 @@ class ModuleTiles:
     is_backward_only: bool = False
     """True if only the module's backward runs in tiles."""
     operators: tuple[int, ...]
-    """Operators of this module in the kind, with times of one forward: one stands for the module if its forward runs in
-    tiles."""
+    """Operators of this module in the kind: one stands for the module if its forward runs in tiles."""
     num_operators: int
     """Number of operators that each tile launches in one forward."""
     num_rows: int
     """Number of rows of the module's input: tokens, or a multiple of them (a norm of each head)."""
     forward: tuple[Line, ...]
-    """Memory of one tile's forward at each moment, without input and result. Empty if the forward does not run in
-    tiles."""
+    """Memory of one tile's forward at each moment, without input and result. Empty without forward tiles."""
     backward: tuple[Line, ...]
     """Memory of the backward of one tile at each of its moments, without gradients of input, result and parameters."""
 

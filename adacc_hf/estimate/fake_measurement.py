@@ -34,7 +34,6 @@ from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import (
     OUTLIER_SHARE,
-    assumed_outliers,
     codec_candidates,
     make_codec,
     outlier_codecs,
@@ -96,8 +95,10 @@ class FakeMeasurement(Measurement):
         return obtainable_values(tape, exact, tape.saved_values())
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+        if not config.outliers:
+            return {}
         channels = {v: encode_view(tape, v).geometry[0][-1] for v in outlier_codecs(tape, config)}
-        return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
+        return {value: math.ceil(self.outlier_share * number) for value, number in channels.items()}
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         codecs = {

@@ -1,2 +1,1 @@
-"""Profiling of a model. Blocks are recorded, operators and codecs are timed, and peaks of memory are measured and
-predicted. Measurements are cached."""
+"""Profiling of a model: recorded blocks, cached times of operators and codecs, and peaks of memory."""

@@ -47,8 +47,7 @@ def assemble(
     names = [block.name for block in recording.blocks]
 
     def fields_of_head(layout: StepLayout) -> dict[str, Any]:
-        """Return the fields of a profile that depend on the head (output layer and loss). `layout` is the memory of a
-        step with this head."""
+        """Return the fields of a profile that depend on the head, for the memory `layout` of a step."""
         return {
             "outside_stored_bytes": layout.outside_stored_bytes - saved_shared_bytes,
             "outside_peak_bytes": static_bytes + layout.outside_peak_bytes,

@@ -79,6 +79,5 @@ class TrainingStep:
                 raise ValueError(f"{name}={value!r} must be an int of at least {minimum}")
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
-        """Return the bytes of all batches on the device except the profiled batch, if each batch takes
-        `batch_bytes`."""
+        """Return the bytes of all batches on the device but the profiled one, if each takes `batch_bytes`."""
         return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

@@ -67,8 +67,7 @@ class RepeatedCall:
 
     @staticmethod
     def of_graph(graph: Callable[..., Any], inputs: Sequence[Any], num_results: int, overwrites: bool) -> RepeatedCall:
-        """Return a call that runs a traced `graph`, whose first `num_results` results require gradients. `overwrites`
-        is True if the call writes to an input."""
+        """Return a call that runs a traced `graph`, whose first `num_results` results require gradients."""
         return RepeatedCall(lambda leaves: graph(*map(leaves.of, inputs)), num_results, overwrites)
 
     @staticmethod
@@ -126,8 +125,7 @@ class RepeatedCall:
 
 @contextmanager
 def _computed_tensors_as_leaves(block: nn.Module, leaves: _Leaves) -> Iterator[None]:
-    """Replace tensors with a graph in attributes of modules (FSDP's views of gathered parameters) by leaves
-    meanwhile."""
+    """Replace tensors with a graph in modules (FSDP's views of gathered parameters) by leaves meanwhile."""
     attributes = [
         (vars(module), name, value)
         for module in block.modules()
@@ -152,8 +150,7 @@ class _Leaves:
         self.made: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """Return the leaf for a tensor that requires a gradient, a clone if the call writes to an input, else
-        `value`."""
+        """Return the leaf for a tensor that requires a gradient (a clone if the call overwrites it), else `value`."""
         if id(value) not in self.made:
             self.made[id(value)] = self._make(value)
         return self.made[id(value)]
@@ -281,8 +278,7 @@ class _Slots:
         self._numbers = iter(range(len(tape.slots)) if numbers is None else numbers)
 
     def next(self, tensor: torch.Tensor) -> tuple[int, int, bool]:
-        """Return (slot, value, True if the value is new) of the next saved tensor. The slot is -1 if it is not on the
-        tape."""
+        """Return (slot, or -1 if it is not on the tape, value, True if the value is new) of the next saved tensor."""
         slot = next(self._numbers)
         value = self.values[slot] if slot >= 0 else -1
         is_new = value >= 0 and value not in self.storages

@@ -27,8 +27,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convoluti
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """Relative L2 errors of operators' gradients, by the saved value that an inexact tensor replaces: the largest error
-    among the operators that saved the value."""
+    """Largest relative L2 error of operators' gradients, by the saved value that an inexact tensor replaces."""
 
     codecs: dict[tuple[int, str], float] = field(default_factory=dict)
     """Gradient error if a codec stores the value, keyed by (value index, codec name)."""
@@ -98,13 +97,11 @@ def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
 
 
 class _StandIns:
-    """Inexact tensors that may replace a recorded block's saved tensors: decoded tensors, and tensors recomputed from
-    decoded activations, operator by operator."""
+    """Inexact tensors that may replace a recorded block's saved tensors: decoded, or recomputed from decoded ones."""
 
     def __init__(self, tape: Tape, recorded: Environment, codecs: Mapping[int, Sequence[Codec]]) -> None:
         self.recomputed: dict[int, torch.Tensor] = {}
-        """Recomputed tensors of saved values. A tensor is freed after the last operator that may have saved its
-        value."""
+        """Recomputed tensors of saved values, until the last operator that may have saved the value."""
         self._tape = tape
         self._recorded = recorded
         self._codecs = {
@@ -198,8 +195,7 @@ class _ProductBackward:
         self._factors = {value: bases[value] for value in operator.inputs()}
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of `replacement`, which is the gradient's error, or 0 if `value` is not a
-        factor."""
+        """Return the relative L2 error of `replacement`, which is the gradient's, or 0 if it is no factor."""
         return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 
 
@@ -244,8 +240,7 @@ class _OperatorBackward:
         return tensor
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of the gradients with `replacement` as the saved tensor of `value`, or 0 if not
-        saved."""
+        """Return the relative L2 error of the gradients with `replacement`, or 0 if `value` is not saved."""
         if value not in self._saved:
             return 0.0
         self._replacements[self._saved[value]] = replacement

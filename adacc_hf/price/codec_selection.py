@@ -1,9 +1,8 @@
-"""Selection of codecs for each activation by its role (Adacc paper, section 3.2), with costs measured on recorded
+"""Selection of codecs by the role of an activation (Adacc paper, section 3.2), with costs measured on recorded
 tensors."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -76,11 +75,6 @@ def make_codec(name: str, num_outliers: int) -> Codec:
     return get_codec(name, **({"num_outliers": num_outliers} if codec_type(name).keeps_outliers else {}))
 
 
-def assumed_outliers(channels: int, config: AdaccConfig, share: float) -> int:
-    """Return the number of outliers to assume among `channels` channels without data."""
-    return math.ceil(share * channels) if config.outliers else 0
-
-
 def codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
@@ -111,8 +105,7 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor) -> Codec:
 def precise_codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Measure the 8-bit codec (`precise_codec`) on each of `values` that it supports. Return {} if the settings name
-    codecs."""
+    """Measure the 8-bit codec (`precise_codec`) on each of `values`. Return {} if the settings name codecs."""
     options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), get_codec(precise_codec())
@@ -228,8 +221,7 @@ def _may_encode(codec: type[Codec], role: str) -> bool:
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:
-    """Return True if a value is computed from parameters alone (autocast's cast, a transposed copy). Never compressed
-    (rule R4)."""
+    """Return True if a value is computed from parameters alone. It is never compressed (rule R4)."""
     producer = tape.values[value].producer
     if producer is None:
         return tape.is_module_state(value)

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prices:
-    """Measured times of a block's operators, and the codecs of its activations with their costs. Blocks with equal
-    tapes share one object."""
+    """Measured times of a block's operators, and the codecs of its activations. Equal tapes share one object."""
 
     operator_ms: list[float]
     operator_bytes: list[int]

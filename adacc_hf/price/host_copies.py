@@ -32,8 +32,7 @@ def free_bytes_for(model: nn.Module) -> int:
 
 
 def common_host_limit(config: AdaccConfig, model: nn.Module) -> int:
-    """Return the least of all ranks' limits on payloads of `model` in host memory, in bytes. All ranks must call
-    this."""
+    """Return the least of all ranks' limits in bytes on payloads in host memory. All ranks must call this."""
     if config.host_memory is None:
         return 0
     return min(gather_from_all_ranks(config.host_limit(free_bytes_for(model))))

@@ -18,8 +18,7 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 
 
 class KindProfileBuilder:
-    """Builder of the profile of one kind of block, from its recorded blocks, without the memory of forward and
-    backward."""
+    """Builder of the profile of one kind of block from its recorded blocks, without memory events."""
 
     def __init__(
         self, group: Sequence[RecordedBlock], shared_tensors: SharedTensors, prices: Prices, config: AdaccConfig
@@ -43,8 +42,7 @@ class KindProfileBuilder:
         input_values = {value.index for value in self.tape.values if self.tape.is_block_input(value.index)}
         own_values = {value for value in storable_values(self.tape) if self.shared_records.get(value) is None}
         self.activations = own_values & (self.saved_values | input_values)
-        """Values that the block may store for backward. Values that only `dead_slots` saved are left out, because
-        autograd frees them before backward."""
+        """Values that the block may store for backward, without those that autograd frees before."""
         self.held_values = held_values
         self.optional = self.activations - held_values
         """Activations that a policy may compress or recompute. Values that code outside the block holds, such as an
@@ -118,8 +116,7 @@ class KindProfileBuilder:
         return index in self.optional and is_large and is_own and record.is_encodable
 
     def _place(self, index: int) -> Place:
-        """Return the place of the value among a call's arguments, such as (0,), or () if a codec cannot encode it
-        there."""
+        """Return the place of the value among a call's arguments, or () if a codec cannot encode it there."""
         record = self.tape.values[index]
         if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
             return ()
@@ -131,8 +128,7 @@ class KindProfileBuilder:
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the earlier activation with equal bits that replay reads instead (as `ExecutionPlan` does), or
-        None."""
+        """Return the earlier activation with equal bits that replay reads (as `ExecutionPlan`), or None."""
         equal_value = self.tape.equal.get(index)
         may_be_left_out = index in self.recomputable and (
             index in self.optional or index not in self.tape.saved_values()
@@ -164,7 +160,6 @@ class KindProfileBuilder:
 
 
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
-    """Return the actions allowed for a whole block. Torch's checkpoint must repeat every operator bit by bit (rule
-    R7)."""
+    """Return the actions allowed for a whole block. A checkpoint must repeat all operators bit by bit (rule R7)."""
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

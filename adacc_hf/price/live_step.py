@@ -26,11 +26,10 @@ from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.assembled_profile import assemble
 from adacc_hf.price.batch import Batch, TrainingStep
-from adacc_hf.price.call_marker import CallMarker
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import StepLayout, StepReadings, gradient_bytes, with_step
+from adacc_hf.price.memory_profile import CallMarker, StepLayout, StepReadings, gradient_bytes, with_step
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of

@@ -6,10 +6,11 @@ policy, so the simulator can add the stored tensors of any policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,15 +19,15 @@ from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.block_memory import BlockMemory
-from adacc_hf.price.call_marker import CallMarker
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
 from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
-from adacc_hf.run.blocks import BlockFunction, LaterCall
+from adacc_hf.run.blocks import BlockFunction, LaterCall, Strategy
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
+from adacc_hf.torch_glue.private import tree_leaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +99,8 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: str | None) -> int:
-    """Return the peak from the mark `first` to the next mark whose label begins with `until`, or to the end. Return 0
-    without `first`."""
+    """Return the peak from the mark `first`, or 0 without it, to the next mark that begins with `until`, or to the
+    end."""
     labels = [point.label for point in points]
     if first not in labels:
         return 0
@@ -174,6 +175,59 @@ class StepReadings:
 FORWARD, HEAD_AND_LOSS, AFTER, OPTIMIZER = "forward", "head and loss", "before or after the blocks", "optimizer"
 """Names of the parts of a training step outside the blocks' backward. The backward of a block is a part too, with the
 name of the block call. The backward of the head and loss belongs to HEAD_AND_LOSS."""
+
+
+class CallMarker:
+    """Wrapper of a block's strategy that marks in a meter when forward begins and ends, and when backward starts.
+
+    The mark "tail" separates the blocks' backward from that of modules before them. It belongs to the first call whose
+    result requires a gradient: the markers of a model share `trained_calls`, which the first call (`is_first`) clears.
+    `before_backward` is called before a mark of a backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inner: Strategy,
+        meter: MemoryMeter,
+        measurement: Measurement,
+        *,
+        is_first: bool,
+        trained_calls: set[str],
+        before_backward: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.inner = inner
+        self.meter = meter
+        self.measurement = measurement
+        self.is_first = is_first
+        self.trained_calls = trained_calls
+        self.before_backward = before_backward
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_first:
+            self.trained_calls.clear()
+        self.meter.mark(("enter", self.name))
+        result = self.inner.run(block, fn, args, kwargs)
+        self.meter.mark(("leave", self.name))
+        if self._mark_gradient(result, ("backward", self.name)):
+            if not self.trained_calls:  # blocks before this one are frozen, and modules between may be trained
+                self._mark_gradient(args, ("tail", self.name))
+            self.trained_calls.add(self.name)
+        return result
+
+    def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:
+        """Mark `label` once the gradient of the first differentiable tensor is complete. False without one."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                self.measurement.on_gradient(leaf, lambda: self._mark(label))
+                return True
+        return False
+
+    def _mark(self, label: tuple[str, str]) -> None:
+        if self.before_backward is not None:
+            self.before_backward()
+        self.meter.mark(label)
 
 
 class StepMarker:

@@ -92,11 +92,8 @@ class ModelRecorder:
         self._freed_keys: set[int] | None = None
         """Keys of those storages of blocks' inputs that were freed when the head ran. None before."""
         self._outside_storages: dict[int, StorageWeakRef] = {}
-        """Weak references to the storages of tensors that autograd saves outside the blocks, by address.
-
-        A weak reference keeps the address from being reused, but does not keep the memory alive. Otherwise logits would
-        be live throughout the profile.
-        """
+        """Storages of tensors that autograd saves outside the blocks, by address, which a weak reference keeps from
+        being reused. A strong one would keep logits live throughout the profile."""
         self._previous_results: list[TensorNote] = []
         """Tensors that the previous recorded block call returned."""
         self._shared_tensors = SharedTensors([], set(), set(), set())

@@ -189,8 +189,7 @@ def _build_kind(
 
 
 def _with_memory(kind: KindProfile, memory: BlockMemory) -> KindProfile:
-    """Return a copy of `kind` with measured events. Casts of parameters that forward did not free are marked as
-    cached."""
+    """Return a copy of `kind` with measured events. Casts that forward did not free are marked as cached."""
     dead = {event.value for event in memory.forward if event.death}
     casts = {value for operator in kind.operators if "._to_copy." in operator.name for value in operator.outputs}
     # A value that is not saved has no events. Autocast also caches casts that are not saved, such as those of biases.

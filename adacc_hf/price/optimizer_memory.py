@@ -14,8 +14,7 @@ from adacc_hf.torch_glue.tensors import local_of
 
 
 class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
-    """Context that measures the temporary bytes of an `optimizer.step()`, without state that the optimizer creates and
-    keeps."""
+    """Context that measures the temporary bytes of an `optimizer.step()`, without the optimizer's state."""
 
     def __init__(self, device: torch.device) -> None:
         self.nbytes = 0
@@ -33,8 +32,7 @@ class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
 
 
 def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
-    """Compute the norm of the present gradients, as clipping does, and return the peak of temporary bytes. Scaling
-    works in place."""
+    """Compute the norm of the present gradients, as clipping does, and return the peak of temporary bytes."""
     # Use local parts of DTensors: a DTensor's norm waits for other ranks, and other gradients may be plain tensors.
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:

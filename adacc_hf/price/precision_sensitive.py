@@ -21,8 +21,8 @@ _BIAS = ("attn_mask", "attn_bias", "bias")
 """Possible names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose backward divides by an input or a result, with the divisor's position among the arguments, or None
-for any."""
+"""Operators whose backward divides, with the divisor's position among the arguments, or None for any input or
+result."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 """Operators, on tapes and in compiled graphs, that map elements of 0 to 0."""

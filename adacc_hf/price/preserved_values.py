@@ -28,8 +28,7 @@ def _outside_training(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserved_block(block: nn.Module, arguments: Any) -> Iterator[None]:
-    """Restore the gradients and the state of `block` after the `with` block, in which its call on `arguments` runs
-    again."""
+    """Restore the gradients and the state of `block` after the `with` block, in which its call runs again."""
     state = BlockState(block, arguments)
     with _outside_training(block):
         yield

@@ -175,8 +175,7 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index of the one record of all shared outputs. With one per output, no two blocks would be
-        equal."""
+        """Return the index of the one record of all shared outputs, so that blocks can be equal."""
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:
             self.records.append(record)

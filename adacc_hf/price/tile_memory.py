@@ -58,8 +58,7 @@ def measure_tile(module: nn.Module, rows: Tensor, measurement: Measurement) -> T
 
 
 def _lines(few: list[int], many: list[int], fewer: int, most: int) -> list[Line] | None:
-    """Return bytes as a line over rows for each moment, from bytes at `fewer` and at `most` rows, or None if the
-    moments differ."""
+    """Return bytes as lines over rows, from those at `fewer` and at `most` rows, or None if the moments differ."""
     if len(few) != len(many):
         return None
     slopes = [(more - less) / (most - fewer) for less, more in zip(few, many, strict=True)]

@@ -146,8 +146,7 @@ class _PriceSource:
         return len(stand_ins) == len(self._modules) and names == [operator.name for operator in self._outside]
 
     def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
-        """Return the kind `tiled` with the times and codecs of the kind without tiles, without the memory of any
-        tile."""
+        """Return the kind `tiled` with these times and codecs, without the memory of any tile."""
         matching, _ = self._tape.values_in(tiled_tape)
         sources = {own: value for value, own in matching.items()}
         outside = iter(self._outside)

@@ -45,8 +45,7 @@ def wait_for(device: torch.device) -> None:
 def seconds_of(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds by `clock` of one call of `run` with all work that it starts on `device`, without earlier
-    work."""
+    """Return the seconds by `clock` of one call of `run`, with all work that it starts on `device`."""
     start = seconds_at(device, clock)
     run()
     return seconds_at(device, clock) - start

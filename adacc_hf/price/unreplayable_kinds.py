@@ -47,8 +47,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, extra_bytes: int) -> KindProfile:
-    """Return a copy of `kind` with a simplified forward: one event stores all saved tensors, and `extra_bytes` are live
-    throughout."""
+    """Return a copy of `kind` whose forward stores all saved tensors in one event above `extra_bytes`."""
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes), store_event))
 
@@ -115,7 +114,6 @@ def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors)
 
 
 def generator_bytes(block: RecordedBlock) -> int:
-    """Return the bytes of generator state that torch's checkpoint stores on the block's device: 0 on a GPU, because the
-    state is in CPU memory."""
+    """Return the bytes of generator state that torch's checkpoint stores on the block's device, 0 on a GPU."""
     on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

@@ -77,8 +77,7 @@ class BlockExecutor:
         """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """Function of (value, codec) that returns a wrapper to use in place of the codec, which also measures errors.
-        None if nothing is measured."""
+        """Function of (value, codec) that returns a wrapper which also measures errors, or None."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
         self._latest: Entry | None = None
@@ -94,8 +93,7 @@ class BlockExecutor:
         return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of `block` under the plan, and return the result of `fn(*args)`. `kwargs` is already bound in
-        `fn`."""
+        """Run one call of `block` under the plan: `fn(*args)`, in which `kwargs` is already bound."""
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         self._latest = None
@@ -339,8 +337,7 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if every plan must checkpoint a block with this tape, because all ranks must run its collectives
-    again (rule R13)."""
+    """Return True if every plan must checkpoint a block with this tape, as all ranks repeat collectives (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
 
 

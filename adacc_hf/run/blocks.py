@@ -242,8 +242,7 @@ class BlockFunction:
 
 
 def _is_compiled_around() -> bool:
-    """Return True inside a function or module that torch.compile traces (`is_compiling`) or runs (Dynamo's callback is
-    set)."""
+    """Return True inside code that torch.compile traces (`is_compiling`) or runs (Dynamo's callback is set)."""
     return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
@@ -284,8 +283,7 @@ class Installation:
         lock = RLock()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), lock) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
-        """Object with the strategy of each call of a block in a step, by call name. Initially, each block has one
-        call."""
+        """Object with the strategy of each call of a block in a step, by call name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
@@ -318,8 +316,7 @@ class Installation:
         self._caching_warning.remove()
 
     def expect(self, calls: Iterable[str]) -> None:
-        """Set the names of the block calls in a step, in call order, and begin a step. The names must include every
-        block."""
+        """Set the names of the block calls in a step, in call order and of every block, and begin a step."""
         calls = list(calls)
         if calls != list(self.functions):
             for block, number in calls_per_block(calls).items():

@@ -106,8 +106,7 @@ class Call:
         self.plan = plan
         self.block = block
         self.unpacked_slots: list[int] | None = None
-        """List to which backward appends the index of each slot (saved tensor) that it unpacks. None if the order of
-        unpacks is already known."""
+        """List to which backward appends each slot that it unpacks. None if their order is known."""
         self._codecs = codecs
         self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
@@ -193,8 +192,7 @@ class Call:
         return cell.tensor is not None or cell.payload is not None
 
     def _store_state(self, value: int, device: torch.device) -> None:
-        """Store the default generator's state, from which replay draws, unless a recording of this call has stored
-        it."""
+        """Store the default generator's state for replay, unless a recording of this call has stored it."""
         if not self.has(value):
             cell = self._cells[value]
             cell.tensor = cell.saved = generator_state(device)

@@ -78,16 +78,14 @@ class PlanEntries:
         self.known_shapes = known_shapes
         """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
         self._earlier = earlier
-        """Execution plans under the block's previous plan. They are kept until the first call, because a new plan with
-        equal actions reuses them."""
+        """Execution plans under the previous plan, until the first call: equal actions reuse them."""
         known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries whose tape was recorded, by call key."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries for sizes at which no call was recorded, by call key. The latest entry is last."""
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
-        """Entries by symbolic tape (tape for all sizes). The entries for single sizes are derived from these
-        entries."""
+        """Entries by symbolic tape, from which those for single sizes are derived."""
 
     @property
     def are_empty(self) -> bool:
@@ -105,13 +103,8 @@ class PlanEntries:
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry for `key`, with a tape of the block, a profile or another block of the kind, or None to
-        record the call."""
+        """Return the entry for `key`, with a tape of the block, a profile or a block of the kind, or None."""
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
-
-    def latest(self, key: CallKey) -> Entry | None:
-        """Return the existing entry for the call key `key`, or None."""
-        return self.recorded.get(key) or self.sized.get(key)
 
     def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
         """Create and cache the entry of a recorded call."""
@@ -174,8 +167,7 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for calls that ran the operators of `known_shape`, with its tape, or with `tape` for sizes
-        that were not recorded."""
+        """Create the entry for calls with the operators of `known_shape`, and its tape, or the resized `tape`."""
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_not_replayed(self.name, tape.structure, tape.untrusted)

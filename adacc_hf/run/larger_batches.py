@@ -50,8 +50,7 @@ class LargerBatches:
             self.remove()
 
     def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
-        """Log the predicted peak of a batch with `ratio` times as many elements. Stored bytes may grow faster than
-        assumed."""
+        """Log the predicted peak at `ratio` times as many elements. Stored bytes may grow faster than assumed."""
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
         log.warning(

@@ -90,8 +90,7 @@ class BlockPlans:
 
 
 class PolicyHandle:
-    """A policy applied to a model until `remove()`, or the end of the `with` block, which restores the model
-    completely."""
+    """A policy applied to a model until `remove()`, or the end of the `with` block, which restores the model."""
 
     def __init__(
         self,
@@ -101,7 +100,6 @@ class PolicyHandle:
         profile: Profile | None = None,
     ) -> None:
         self.installation = Installation(model, block_classes)
-        self._block_classes = block_classes
         self.tape_cache = TapeCache(is_partitioned=any(map(is_partitioned, model.parameters())))
         self.tape_cache.take(profiled_tapes(model))
         if profile is not None:  # a profile of another process, whose tapes are not available
@@ -111,8 +109,7 @@ class PolicyHandle:
         """The executors that `follow` installed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Hook that warns about batches larger than the batch of the policy. None if each batch size has its own
-        policy."""
+        """Hook that warns about larger batches. None if each batch size has its own policy."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -188,8 +185,7 @@ class PolicyHandle:
             self._head.remove()
 
     def uncalled(self) -> list[str]:
-        """Return the names of the blocks that never ran under the policy, because their forward was replaced for
-        example."""
+        """Return the names of the blocks that never ran under the policy (their forward was replaced?)."""
         return self.installation.uncalled()
 
     def __repr__(self) -> str:
