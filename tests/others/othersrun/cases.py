@@ -1,9 +1,10 @@
-"""Pinned list of other packages' scripts, trainers and methods that run with the callback.
+"""Pinned list of other packages' scripts, trainers and methods, each with the command that trains by it.
 
 Packages and versions are listed in packages.txt and the project's constraints.txt.
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,6 @@ ROOT = Path(__file__).resolve().parents[3]
 RUNS = Path(os.environ.get("ADACC_OTHERS") or ROOT / "runs" / "others")
 PACKAGES, MADE = RUNS / "packages", RUNS / "made"
 
-LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
-"""Settings of the callback with which training is bit-equal to training without it."""
-
 QWEN = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
 REWARD_MODEL = "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5"
 
@@ -26,20 +24,27 @@ class Case:
     """Code of another package that trains a model."""
 
     name: str
-    package: str
     refused: str | None = None
     """Part of the expected error, if the callback must refuse the case."""
     idle: str | None = None
-    """Reason why the callback recomputes nothing, if that is expected."""
+    """Reason why no policy is set, if that is expected."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return sys.executable, str(Path(__file__).with_name("drivers.py")), self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script(Case):
-    """Script that runs as from the command line. Its trainers' logs and the weights must be equal in both runs."""
+    """Script of a package."""
 
     path: str
     """Path in PACKAGES."""
     arguments: tuple[str, ...]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return sys.executable, str(PACKAGES / self.path), *self.arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,6 @@ class Method(Case):
     config: str
     settings: dict[str, Any]
     model: str = "llama"
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def _script(name: str, *arguments: str, data: str, model: str = QWEN, label: str = "", **expected: Any) -> Script:
@@ -84,7 +88,6 @@ def _script(name: str, *arguments: str, data: str, model: str = QWEN, label: str
     common = [part for option, value in options.items() for part in (f"--{option}", value)]
     return Script(
         name=f"trl {label or name}.py",
-        package="trl",
         path=f"trl/scripts/{name}.py",
         arguments=(*common, *arguments),
         **expected,
@@ -118,7 +121,7 @@ _GENERATED = {"num_generations": 2, "max_completion_length": 8}
 
 def _trainer(name: str, trainer: str, data: str, **more: Any) -> TrainerClass:
     module = f"trl.experimental.{name}"
-    return TrainerClass(name=f"trl {name}", package="trl", module=module, trainer=trainer, data=data, **more)
+    return TrainerClass(name=f"trl {name}", module=module, trainer=trainer, data=data, **more)
 
 
 TRAINERS = [
@@ -132,20 +135,11 @@ TRAINERS = [
         "prompts",
         settings={"max_new_tokens": 8},
         rewards=True,
-        refused="its loss has to be made by the model itself or by the Trainer's compute_loss",
+        idle="its training_step makes the loss itself, so all blocks stay under torch's checkpoint",
     ),
     _trainer("tpo", "TPOTrainer", "triples", settings=_SHORT),
 ]
 
-PEFT_METHODS = [Method(name=f"peft {name}", package="peft", config=config, **more) for name, config, more in METHODS]
+PEFT_METHODS = [Method(name=f"peft {name}", config=config, **more) for name, config, more in METHODS]
 
 CASES: list[Case] = [*SCRIPTS, *TRAINERS, *PEFT_METHODS]
-
-
-def groups() -> dict[str, list[Case]]:
-    """Return the cases by process. Scripts have a process each, because they change global state."""
-    cases_by_group: dict[str, list[Case]] = {}
-    for case in CASES:
-        shared_group = {TrainerClass: "trainers", Method: "methods"}.get(type(case))
-        cases_by_group.setdefault(shared_group or case.name, []).append(case)
-    return cases_by_group

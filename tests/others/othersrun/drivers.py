@@ -1,8 +1,12 @@
-"""Drivers for cases without a script: trainers and methods of packages."""
+"""Script that runs a case without a script of its own: a trainer or a method of a package.
+
+python drivers.py NAME_OF_CASE
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import tempfile
 from typing import Any
 
@@ -15,7 +19,6 @@ MODELS = {
     "llama": "trl-internal-testing/tiny-random-LlamaForCausalLM",
     "gpt2": "hf-internal-testing/tiny-random-gpt2",
     "qwen2": "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5",
-    "t5": "trl-internal-testing/tiny-T5ForConditionalGeneration",
 }
 SETTINGS = {
     "max_steps": STEPS,
@@ -30,8 +33,9 @@ SETTINGS = {
 }
 
 
-def train(case: cases.Method | cases.TrainerClass) -> None:
+def main() -> None:
     """Run one short training with a fixed seed."""
+    (case,) = (case for case in cases.CASES if case.name == sys.argv[1])
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         (train_method if isinstance(case, cases.Method) else train_with)(case, folder)
@@ -54,7 +58,7 @@ def train_method(case: cases.Method, folder: str) -> None:
     model = peft.get_peft_model(load(case.model), config)
     Trainer(
         model=model,
-        args=TrainingArguments(folder, **SETTINGS | dict(case.arguments)),
+        args=TrainingArguments(folder, **SETTINGS),
         train_dataset=[{"input_ids": row["input_ids"]} for row in rows],
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     ).train()
@@ -84,3 +88,7 @@ def data(name: str) -> Any:
     import datasets
 
     return datasets.load_dataset(str(cases.MADE / "data" / name), split="train")
+
+
+if __name__ == "__main__":
+    main()

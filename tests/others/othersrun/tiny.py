@@ -28,7 +28,6 @@ MODELS = {
     "trl-internal-testing/tiny-random-LlamaForCausalLM": "llama",
     "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": "qwen2",
     "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": "qwen2 reward",
-    "trl-internal-testing/tiny-T5ForConditionalGeneration": "t5",
 }
 """Type of each model in Transformers, followed by its head if that is not the default."""
 
@@ -82,22 +81,21 @@ def tokenizer() -> Any:
 def make_model(target: Path, kind: str) -> None:
     """Save two layers of width 64, with weights from a fixed seed, and the tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     type_name, _, head = kind.partition(" ")
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     grouped = {**small, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
     settings: dict[str, Any] = {
         "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
-        "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     }.get(type_name, grouped)
     if head:
         settings = {**settings, "num_labels": 1}
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
     config = AutoConfig.for_model(type_name, **settings, **tokens)
-    maker = {"t5": AutoModelForSeq2SeqLM}.get(type_name, AutoModelForCausalLM)
+    maker = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     torch.manual_seed(0)
-    model = (AutoModelForSequenceClassification if head else maker).from_config(config, dtype=torch.float32)
+    model = maker.from_config(config, dtype=torch.float32)
     model.save_pretrained(target)
     tokenizer().save_pretrained(target)
 
