@@ -1,14 +1,15 @@
-"""Complete training runs in a process whose allocator refuses requests above the budget."""
+"""A complete training run in a process whose allocator refuses requests above the budget."""
 
-import importlib.util
+import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "limited" / "__main__.py"
+SETUPS = Path(__file__).parents[1] / "setups"
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the meter is preloaded as Linux does"),
@@ -16,12 +17,11 @@ pytestmark = [
 ]
 
 
-def test_the_first_steps_and_the_profile_keep_to_the_budget() -> None:
-    """The budget is a fiftieth above the floor. A profile of the whole batch would need 1.4 times as much."""
-    specification = importlib.util.spec_from_file_location("limited", PATH)
-    limited = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(limited)
-    budget = limited.budgets_of("llama", [], 1)[0]
-    results = limited.train("llama", "--budget", str(budget), limit=budget)
-    assert "error" not in results, results
-    assert (results["refusals"], results["steps"]) == (0, 8)
+def test_the_first_steps_and_the_profile_keep_to_the_budget(tmp_path: Path) -> None:
+    options = ["--setups", "run_clm-gpt2", "--fractions", "0.5", "--steps", "8", "--limit", "--json", tmp_path / "runs"]
+    subprocess.run([sys.executable, SETUPS, *options], capture_output=True, check=True)
+    (run,) = json.loads((tmp_path / "runs").read_text())["run_clm-gpt2"]["budgets"].values()
+    assert run["error"] is None
+    assert len(run["peaks"]) == 8
+    assert max(run["peaks"]) <= run["budget"]
+    assert run["figures"]["first_difference"] is None

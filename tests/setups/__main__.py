@@ -38,17 +38,15 @@ def main() -> None:
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.9, 0.7, 0.55], help="budgets / plain's peak")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=128, help="hidden size of the models")
-    loops = ["trainer", "accelerate", "lightning"]
-    parser.add_argument("--loop", choices=loops, default="trainer", help="who runs the steps")
+    parser.add_argument("--limit", action="store_true", help="refuse memory above the budget, as a full device does")
     parser.add_argument("--json", type=Path, help="file for all figures and log lines of all runs")
     options = parser.parse_args()
     results = {}
     print(heading(), flush=True)
     for name in options.setups:
         run = (name, options.width, options.steps)
-        loop = {"loop": options.loop}
-        plain = train_in_child(*run, budget=None, checkpointing=False, **loop)
-        checkpoint = train_in_child(*run, budget=None, checkpointing=True, **loop)
+        plain = train_in_child(*run, budget=None, checkpointing=False)
+        checkpoint = train_in_child(*run, budget=None, checkpointing=True)
         results[name] = {"plain": plain, "checkpoint": checkpoint, "budgets": {}}
         errors = [base["error"] for base in (plain, checkpoint) if base["error"] is not None]
         if errors:
@@ -56,7 +54,7 @@ def main() -> None:
             continue
         for fraction in options.fractions:
             budget = int(fraction * max(plain["peaks"]))
-            adacc = train_in_child(*run, budget=budget, checkpointing=False, **loop)
+            adacc = train_in_child(*run, budget=budget, checkpointing=False, limit=options.limit)
             compared = figures(plain, checkpoint, adacc, budget)
             results[name]["budgets"][fraction] = {"budget": budget, "figures": compared, **adacc}
             print(line(cells(name, fraction, plain, checkpoint, adacc, budget)), flush=True)

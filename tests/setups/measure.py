@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -14,11 +13,9 @@ import setups
 import torch
 import transformers
 from memory_meter import MemoryMeter
-from own_loop import train_own_loop
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.price.live_step import LiveStep
 
 LOSSLESS = ("retain", "recompute")
 
@@ -36,7 +33,7 @@ class StepRecorder(TrainerCallback):
         self.history: list[dict[str, Any]] = []
         """Events of the callback, each with the step that it was first seen in as `seen`."""
         self._adacc = adacc
-        self._meter = MemoryMeter()
+        self.meter = MemoryMeter()
 
     @property
     def step(self) -> int:
@@ -44,7 +41,7 @@ class StepRecorder(TrainerCallback):
         return len(self.peaks) + 1
 
     def start(self) -> None:
-        self._meter.reset_peak()
+        self.meter.reset_peak()
         self._begin = time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -54,7 +51,7 @@ class StepRecorder(TrainerCallback):
         """Note the current step, whether it has ended or failed, and begin the next one."""
         self.note_events()
         self.seconds.append(time.process_time() - self._begin)
-        self.peaks.append(self._meter.peak_bytes)
+        self.peaks.append(self.meter.peak_bytes)
         self.start()
 
     def note_events(self) -> None:
@@ -76,41 +73,20 @@ class LogRecorder(logging.Handler):
         self.messages.append(message)
 
 
-def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
-    """Return a list that grows with each recorded call of a block, and with each profile made of them."""
-    profiles: list[dict[str, Any]] = []
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                profiles.append({"step": recorder.step, "of": name, "seconds": time.process_time() - begin})
-
-        return call
-
-    LiveStep.run = counted("recorded call", LiveStep.run)
-    LiveStep.profile = counted("profile", LiveStep.profile)
-    return profiles
-
-
 def train(
-    name: str, width: int, steps: int, budget: int | None, checkpointing: bool, loop: str = "trainer"
+    name: str, width: int, steps: int, budget: int | None, checkpointing: bool, limit: bool = False
 ) -> dict[str, Any]:
     """Train one set-up in this process and return its record. With a `budget`, an AdaccCallback keeps to it. With
-    `loop` "accelerate" that is an AdaccSession, with "lightning" an AdaccLightningCallback."""
+    `limit`, the allocator refuses memory above the budget."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    settings = {"memory_budget": budget, "actions": LOSSLESS}
-    adacc = None if budget is None or loop != "trainer" else AdaccCallback(**settings)
+    adacc = None if budget is None else AdaccCallback(memory_budget=budget, actions=LOSSLESS)
     recorder = StepRecorder(adacc)
     log = LogRecorder(recorder)
     logger = logging.getLogger("adacc_hf")
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    profiles = count_profiles(recorder)
     error = None
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADACC_HF_PROFILES"] = os.path.join(folder, "profiles")  # no prices from earlier runs
@@ -130,28 +106,16 @@ def train(
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(recorder)
         recorder.start()
-        losses: list[dict[str, float]] = []
+        if limit:
+            recorder.meter.limit(budget)
         try:
-            if loop == "trainer":
-                trainer.train()
-            else:
-
-                def after_step(loss: float, norm: float) -> None:
-                    losses.append({"loss": loss, "grad_norm": norm})
-                    recorder.finish_step()
-
-                if checkpointing:
-                    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-                train_loop = train_own_loop
-                if loop == "lightning":
-                    from lightning_loop import train_lightning as train_loop
-                session = train_loop(trainer, steps, None if budget is None else settings, after_step)
-                recorder.history = [] if session is None else [{**e, "seen": e["step"]} for e in session.history]
+            trainer.train()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             recorder.finish_step()
+    recorder.meter.limit(None)
     recorder.note_events()
-    losses = losses or [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "peaks": recorder.peaks,
         "seconds": recorder.seconds,
@@ -159,7 +123,6 @@ def train(
         "weights": weights_digest(trainer.model),
         "error": error,
         "history": recorder.history,
-        "profiles": profiles,
         "log": log.messages,
     }
 

@@ -15,7 +15,6 @@ HEADINGS = (
     "time / checkpoint",
     "second half / checkpoint",
     "plain steps until policy is final",
-    "whole profiles",
     "events (step: event)",
 )
 TOLERANCE = 0.005
@@ -29,7 +28,6 @@ def figures(plain: Run, checkpoint: Run, run: Run, budget: int) -> dict[str, Any
     warnings = [message["step"] for message in run["log"] if message["level"] in ("WARNING", "ERROR")]
     over = [step for step, share in enumerate(excess, 1) if share > TOLERANCE]
     last_change = max((event["seen"] for event in run["history"] if changes_policy(event)), default=0)
-    profiles_until = max([last_change, *(profile["step"] for profile in run["profiles"])])
     count = len(run["seconds"])
     half = count // 2
     return {
@@ -41,11 +39,8 @@ def figures(plain: Run, checkpoint: Run, run: Run, budget: int) -> dict[str, Any
         "time_over_checkpoint": sum(run["seconds"]) / sum(checkpoint["seconds"][:count]),
         "second_half_over_checkpoint": sum(run["seconds"][half:]) / sum(checkpoint["seconds"][half:count]),
         "last_change": last_change,
-        "last_change_or_profile": profiles_until,
         "plain_steps_until_final": (sum(run["seconds"][:last_change]) - sum(plain["seconds"][:last_change]))
         / median(plain["seconds"]),
-        "whole_profiles": [profile["step"] for profile in run["profiles"] if profile["of"] == "whole batch"],
-        "profiles_of_parts": [profile["step"] for profile in run["profiles"] if profile["of"] == "parts"],
         "events": [(event["seen"], event["event"], event.get("reason") or "") for event in run["history"]],
     }
 
@@ -83,7 +78,6 @@ def cells(name: str, fraction: float, plain: Run, checkpoint: Run, run: Run, bud
         equal,
         *(f"{values[time]:.2f}" for time in times),
         f"{values['plain_steps_until_final']:.1f} (step {values['last_change']})",
-        str(len(values["whole_profiles"])),
         ", ".join(f"{step}: {event}" for step, event, _ in values["events"]),
     ]
 
