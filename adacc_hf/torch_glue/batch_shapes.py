@@ -24,23 +24,16 @@ BatchShapes = tuple[TensorShape, ...]
 
 
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
-    """Return the shapes of the tensors that determine the size of `batch`, sorted by name.
-
-    Scalars are left out. Lists of indices, such as the boundaries of packed documents (`cu_seq_lens_q`), are left out
-    too.
-    """
+    """Return the shapes of the tensors that determine the size of `batch`, sorted by name: all but scalars and lists of
+    indices, such as the boundaries of packed documents (`cu_seq_lens_q`)."""
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
-    return tuple(
-        TensorShape(name, tuple(t.shape))
-        for name, t in tensors.items()
-        if not _is_index_list(t, list(tensors.values()))
-    )
+    others = list(tensors.values())
+    return tuple(TensorShape(name, tuple(t.shape)) for name, t in tensors.items() if not _is_index_list(t, others))
 
 
 def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Return True if `tensor` is a list of indices into a larger tensor of the batch, and not data. An index list has
-    one dimension, a length other than the number of samples, and fewer elements than another tensor of integers.
-    Activations do not grow with the length of an index list."""
+    """Return True if `tensor` is a list of indices into a larger tensor of the batch: it has one dimension, a length
+    other than the number of samples, and fewer elements than another tensor of integers."""
     if tensor.dim() != 1 or not _has_integers(tensor):
         return False
     has_own_samples = any(other.dim() > 1 and other.shape[0] == len(tensor) for other in tensors)
@@ -68,10 +61,8 @@ def _fixed_dimension(size: tuple[int, ...]) -> int | None:
 
 
 def has_same_tensors(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Return True if two batches of these shapes have tensors of the same names and numbers of dimensions.
-
-    Sizes may differ, except the number of images or channels (`_fixed_dimension`).
-    """
+    """Return True if two batches of these shapes have tensors of the same names and numbers of dimensions, and of the
+    same sizes in `_fixed_dimension`."""
     return [_shape_signature(shape) for shape in shapes] == [_shape_signature(shape) for shape in other]
 
 
@@ -82,17 +73,13 @@ def _shape_signature(shape: TensorShape) -> tuple[str, int, int | None]:
 
 def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
     """Return True if, for each tensor in `shapes`, the tensor of the same name in `other` is at least as large in each
-    dimension.
-
-    `shapes` may lack tensors of `other`: in a batch of text without images, the image modules are idle.
-    """
+    dimension. `shapes` may lack tensors of `other`: in a batch of text without images, the image modules are idle."""
     other_by_name = {shape.name: shape for shape in other}
-    pairs = [(shape, other_by_name.get(shape.name)) for shape in shapes]
     return all(
-        match is not None
+        (match := other_by_name.get(shape.name)) is not None
         and has_same_tensors((shape,), (match,))
         and all(a <= b for a, b in zip(shape.size, match.size, strict=True))
-        for shape, match in pairs
+        for shape in shapes
     )
 
 

@@ -30,16 +30,13 @@ log = logging.getLogger(__name__)
 SMALL_COPY = 64 << 10
 """Maximum size in bytes of a tensor that is copied before each call. Larger tensors are copied before a block's first
 call, and before later calls if the first one changed a large tensor."""
-MAX_ITEMS, MAX_DEPTH = 256, 5
-"""Maximum length of a container whose items are compared, and maximum number of containers in each other."""
+MAX_ITEMS, MAX_DEPTH = 256, 5  # of containers whose items are compared, and of containers in each other
 
 _ABSENT: Any = object()
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-"""Names of torch's own attributes of a module, which contain parameters, buffers, modules and hooks."""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, modules and hooks
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
-_changing: WeakSet[nn.Module] = WeakSet()
-"""Blocks that must not be run twice."""
+_changing: WeakSet[nn.Module] = WeakSet()  # blocks that must not be run twice
 _has_large_changes: WeakKeyDictionary[nn.Module, tuple[bool, list[bool]]] = WeakKeyDictionary()
 """By block: (True if the latest call changed a large tensor, training flags of the block's modules in this call)."""
 _reported: WeakSet[type[nn.Module]] = WeakSet()
@@ -126,8 +123,7 @@ class BlockState:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Restore the state that the call has changed inside the `with` block. Afterwards, put back the present
-        state."""
+        """Restore the state that the call has changed inside the `with` block, and the present state afterwards."""
         present = [(namespace, key, namespace.get(key, _ABSENT)) for namespace, key, _ in self.changed]
         values = [(tensor, tensor.detach().clone()) for tensor, _ in self.written]
         self.restore()

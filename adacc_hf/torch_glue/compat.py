@@ -21,13 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, UnrestorableError
 from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
 from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
-from adacc_hf.torch_glue.private import (
-    CHECKPOINTED,
-    forward_hooks,
-    private_name,
-    sequence_number,
-    tree_leaves,
-)
+from adacc_hf.torch_glue.private import CHECKPOINTED, forward_hooks, private_name, tree_leaves
 from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.second_run import SecondRun, is_measuring, may_end_early, must_compare
 
@@ -35,22 +29,14 @@ FLAG = "gradient_checkpointing"
 FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
 SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
-_CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"
-"""Name of a class attribute of layers: True if the layer can be checkpointed with a key-value cache. The attribute does
-not exist in Transformers 5.17."""
+_CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"  # of classes of layers; absent in Transformers 5.17
 if hasattr(GradientCheckpointingLayer, _CACHE_ATTRIBUTE):
     private_name("GradientCheckpointingLayer", _CACHE_ATTRIBUTE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
-"""Name that Transformers uses for gradient checkpointing in TrainingArguments and in methods of models. In Transformers
-5.17 the name is an older one."""
+"""Name of gradient checkpointing in TrainingArguments and in methods of models. Transformers 5.17 has an older name."""
 
-__all__ = [
-    "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "Cache", "GradientCheckpointingLayer", "PreTrainedModel",
-    "PretrainedConfig", "adds_into_wider", "attention_of", "block_of", "cast_source", "checkpoint_call", "class_name",
-    "graph_owner", "has_filled_cache", "keyword_arguments", "layerdrop_rates", "no_packed_sequences",
-    "observing_hooks", "only_reads_cache", "owns_graph_node", "switch_checkpointing", "without_caches",
-    "without_layerdrop",
-]  # fmt: skip
+__all__ = ["Cache", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig"]
+"""Names of Transformers, which other files import from here."""
 
 
 @cache
@@ -58,9 +44,8 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
     """Return True if this release of torch can add matrix products in `dtype` to a float32 sum
     (`torch.addmm(out_dtype=...)`).
 
-    The function tries a small product. Some releases of torch support such sums for half types on CUDA, but not on CPUs
-    and ROCm. `is_fake` only makes the results for fake and for real tensors separate entries of this function's cache:
-    fake tensors may be on a device that the machine lacks, so their result does not apply to real tensors.
+    The function tries a small product. Its cache has separate entries for fake tensors (`is_fake`), which may be on a
+    device that the machine lacks.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -74,19 +59,13 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
 
 
 def keyword_arguments(fn: Any) -> dict[str, Any]:
-    """Return the keyword arguments bound in `fn`, the function that Transformers passes to a checkpoint function.
-
-    All releases of Transformers bind the keyword arguments with `functools.partial`.
-    """
+    """Return the keyword arguments that Transformers has bound in `fn`, which it passes to a checkpoint function."""
     return fn.keywords if isinstance(fn, partial) else {}
 
 
 def block_of(fn: Any) -> nn.Module | None:
-    """Return the block that `fn` calls, or None if `fn` calls no block.
-
-    Transformers passes `fn` to a checkpoint function: in 5.17 a partial of the bound `__call__`, and in 5.23 a partial
-    of the class's `forward` with the block as its first argument.
-    """
+    """Return the block that `fn` calls, or None. Transformers passes `fn` to a checkpoint function: in 5.17 a partial
+    of the bound `__call__`, and in 5.23 a partial of the class's `forward` with the block as its first argument."""
     if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
         return fn.args[0]
     owner = getattr(fn.func if isinstance(fn, partial) else fn, "__self__", None)
@@ -94,12 +73,8 @@ def block_of(fn: Any) -> nn.Module | None:
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return (fn, args) of a block's call with each key-value cache among the arguments replaced by None.
-
-    The result is for a second run of the block in backward, which would otherwise append to the cache again.
-    """
-    if any(isinstance(argument, Cache) for argument in args):
-        args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
+    """Return (fn, args) of a block's call without key-value caches, to which a second run in backward would append."""
+    args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
     keywords = keyword_arguments(fn)
     if any(isinstance(argument, Cache) for argument in keywords.values()):
         keywords = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
@@ -125,9 +100,7 @@ def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
 
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
     """Return the forward hooks, on modules of `block`, with which Transformers collects hidden states and attentions.
-
-    These hooks only observe, and run no operator.
-    """
+    They run no operator."""
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
 
@@ -146,11 +119,8 @@ def attention_of(block: nn.Module) -> list[str]:
 
 
 def forward_needs_all_ranks(module: nn.Module) -> bool:
-    """Return True if a forward of `module` communicates with other ranks.
-
-    Forwards with sharded parameters, SyncBatchNorm, or attention of DeepSpeed's Ulysses (whose ranks share sequences)
-    communicate. All ranks must then run the same number of forwards.
-    """
+    """Return True if a forward of `module` communicates with other ranks, so that all must run equally many forwards:
+    with sharded parameters, SyncBatchNorm, or attention of DeepSpeed's Ulysses (whose ranks share sequences)."""
     if is_sharded(module):
         return True
     if num_ranks() == 1:
@@ -160,28 +130,9 @@ def forward_needs_all_ranks(module: nn.Module) -> bool:
     return shares_sequences or any(isinstance(inner, nn.SyncBatchNorm) for inner in module.modules())
 
 
-class _IdentityFunction(torch.autograd.Function):
-    """Identity as an `autograd.Function`, to test if the Python object of its graph node keeps the node alive."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-
-def _python_objects_own() -> bool:
-    """Return True if, in this release of torch, a Python reference to the node of an `autograd.Function` keeps the node
-    alive. Before torch 2.13 it did not: the node died with the last tensor or node that referred to it. For nodes of
-    torch's own operators, a Python reference suffices in all releases."""
-    with torch.enable_grad():
-        node = _IdentityFunction.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
-    try:
-        sequence_number(node)
-    except RuntimeError:
-        return False
-    return True
-
-
-_PYTHON_OBJECTS_OWN = _python_objects_own()
+_PYTHON_OBJECTS_OWN = torch.__version__ >= "2.13"
+"""True if a Python reference to the node of an `autograd.Function` keeps the node alive. Before torch 2.13, the node
+died with the last tensor or node that referred to it. For nodes of torch's operators, a reference always suffices."""
 
 
 def owns_graph_node(node: Any) -> bool:
@@ -190,11 +141,8 @@ def owns_graph_node(node: Any) -> bool:
 
 
 def graph_owner(tensor: torch.Tensor) -> Any:
-    """Return an autograd node that keeps the graph of `tensor` alive while the caller references the node.
-
-    The returned node is the tensor's `grad_fn`. If a reference to `grad_fn` does not keep the graph alive
-    (`owns_graph_node`), the returned node is the `grad_fn` of a new view of `tensor`.
-    """
+    """Return an autograd node that keeps the graph of `tensor` alive while the caller references the node: the
+    `grad_fn` of the tensor, or of a new view of it (`owns_graph_node`)."""
     if owns_graph_node(tensor.grad_fn):
         return tensor.grad_fn
     with torch.enable_grad():
@@ -202,8 +150,7 @@ def graph_owner(tensor: torch.Tensor) -> Any:
 
 
 def cast_source(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the leaf tensor, usually a parameter, from which `tensor` was cast. Return None if `tensor` is not a
-    cast."""
+    """Return the leaf, usually a parameter, from which `tensor` was cast, or None if `tensor` is not a cast."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -217,10 +164,7 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """Disable Transformers' detection of packed sequences inside the `with` block.
-
-    The detection reads the elements of the position ids, and fake tensors have no elements.
-    """
+    """Disable Transformers' detection of packed sequences, which reads the position ids, for fake tensors."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -230,8 +174,7 @@ def no_packed_sequences() -> Iterator[None]:
 
 
 SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Type of a function without arguments that returns (function, arguments) for the second run of a checkpointed
-forward."""
+"""Type of a function that returns (function, arguments) for the second run of a checkpointed forward."""
 
 
 def checkpoint_call(
@@ -272,21 +215,20 @@ def checkpoint_call(
     # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
     calls: list[SecondCall] = [lambda: (fn, args)]
 
-    def run_once(call: Callable[[], Any]) -> Any:
-        return call() if compared is None else compared.run(call)
+    def run_once() -> Any:
+        function, arguments = calls[0]()
+        return function(*arguments) if compared is None else compared.run(partial(function, *arguments))
 
     def run(*_: torch.Tensor) -> Any:
         if not in_forward:
             with ExitStack() as stack:
                 for states in states_to_restore:
                     stack.enter_context(states.temporarily_restored())
-                function, arguments = calls[0]()
                 # If backward runs under autocast, autocast's cache would otherwise outlive this call.
                 stack.callback(torch.clear_autocast_cache)
-                return run_once(partial(function, *arguments))
+                return run_once()
         try:
-            function, arguments = calls[0]()
-            return run_once(partial(function, *arguments))
+            return run_once()
         except BaseException as error:
             errors.append(error)
             return None
@@ -318,9 +260,8 @@ def checkpoint_call(
 
 
 def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return one empty tensor for each device, except the CPU, of the tensors among the arguments of a checkpointed
-    call. The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments'
-    devices."""
+    """Return an empty tensor on each device of the arguments but the CPU. torch's checkpoint saves the generator states
+    of its arguments' devices."""
     leaves = tree_leaves((args, keyword_arguments(fn)))
     devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
@@ -329,11 +270,8 @@ def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]
 def switch_checkpointing(
     model: nn.Module, on: bool, torch_options: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Switch Transformers' own gradient checkpointing of `model` on or off.
-
-    `torch_options` are passed to torch's checkpoint. `options` are further arguments of Transformers' method that
-    switches checkpointing on.
-    """
+    """Switch Transformers' own gradient checkpointing of `model` on, with `torch_options` of torch's checkpoint and
+    further `options` of Transformers' method, or off."""
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)
     else:
@@ -341,10 +279,8 @@ def switch_checkpointing(
 
 
 def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """Return (owner, attribute, rate) of each layerdrop rate that is not 0. Layerdrop skips layers at random.
-
-    The owner is a module of `model` or its config.
-    """
+    """Return (module or config, attribute, rate) of each layerdrop rate of `model` that is not 0. Layerdrop skips
+    layers at random."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     owners = [*model.modules(), *{id(c): c for c in configs if isinstance(c, PretrainedConfig)}.values()]
     rates = [(owner, name, rate) for owner in owners for name, rate in vars(owner).items() if "layerdrop" in name]
@@ -353,10 +289,7 @@ def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """Set all layerdrop rates of a Transformers `model` to 0 inside the `with` block.
-
-    No layer is then skipped at random.
-    """
+    """Set all layerdrop rates of a Transformers `model` to 0 inside the `with` block."""
     rates = layerdrop_rates(model)
     for owner, name, _ in rates:
         setattr(owner, name, 0.0)

@@ -14,29 +14,21 @@ import torch
 from torch.autograd.profiler import profile
 
 _LIBRARY = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
-_ALL_THREADS_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
-
-
-_LOG_LEVEL = "FLAGS_caffe2_log_level"
-_ERROR = 2
-"""Log level for errors in c10, torch's core library. Level 0 is information, and level 1 is warnings."""
+_ERROR = 2  # c10's log level for errors; 0 is information, 1 is warnings
 
 
 def _c10_variable(name: str, kind: type[Any]) -> Any:
-    """Return the variable `name` of c10, torch's core library, as an object of the ctypes class `kind`. Return None if
-    this build has no such variable."""
+    """Return the variable `name` of c10, torch's core library, as an object of the ctypes class `kind`, or None."""
     try:
         return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
     except (OSError, ValueError):
         return None
 
 
-all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
-"""Variable of torch's core library that makes all threads report their allocations and frees to the profiler, or
-None."""
-log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
-"""Variable of torch's core library, c10: the minimum level of messages that it writes to stderr. The level does not
-affect Python warnings."""
+# Makes all threads report their allocations and frees to the profiler.
+all_threads_flag: ctypes.c_bool | None = _c10_variable("FLAGS_caffe2_report_cpu_memory_usage", ctypes.c_bool)
+# Least level of messages that c10 writes to stderr. Python warnings do not depend on it.
+log_level: ctypes.c_int | None = _c10_variable("FLAGS_caffe2_log_level", ctypes.c_int)
 
 
 @contextmanager
@@ -44,12 +36,8 @@ def count_all_threads() -> Iterator[None]:
     """Make torch's memory profiler record CPU allocations and frees of all threads inside the `with` block.
 
     By default the profiler records only the profiled thread. Gloo's threads are often the last to free a tensor that
-    ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
-    torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
-
-    torch's core library, c10, warns about freed blocks of memory whose allocation the profiler did not record: about
-    the first freed block, then about each thousandth. The warnings are useless here, and c10 has hardly any other
-    warnings, so only c10's errors are written inside the `with` block.
+    ranks have exchanged, which would then count as live forever. c10 warns about freed blocks whose allocation the
+    profiler did not record. It has hardly any other warnings, so only its errors are written inside the `with` block.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:
@@ -68,8 +56,7 @@ def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
         variable.value = before
 
 
-MARK_BYTES = 64
-"""Bytes of the storage that marks a moment among the allocations."""
+MARK_BYTES = 64  # of the storage that marks a moment among the allocations
 
 _session_of: dict[int, int] = {}
 """Number of the session that recorded the allocation of a storage, by the storage's address. Frees outside of sessions

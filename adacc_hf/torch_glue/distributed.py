@@ -58,11 +58,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard the parameters of all FSDP2 modules in `model`.
-
-    FSDP2 leaves the parameters of the outermost module gathered after a forward, until a backward. Until then,
-    `model.parameters()` does not return the sharded parameters, which an optimizer needs.
-    """
+    """Shard the parameters of all FSDP2 modules in `model`. FSDP2 leaves those of the outermost module gathered after a
+    forward, until a backward, and `model.parameters()` does not return the sharded ones, which an optimizer needs."""
     for module in _fsdp2_modules(model):
         module.reshard()
 
@@ -85,9 +82,8 @@ class OutOfMemoryOnRankError(torch.OutOfMemoryError):
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Make all ranks raise an error at the end of the `with` block if the block has failed on any rank.
-
-    Without this context, the other ranks could wait for the failed rank forever.
+    """Make all ranks raise an error at the end of the `with` block if the block has failed on any rank, for which the
+    others could wait forever.
 
     If memory runs out on any rank, raise OutOfMemoryOnRankError on all. For any other error, raise RankFailedError on
     the other ranks. All ranks must enter the `with` block, and the block must not contain a collective.
@@ -102,11 +98,6 @@ def fail_together() -> Iterator[None]:
         raise  # the other ranks raise the same error
     except Exception as exception:
         error = exception
-    _raise_on_all(error)
-
-
-def _raise_on_all(error: Exception | None) -> None:
-    """Exchange the errors of all ranks, and raise an error on each rank if any rank has failed."""
     is_oom = isinstance(error, torch.OutOfMemoryError)
     results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
     failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]
@@ -132,12 +123,11 @@ def check_same_policy(policy: Policy) -> None:
 
 
 def common_profile(profile: Profile, preference: int = 0) -> Profile:
-    """Exchange `profile` between ranks: return the profile of the first rank with the largest `preference`, with the
-    least available memory, on every rank.
+    """Return, on every rank, the profile of the first rank with the largest `preference`, with the least available
+    memory of all ranks and of their hosts.
 
-    Available memory is the least of all ranks and of their hosts. Measured costs and outliers differ between ranks, but
-    decisions based on them, such as when to solve for a policy, must be equal. A rank that starts the solver alone
-    would wait for the other ranks forever.
+    Measured costs differ between ranks, but decisions based on them, such as when to solve, must be equal: a rank that
+    starts the solver alone would wait for the others forever.
     """
     if num_ranks() == 1:
         return profile
@@ -169,15 +159,9 @@ def broadcast_from_first_rank(make: Callable[[], T]) -> T:
     return message[0]
 
 
-SentError = tuple[type[Exception], tuple[Any, ...], dict[str, Any]]
-"""Class, arguments and attributes of an error, to send to other ranks. The error itself is not sent: if the
-constructor's arguments differ from `args`, it cannot be unpickled, and a failed message would leave the other ranks
-waiting forever."""
-
-
-def _picklable_parts(error: Exception) -> SentError:
-    """Return (class, arguments, attributes) of `error`, to send it to other ranks. If the parts of `error` cannot be
-    pickled, return the parts of an AdaccError with the same message."""
+def _picklable_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
+    """Return (class, arguments, attributes) of `error`, or of an AdaccError if these cannot be pickled. An error itself
+    cannot be unpickled if its constructor's arguments differ from `args`, and the other ranks would wait forever."""
     parts = (type(error), error.args, vars(error))
     try:
         _rebuild_error(*pickle.loads(pickle.dumps(parts)))

@@ -20,8 +20,7 @@ from torch.autograd.function import Function, FunctionCtx, FunctionMeta
 from adacc_hf.torch_glue.private import CONTEXT_CLASS
 from adacc_hf.torch_glue.watchers import Watchers
 
-Lookup = Callable[[Any, str], Any]
-"""Type of a function from (class, attribute name) to the attribute of the class."""
+Lookup = Callable[[Any, str], Any]  # from (class, attribute name) to the attribute
 
 
 class ForwardCall:
@@ -30,8 +29,7 @@ class ForwardCall:
     def __init__(self, function: type[Function], has_gradients: bool) -> None:
         """Initialize. `has_gradients` is True if gradients were enabled where `apply` was called."""
         self.function = function
-        self.args: tuple[Any, ...] = ()
-        """Arguments of the call, without the context."""
+        self.args: tuple[Any, ...] = ()  # without the context
         self._has_gradients = has_gradients
         self._context: Any = None
         self._forward: Callable[..., Any]
@@ -39,17 +37,11 @@ class ForwardCall:
 
     @property
     def saved(self) -> list[torch.Tensor]:
-        """Tensors that the Function saves for backward.
-
-        Autograd packs these tensors right after the callback that runs this call, the watcher, has returned.
-        """
+        """Tensors that the Function saves for backward. Autograd packs them right after the watcher has returned."""
         return saved_tensors(self._context) if self._has_gradients else []
 
     def run(self) -> Any:
-        """Run the forward of the `autograd.Function`, and then its `setup_context` if it defines one.
-
-        Return the result of `forward`.
-        """
+        """Run the forward of the `autograd.Function`, then its `setup_context` if any. Return the forward's result."""
         if self._setup is None:
             return self._forward(self._context, *self.args)
         result = self._forward(*self.args)
@@ -57,15 +49,13 @@ class ForwardCall:
         return result
 
     def create_context(self, context_class: Callable[[], Any]) -> Any:
-        """Create and return the context (`ctx`) of this call, as `apply` does. The next lookup of `forward` belongs to
-        this call."""
+        """Create the context (`ctx`) of this call, as `apply` does. The next lookup of `forward` belongs to it."""
         self._context = context_class()
         _thread.begun = self
         return self._context
 
     def replace_forward(self, lookup: Lookup) -> Callable[..., Any]:
-        """Return a function that `apply` calls in place of `forward`. It calls the current thread's callback, the
-        watcher."""
+        """Return the function that `apply` calls in place of `forward`. It calls the current thread's watcher."""
         self._forward = lookup(self.function, "forward")
         self._setup = lookup(self.function, "setup_context") if has_setup(self.function) else None
         return self._watched_forward
@@ -85,10 +75,7 @@ Watcher = Callable[[ForwardCall], Any]
 
 
 class _ThreadState(threading.local):
-    """State of one thread while `apply` of an `autograd.Function` looks up the class's attributes one after the other.
-
-    The attributes are the context class, `forward` and `setup_context`.
-    """
+    """State of one thread while `apply` looks up the context class, `forward` and `setup_context` of a Function."""
 
     begun: ForwardCall | None = None
     """Call whose context was created, and whose `forward` has not been looked up yet."""
@@ -101,7 +88,7 @@ _thread = _ThreadState()
 
 
 def saved_tensors(context: FunctionCtx) -> list[torch.Tensor]:
-    """Return the tensors that an `autograd.Function` has passed to `save_for_backward` of `context`, its context."""
+    """Return the tensors that an `autograd.Function` has passed to `save_for_backward` of its context."""
     return [tensor for tensor in getattr(context, "to_save", None) or () if tensor is not None]
 
 
@@ -110,13 +97,8 @@ def has_setup(function: type[Function]) -> bool:
     return function.setup_context is not Function.setup_context
 
 
-def _skip_setup_context(*args: Any) -> None:
-    """Do nothing, in place of a `setup_context` that `ForwardCall.run` has already run."""
-
-
 def _intercepted_attribute(lookup: Lookup, function: type[Function], name: str) -> Any:
-    """Return the attribute `name` of an `autograd.Function`, or a replacement if `apply` is the caller that looks it
-    up."""
+    """Return the attribute `name` of an `autograd.Function`, or a replacement if `apply` looks it up."""
     begun, is_set_up = _thread.begun, _thread.set_up is function
     # torch's own Functions run operators that the dispatcher sees, or compiled code.
     is_own = function.__module__.partition(".")[0] == "torch"
@@ -127,7 +109,7 @@ def _intercepted_attribute(lookup: Lookup, function: type[Function], name: str) 
         return begun.replace_forward(lookup)
     if name == "setup_context" and is_set_up:
         _thread.set_up = None
-        return _skip_setup_context
+        return lambda *args: None  # `ForwardCall.run` has already run it
     return lookup(function, name)
 
 

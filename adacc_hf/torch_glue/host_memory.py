@@ -10,13 +10,9 @@ import torch
 
 from adacc_hf.torch_glue.distributed import num_ranks
 
-UNIFIED_NAMES = ("GB10",)
-"""Parts of the names of GPUs that share the host's memory. They are for drivers that do not report these GPUs as
-integrated."""
-CGROUP = Path("/sys/fs/cgroup")
-"""Folder of the cgroups, which limit the memory of containers and of jobs."""
+UNIFIED_NAMES = ("GB10",)  # GPUs that share the host's memory, and that not all drivers report as integrated
+CGROUP = Path("/sys/fs/cgroup")  # cgroups limit the memory of containers and of jobs
 OWN_CGROUPS = Path("/proc/self/cgroup")
-"""File with the paths of this process's cgroups."""
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 """Names of the files with a cgroup's limit and its used bytes, and the key of the inactive page cache in memory.stat,
@@ -33,12 +29,8 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 def free_host_bytes() -> int:
-    """Return the free bytes of the host's memory, divided by the number of ranks on the host.
-
-    Limits on the process's cgroups, such as a container's or a job's, count too. The number of ranks is the variable
-    LOCAL_WORLD_SIZE, which torchrun and Accelerate set. Without this variable, all ranks of the run are assumed to be
-    on this host.
-    """
+    """Return the free bytes of the host's memory and of the process's cgroups, divided by the number of ranks on the
+    host: LOCAL_WORLD_SIZE, which torchrun and Accelerate set, or all ranks of the run."""
     import psutil
 
     free = min([psutil.virtual_memory().available, *(limit - used for limit, used in _container_bytes())])
@@ -53,9 +45,8 @@ def total_host_bytes() -> int:
 
 
 def _container_bytes() -> list[tuple[int, int]]:
-    """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it. The
-    limits come from containers, batch systems such as Slurm, and systemd. The inactive part of the page cache counts as
-    free, because the kernel frees it when memory is needed."""
+    """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it, set
+    by containers, batch systems or systemd. The inactive page cache counts as free: the kernel frees it when needed."""
     return [
         limit
         for hierarchy, names in ((CGROUP, VERSION_2), (CGROUP / "memory", VERSION_1))
@@ -65,8 +56,8 @@ def _container_bytes() -> list[tuple[int, int]]:
 
 
 def _own_path(is_version_2: bool) -> str:
-    """Return the path of this process's cgroup in the hierarchy of version 2 or 1, or "/" if the path is unknown. A
-    line of OWN_CGROUPS is "number:controllers:path". The number in version 2 is 0."""
+    """Return the path of this process's cgroup of version 2 or 1, or "/". A line of OWN_CGROUPS is
+    "number:controllers:path". The number in version 2 is 0."""
     with suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -76,9 +67,8 @@ def _own_path(is_version_2: bool) -> str:
 
 
 def _folders(hierarchy: Path, path: str) -> list[Path]:
-    """Return the folder of the cgroup `path` and all folders above it, up to the folder `hierarchy`. Folders that do
-    not exist are included: within a container, `path` may be relative to the machine's hierarchy, of which only the
-    container's part is mounted."""
+    """Return the folder of the cgroup `path` and all folders above it in `hierarchy`. Some may not exist: within a
+    container, `path` may be relative to the machine's hierarchy, of which only a part is mounted."""
     parts = [part for part in Path(path).parts if part not in ("/", "..")]
     return [hierarchy.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 

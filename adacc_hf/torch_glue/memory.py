@@ -15,11 +15,7 @@ from torch import nn
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.host_memory import free_host_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter
-from adacc_hf.torch_glue.private import (
-    BACKWARD_HOOKS,
-    storage_key,
-    tree_leaves,
-)
+from adacc_hf.torch_glue.private import BACKWARD_HOOKS, storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
 
 FRAGMENTATION_SHARE = 0.1
@@ -78,10 +74,7 @@ class StepMemory:
 
 @contextmanager
 def garbage_collection_disabled() -> Iterator[None]:
-    """Disable garbage collection inside the `with` block.
-
-    Garbage collection would free tensors in reference cycles at random times.
-    """
+    """Disable garbage collection, which frees tensors in reference cycles at random times, inside the `with` block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -126,14 +119,12 @@ def measure_step(
 
 
 def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.Tensor:
-    """Run one forward of `model` on `batch`, and return the loss.
-
-    Clear autocast's cache afterwards, as the end of a model's own autocast does. Raise ValueError if the model returns
-    no loss that requires a gradient.
-    """
+    """Run one forward of `model` on `batch`, clear autocast's cache, and return the loss. Raise ValueError if the model
+    returns no loss that requires a gradient."""
     loss = getattr(model(**batch), "loss", None)
     torch.clear_autocast_cache()
-    if isinstance(loss, torch.Tensor) and not loss.requires_grad and _is_frozen_model(model):
+    is_frozen = isinstance(model, nn.Module) and not any(parameter.requires_grad for parameter in model.parameters())
+    if isinstance(loss, torch.Tensor) and not loss.requires_grad and is_frozen:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_(True) "
             "on the parameters to train"
@@ -147,11 +138,6 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
     return loss
 
 
-def _is_frozen_model(model: Any) -> bool:
-    """Return True if no parameter of the model requires a gradient."""
-    return isinstance(model, nn.Module) and not any(parameter.requires_grad for parameter in model.parameters())
-
-
 def backward(loss: torch.Tensor) -> None:
     """Run backward from `loss`, with autocast disabled, as training does."""
     # Disable autocast only if it is enabled: casts that a checkpoint makes in backward are freed when the outermost
@@ -162,12 +148,8 @@ def backward(loss: torch.Tensor) -> None:
 
 
 def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Return the bytes live on the model's device before a step.
-
-    On a GPU, this is the number of bytes that the allocator counts for this process, including a second model,
-    prefetched batches and cuBLAS workspaces. torch's CPU allocator does not count bytes, so on a CPU the tensors of the
-    model, the batch and the optimizer are summed (`count_static_bytes`).
-    """
+    """Return the bytes live on the model's device before a step: on a GPU those that the allocator counts for this
+    process, on a CPU, whose allocator does not count, those of model, batch and optimizer (`count_static_bytes`)."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         gc.collect()  # tensors in reference cycles, such as an earlier model's, are live now but not during the step
@@ -175,10 +157,7 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has allocated on `device`.
-
-    Return 0 for a CPU, because torch does not count the bytes there.
-    """
+    """Return the bytes that this process has allocated on `device`, or 0 for a CPU, where torch does not count."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -190,11 +169,8 @@ def has_expandable_segments() -> bool:
 
 
 def allocate_workspaces(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspaces, about 32 MiB, which stay allocated after a GPU's first matrix products.
-
-    Call this function before a step whose stored bytes are measured: a workspace allocated in that step would count as
-    stored.
-    """
+    """Make cuBLAS allocate its workspaces, about 32 MiB, which would otherwise count as stored in the first measured
+    step."""
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             factor = torch.ones(16, 16, device=device, requires_grad=True)
@@ -204,10 +180,8 @@ def allocate_workspaces(device: torch.device) -> None:
 def count_static_bytes(
     model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> int:
-    """Return the bytes of the distinct storages of parameters, buffers, gradients, optimizer state and batch.
-
-    Tensors on devices other than the model's are left out, such as AdamW's step counts and an offloaded state.
-    """
+    """Return the bytes of the distinct storages of parameters, buffers, gradients, optimizer state and batch that are
+    on the model's device (AdamW's step counts and an offloaded state are not)."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers(), *gradients_of(model)]
     tensors += [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
     if optimizer is not None:
@@ -217,30 +191,21 @@ def count_static_bytes(
 
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """Return the tensors that `optimizer`, or a set of optimizers, holds in addition to the model's parameters.
-
-    They may be in the optimizer's state, in objects of the state (GaLore's projections), in the parameter groups
-    (GrokAdamW), or in attributes (AdaLomo).
-    """
+    """Return the tensors that `optimizer`, or a set of optimizers, holds in addition to the model's parameters: in its
+    state or objects there (GaLore's projections), in the parameter groups (GrokAdamW), or in attributes (AdaLomo)."""
     # DeepSpeed's optimizer has `state`, but is not a torch optimizer.
     tensors = tensors_in([*getattr(optimizer, "state", {}).values()])
     for member in component_optimizers(optimizer):
         groups = [value for group in member.param_groups for name, value in group.items() if name != "params"]
-        tensors += tensors_in([*member.state.values(), *groups]) + optimizer_attribute_tensors(member)
+        attributes = [value for name, value in vars(member).items() if name not in ("state", "param_groups")]
+        tensors += tensors_in([*member.state.values(), *groups])
+        tensors += [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor)]
     return tensors
 
 
-def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that `optimizer` holds in its attributes, outside its state and groups."""
-    leaves = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def component_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of which `optimizer` consists, without the wrapper of Accelerate.
-
-    GaLore's layer-wise mode uses one optimizer per layer, and `optimizer` may be a set of optimizers.
-    """
+    """Return the optimizers of which `optimizer`, or a set of optimizers, consists, without the wrapper of Accelerate.
+    GaLore's layer-wise mode uses one optimizer per layer."""
     if isinstance(optimizer, WeakSet):
         return [member for each in optimizer for member in component_optimizers(each)]
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -252,13 +217,9 @@ def component_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 def tensors_in(containers: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers, and the tensors that are attributes of objects in these containers."""
     leaves = tree_leaves(containers)
-    leaves += [leaf for record in leaves if _is_record(record) for leaf in tree_leaves(vars(record))]
+    records = [leaf for leaf in leaves if hasattr(leaf, "__dict__") and not callable(leaf)]
+    leaves += [leaf for record in records if not isinstance(record, torch.Tensor) for leaf in tree_leaves(vars(record))]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _is_record(value: object) -> bool:
-    """Return True if `value` is an object with attributes, but not a tensor, module, class or function."""
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
 
 
 def batch_bytes(batch: Mapping[str, Any]) -> int:
@@ -273,8 +234,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:
-    """Return the bytes that this process can use on `device`: the bytes that the process uses already, plus the free
-    bytes.
+    """Return the bytes that this process uses or can still use on `device`.
 
     On a GPU, the process's memory fraction is the limit. Unless the allocator's segments are expandable,
     `FRAGMENTATION_SHARE` is subtracted. On a CPU, `static_bytes` are the bytes that the process uses already, limits of

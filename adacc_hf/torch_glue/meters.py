@@ -19,51 +19,32 @@ from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.torch_glue.cpu_allocations import MARK_BYTES, AllocatorEvents, count_all_threads
 from adacc_hf.torch_glue.private import before_profilers_start, functions_unprofiled, is_profiling
 
-MEASURABLE = ("cpu", "cuda")
-"""Types of the devices for which there is a memory meter."""
-UNMEASURABLE = (
-    "memory on device {} cannot be measured: train on cpu or cuda (use_cpu=True in TrainingArguments), or train "
-    "without adacc_hf"
-)
-"""Error message for devices for which there is no memory meter."""
-
 
 def refuse_unmeasurable(model: nn.Module) -> None:
     """Raise ValueError if `model` is on a device whose memory cannot be measured, such as MPS, XPU or NPU."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type not in MEASURABLE:
-        raise ValueError(UNMEASURABLE.format(device))
+    MemoryMeter.for_device(next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Live bytes when a memory meter was marked, and the maximum of the live bytes until the next mark.
-
-    All numbers of bytes are relative to the start of the meter.
-    """
+    """Live bytes at a mark of a memory meter, and their maximum until the next mark, relative to the meter's start."""
 
     label: tuple[Any, ...]
     live_bytes: int
-    """Live bytes at the mark."""
     max_bytes: int
-    """Maximum of the live bytes from the mark to the next mark."""
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Context manager that measures the live bytes of one device at marks, which the caller sets, and between marks.
-
-    `points` is set on exit.
-    """
+    """Context manager that measures the live bytes of one device at and between marks that the caller sets. `points` is
+    set on exit."""
 
     points: list[MemoryPoint]
     is_open = False
 
     def mark(self, label: tuple[Any, ...], dying_bytes: int = 0) -> None:
-        """Set a mark named `label`. `dying_bytes` are bytes that will be freed immediately after the mark.
-
-        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Outside the meter's `with`
-        block, do nothing, because code that reports freed tensors may call this method at any time.
-        """
+        """Set a mark named `label`. `dying_bytes`, which are freed immediately after the mark, do not count in the
+        maximum that follows in `CpuMemoryMeter`. Outside the meter's `with` block, do nothing: code that reports freed
+        tensors may call this method at any time."""
         if self.is_open:
             self._mark(label, dying_bytes)
 
@@ -82,11 +63,13 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
             return CpuMemoryMeter()
         if device.type == "cuda":
             return CudaMemoryMeter(device)
-        raise ValueError(UNMEASURABLE.format(device))
+        raise ValueError(
+            f"memory on device {device} cannot be measured: train on cpu or cuda (use_cpu=True in TrainingArguments), "
+            f"or train without adacc_hf"
+        )
 
 
-_session_lock = threading.RLock()
-"""Lock held while a CPU meter's profiler runs, because a process can have only one profiler session."""
+_session_lock = threading.RLock()  # held while a CPU meter's profiler runs: a process can have only one session
 
 _BUSY = (
     "another torch profiler {}. A process can have one at a time, and CPU memory is measured with one. Stop the other "
@@ -106,8 +89,7 @@ class CpuMemoryMeter(MemoryMeter):
     measurement, the measurement ends, and the meter raises ProfilerConflictError on exit.
     """
 
-    _is_starting = False
-    """True while a meter itself starts a session of the profiler."""
+    _is_starting = False  # True while a meter itself starts a session of the profiler
 
     def __init__(self) -> None:
         self._context = ExitStack()
@@ -116,12 +98,10 @@ class CpuMemoryMeter(MemoryMeter):
         self._dying_bytes: list[int] = []
         self._marks: dict[int, Any] = {}
         """One storage for each mark, by address. Alive until the measurement ends, so that the address is unique."""
-        self._thread = 0
-        """Identifier of the profiled thread, which enters the `with` block."""
+        self._thread = 0  # the profiled thread, which enters the `with` block
         self._foreign_labels: deque[tuple[Any, ...]] = deque()
         """Labels of the marks that other threads have set since the last mark of the profiled thread."""
         self._session: profile | None = None
-        """Running session of the profiler, or the last one."""
         self._events = AllocatorEvents()
         """Events of the ended sessions, which are one more than inner meters have interrupted this meter."""
 
@@ -213,9 +193,7 @@ class CpuMemoryMeter(MemoryMeter):
         self.points = self.points[1:]
 
     def _add_point(self, live_bytes: int, max_bytes: int) -> None:
-        """Append the next point: the live bytes at a mark, and the maximum of the live bytes until the following mark.
-        Points are appended in the order of the marks. The first point has an empty label, and covers the interval
-        before the first mark."""
+        """Append the point of the next mark. The first point has an empty label, and precedes the first mark."""
         index = len(self.points)
         label = self._labels[index - 1] if index else ()
         self.points.append(MemoryPoint(label, live_bytes, max_bytes))
@@ -227,8 +205,7 @@ _open_meters: list[CpuMemoryMeter] = []
 
 @contextmanager
 def _silenced_stderr() -> Iterator[None]:
-    """Discard all output to stderr inside the `with` block. The profiler's C++ code writes a line to stderr at each
-    start and stop."""
+    """Discard all output to stderr, to which the profiler's C++ code writes a line at each start and stop."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with open(os.devnull, "w") as devnull:
@@ -251,11 +228,8 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def take_peak() -> int:
-    """Return the peak of live bytes on the current GPU since the last call, and reset torch's peak statistic.
-
-    In contrast to `torch.cuda.max_memory_allocated()`, the returned peak is also right if a meter has reset the
-    statistic.
-    """
+    """Return the peak of live bytes on the current GPU since the last call, also if a meter has reset torch's peak
+    statistic meanwhile, and reset the statistic."""
     device = torch.device("cuda", torch.cuda.current_device())
     peak = max(torch.cuda.max_memory_allocated(device), _peaks_before_reset.pop(device, 0))
     torch.cuda.reset_peak_memory_stats(device)

@@ -23,10 +23,8 @@ from adacc_hf.torch_glue.tensors import storage_of
 class Result(NamedTuple):
     """Description of one tensor that a Function returned."""
 
-    argument: int | None
-    """Index of the tensor argument that was returned, perhaps changed in place, or None."""
-    sizes: tuple[int | tuple[int, int], ...]
-    """Sizes: (index of a tensor argument, dimension), or a number."""
+    argument: int | None  # index of the tensor argument that was returned, perhaps changed in place
+    sizes: tuple[int | tuple[int, int], ...]  # each is (index of a tensor argument, dimension), or a number
     dtype: torch.dtype
 
 

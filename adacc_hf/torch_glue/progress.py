@@ -23,36 +23,23 @@ from adacc_hf.torch_glue.distributed import is_first_rank
 
 progress = logging.getLogger("adacc_hf.progress")
 
-SLOW_SECONDS = 3.0
-"""Time after which a phase that holds up training, such as profiling, is reported. A shorter one needs no
-explanation."""
-GROWTH = 4
-"""Factor by which the time of a phase grows from one report of the phase to the next, so that a long phase logs few
-reports."""
-
-
-PROFILING, SOLVING = "profiling", "solving"
-"""Names of the two kinds of interruptions (periods in which training waits for other work). A wait for the solver
-counts as SOLVING."""
-MAX_INTERRUPTIONS = 64
-"""Number of interruptions (periods in which training waited for other work) that a thread remembers, the latest ones. A
-step has fewer."""
+SLOW_SECONDS = 3.0  # a phase that holds up training is reported if it takes longer
+GROWTH = 4  # factor of a phase's time from one report to the next
+PROFILING, SOLVING = "profiling", "solving"  # kinds of interruptions
+MAX_INTERRUPTIONS = 64  # remembered per thread, the latest ones; a step has fewer
 
 
 class Interruption(NamedTuple):
-    """Period in which training waited for other work: the name of the work (PROFILING or SOLVING), the start as
-    `time.perf_counter()`, and the duration in seconds."""
+    """Period in which training waited for other work."""
 
     kind: str
     started: float
+    """Start as `time.perf_counter()`."""
     seconds: float
 
 
 class _LatestInterruptions(threading.local):
-    """Latest interruptions of training by profiling or solving, recorded per thread.
-
-    A solver on another thread does not interrupt the training thread, so its work must not be counted there.
-    """
+    """Latest interruptions per thread. A solver on another thread does not interrupt the training thread."""
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
@@ -82,11 +69,8 @@ def announce(text: str, *details: Any) -> None:
 
 @contextmanager
 def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Time the work in the `with` block, for which training waits. If the work is slow, report it under the name
-    `phase`.
-
-    `kind` is PROFILING or SOLVING. `interruptions_since` returns how long the work took.
-    """
+    """Record the work in the `with` block, for which training waits, for `interruptions_since`. If the work is slow,
+    report it under the name `phase`. `kind` is PROFILING or SOLVING."""
     started = time.perf_counter()
     try:
         with reported_if_slow(phase):
@@ -96,11 +80,7 @@ def interruption(kind: str, phase: str) -> Iterator[None]:
 
 
 def interruptions_since(started: float) -> list[Interruption]:
-    """Return the work (profiling or solving) that training on this thread has waited for, if it began at `started` or
-    later.
-
-    `started` is a value of `time.perf_counter()`.
-    """
+    """Return the interruptions of training on this thread that began at `started` (`time.perf_counter()`) or later."""
     return [interruption for interruption in _remembered.interruptions if interruption.started >= started]
 
 
@@ -113,27 +93,27 @@ class SlowReport:
 
     def __init__(self, phase: str, normal_seconds: float = 0.0) -> None:
         self._phase, self._started, self._ended = phase, time.monotonic(), threading.Event()
-        self._reports: list[float] = []
-        first = max(SLOW_SECONDS, normal_seconds)
-        arguments = (phase, self._started, first, self._ended, self._reports)
-        self._thread = (
-            threading.Thread(target=_report_progress, args=arguments, daemon=True) if is_first_rank() else None
-        )
-        if self._thread is not None:
+        self._is_slow = False
+        self._thread: threading.Thread | None = None
+        if is_first_rank():
+            first = max(SLOW_SECONDS, normal_seconds)
+            self._thread = threading.Thread(target=self._report, args=(first,), daemon=True)
             self._thread.start()
 
-    def end(self, has_failed: bool = False) -> None:
-        """End the reports. If the phase was reported as slow, log the time that it took, and that it is done or has
-        failed.
+    def _report(self, seconds: float) -> None:
+        while not self._ended.wait(max(0.0, self._started + seconds - time.monotonic())):
+            progress.info("Adacc: %s: %.0f s so far", self._phase, seconds)
+            self._is_slow = True
+            seconds *= GROWTH
 
-        Further calls have no effect.
-        """
+    def end(self, has_failed: bool = False) -> None:
+        """End the reports. If the phase was slow, log its time and outcome. Further calls have no effect."""
         if self._thread is None:
             return
         self._ended.set()
         self._thread.join()
         self._thread = None
-        if self._reports:
+        if self._is_slow:
             outcome = "failed" if has_failed else "done"
             progress.info("Adacc: %s: %s after %.0f s", self._phase, outcome, time.monotonic() - self._started)
 
@@ -148,13 +128,3 @@ def reported_if_slow(phase: str) -> Iterator[None]:
         report.end(has_failed=True)
         raise
     report.end()
-
-
-def _report_progress(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
-    """Log that `phase` is running, first after `first` seconds and then at growing intervals, until `ended` is set. The
-    times of the reports, in seconds since `started`, are appended to `reports`."""
-    seconds = first
-    while not ended.wait(max(0.0, started + seconds - time.monotonic())):
-        progress.info("Adacc: %s: %.0f s so far", phase, seconds)
-        reports.append(seconds)
-        seconds *= GROWTH

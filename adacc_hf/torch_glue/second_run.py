@@ -24,26 +24,16 @@ from torch.utils.checkpoint import CheckpointError
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError
 from adacc_hf.kernels._layout import is_dense
 from adacc_hf.torch_glue.private import outer_hooks, version_of, viewed_tensor, without_modes
-from adacc_hf.torch_glue.tensors import (
-    Checksum,
-    bytes_in_order,
-    checksum_of_bytes,
-    is_fake,
-    is_plain,
-    local_of,
-)
+from adacc_hf.torch_glue.tensors import Checksum, bytes_in_order, checksum_of_bytes, is_fake, is_plain, local_of
 from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
 log = logging.getLogger(__name__)
 
-MOST_COPIED = 2**20
-"""Number of bytes of a tensor with gaps that are copied together."""
+MOST_COPIED = 2**20  # bytes of a tensor with gaps that are copied together
 
 _may_end_early: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """For each block that was compared: True if the second run may end at the last saved tensor."""
-
-_is_measuring: ContextVar[bool] = ContextVar("_is_measuring", default=False)
-"""True inside `measuring`, for each thread: another thread may train at the same time."""
+_is_measuring: ContextVar[bool] = ContextVar("_is_measuring", default=False)  # another thread may train meanwhile
 
 
 @contextmanager

@@ -35,9 +35,7 @@ _INDICES = {
     torch.sparse_coo: (coo_indices,),
 }
 """Methods that return the indices of the elements that a sparse tensor stores, by sparse layout."""
-PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set directly, without a function
-call."""
+PLAIN = frozenset({Tensor, nn.Parameter})  # read directly by code that tests hundreds of tensors in a step
 
 
 def runs_on_parts(kind: type) -> bool:
@@ -47,10 +45,7 @@ def runs_on_parts(kind: type) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor of a DTensor, after waiting for a pending collective.
-
-    Return any other tensor unchanged.
-    """
+    """Return this rank's local tensor of a DTensor, after waiting for a pending collective, or any other tensor."""
     return tensor if is_plain(tensor) else wait_if_async(getattr(tensor, LOCAL_TENSOR, tensor))
 
 
@@ -86,10 +81,7 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, or of its local tensor on this rank if it is a DTensor.
-
-    For a sparse or nested tensor, return the storage of the values.
-    """
+    """Return the storage of a tensor on this rank, or of the values of a sparse or nested tensor."""
     local = local_of(tensor)
     return (local if local.layout is torch.strided else _stored_elements(local)).untyped_storage()
 
@@ -188,11 +180,7 @@ def current_node() -> Any:
 
 @contextmanager
 def calling_node(node: Any) -> Iterator[None]:
-    """Make `current_node` return `node` inside the `with` block.
-
-    This is for an autograd node that is called without torch's engine. If the engine runs another node inside the
-    block, `current_node` returns that node.
-    """
+    """Make `current_node` return `node` inside the `with` block, except while the engine runs another node."""
     token = _called.set(node)
     try:
         yield
@@ -204,10 +192,8 @@ def calling_node(node: Any) -> Iterator[None]:
 
 
 def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates gradients.
-
-    Leaves that are reached only by a nested backward (inside the backward of an `autograd.Function`) are not included.
-    """
+    """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates gradients, without those that
+    only a nested backward (of an `autograd.Function`) reaches."""
     queue: list[Any] = [output.grad_fn for output in outputs]
     visited, leaves = set(queue), []
     while queue:
@@ -241,12 +227,8 @@ def without_gradient_hooks(
     autograd's graph for a module with hooks.
     """
     # The same dicts are emptied and refilled, because handles that remove a hook refer to them.
-    saved_hooks = [
-        (hooks, dict(hooks))
-        for parameter in parameters
-        for kind in GRADIENT_HOOKS
-        if (hooks := getattr(parameter, kind))
-    ]
+    own_hooks = [getattr(parameter, kind) for parameter in parameters for kind in GRADIENT_HOOKS]
+    saved_hooks = [(hooks, dict(hooks)) for hooks in own_hooks if hooks]
     for hooks, _ in saved_hooks:
         hooks.clear()
     for hooks in module_hooks:
@@ -280,17 +262,14 @@ def _do_nothing(*args: Any) -> None:
 # Distances of tensors: L2 norms in double precision. Several tensors are treated as one vector. These functions do not
 # synchronise.
 
-NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Number of parts in which a tensor is cast to double precision, one part after the other, and the minimum number of
-elements in a part."""
+NUM_PARTS, SMALLEST_PART = 64, 4096  # parts of a tensor that are cast to double precision, and their least elements
 
 
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of `exact` - `other`, divided by the L2 norm of `exact`. Both are lists of tensors, and each
-    list counts as one vector.
+    """Return the L2 norm of `exact` - `other`, divided by the L2 norm of `exact`. Each list counts as one vector.
 
-    The result is inf if `exact` is finite and the difference is not. The result is 0 if `exact` is zero or not finite,
-    because codecs preserve such tensors.
+    The result is inf if `exact` is finite and the difference is not, and 0 if `exact` is zero or not finite, because
+    codecs preserve such tensors.
     """
     norm = l2_norm(exact)
     error = difference_norm(exact, other) / norm
@@ -322,9 +301,8 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into parts: each item contains one part of every tensor, with the elements at the same
-    indices. If the layouts of the tensors differ or have gaps, there is a single item, which contains the whole
-    tensors."""
+    """Split tensors of one shape into parts with the elements at the same indices: each item has a part of every
+    tensor. If the layouts of the tensors differ or have gaps, the only item has the whole tensors."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):

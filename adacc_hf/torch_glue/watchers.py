@@ -11,23 +11,18 @@ Watcher = TypeVar("Watcher")
 
 
 class Watchers(Generic[Watcher]):
-    """Watchers, which are callbacks of single threads, for one patched function of torch.
-
-    The patched function gets the calling thread's watcher from `current()`. The patch is applied when the first watcher
-    begins, and undone when the last watcher ends. Other code, such as Dynamo, may keep a reference to the patched
-    function. If it is called after the patch was undone, `current()` returns None.
-    """
+    """Watchers for one patched function of torch, which gets the calling thread's watcher from `current()`. The patch
+    is applied while there is any watcher. Dynamo may keep the patched function, and call it afterwards."""
 
     def __init__(self, apply_patch: Callable[[], Callable[[], None]]) -> None:
         """Initialize. `apply_patch` must apply the patch, and return a function that removes the patch."""
         self._apply_patch = apply_patch
         self._undo_patch: Callable[[], None]
         self._lock = Lock()
-        self._by_thread: dict[int, list[Watcher]] = {}
-        """Watchers (callbacks) by thread id. The innermost watcher of a thread is last."""
+        self._by_thread: dict[int, list[Watcher]] = {}  # by thread id, the innermost watcher last
 
     def current(self) -> Watcher | None:
-        """Return the calling thread's innermost watcher (callback) of the patched torch function, or None."""
+        """Return the calling thread's innermost watcher, or None."""
         watchers = self._by_thread.get(get_ident())
         return watchers[-1] if watchers else None
 

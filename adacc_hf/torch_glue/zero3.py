@@ -19,24 +19,19 @@ from torch.autograd.function import Function
 from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, version_of, viewed_tensor
 from adacc_hf.torch_glue.tensors import kept_by_autograd
 
+# Python modules that define ZeRO 3's hooks on modules, and a wrapper around some of these hooks.
 _HOOK_MODULES = ("deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.nvtx")
-"""Python modules that define ZeRO 3's hooks on modules, and a wrapper around some of these hooks."""
+# Hooks that only add identity functions to autograd's graph, and the attributes of a module with these functions, whose
+# backward gathers and frees parameters.
 _GRAPH_HOOKS = ("_pre_backward_module_hook", "_post_backward_module_hook")
-"""Names of the hooks that only add identity functions to autograd's graph, on a module's inputs and results."""
 _GRAPH_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
-"""Attributes of a module that contain these identity functions. Their backward gathers and frees parameters."""
 _COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
 """Attributes that the hooks create in a module's first forward. They exist from the start, because Dynamo's guards
 compare the names of a module's attributes."""
-_IS_LEAF = "_z3_leaf"
-"""Attribute of a module that DeepSpeed reads in each hook: True if the hook gathers the parameters of all modules
-inside."""
-_OTHERS_PARAMETERS = "_external_params"
-"""Attribute of a module in which DeepSpeed stores the parameters of other modules that the module reads."""
-DIVIDED = "ds_id"
-"""Attribute that DeepSpeed sets on each parameter that ZeRO 3 divides, and on each module."""
-_PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters")
-"""Beginnings of the names of attributes that DeepSpeed sets on parameters and modules."""
+_IS_LEAF = "_z3_leaf"  # of a module, True if its hook gathers the parameters of all modules inside
+_OTHERS_PARAMETERS = "_external_params"  # of a module: the parameters of other modules that it reads
+DIVIDED = "ds_id"  # of each parameter that ZeRO 3 divides, and of each module
+_PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters")  # of DeepSpeed's attributes
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -45,10 +40,7 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def without_zero3(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module or parameter without those of DeepSpeed.
-
-    All other parameters can be reached through them, and the table of parameters that are being gathered.
-    """
+    """Return the attributes of a module or parameter without those of DeepSpeed, which lead to all other parameters."""
     if DIVIDED not in attributes:
         return attributes
     return {name: value for name, value in attributes.items() if not name.startswith(_PREFIXES)}
@@ -148,8 +140,7 @@ def is_identity_hook(hook: Any) -> bool:
 
 
 def without_gathered_memory(tensor: torch.Tensor) -> torch.Tensor | PartitionedView:
-    """Return an object from which `saved_tensor` returns `tensor` again: what autograd keeps, or a view of a parameter
-    that ZeRO 3 divides among ranks. A view does not keep the gathered memory alive."""
+    """Return an object from which `saved_tensor` returns `tensor` again, without memory that ZeRO 3 has gathered."""
     return PartitionedView.of(tensor) or kept_by_autograd(tensor)
 
 
@@ -159,10 +150,7 @@ def saved_tensor(content: torch.Tensor | PartitionedView) -> torch.Tensor:
 
 
 class PartitionedView:
-    """View of a parameter that ZeRO 3 divides among ranks, without a reference to the gathered memory.
-
-    The parameter must be gathered whenever `tensor` is called.
-    """
+    """View of a parameter that ZeRO 3 divides among ranks, without a reference to the gathered memory."""
 
     __slots__ = ("_geometry", "_parameter")
 
