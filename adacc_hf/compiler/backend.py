@@ -85,12 +85,11 @@ class InstalledPartitioner:
         inductor_config.custom_partitioner_fn = partitioner
         self._cache_was_on, functorch_config.enable_autograd_cache = functorch_config.enable_autograd_cache, False
         self._num_counted = 0
-        self._num_inspected = 0
         self.compile_again()
 
     def compile_again(self) -> None:
         """Drop all compiled code, so that torch compiles each function again at the function's next call."""
-        self._num_counted = self._num_inspected = 0
+        self._num_counted = 0
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
@@ -100,14 +99,6 @@ class InstalledPartitioner:
         if loss.grad_fn is not None and num_regions != self._num_counted:
             self.partitioner.count_calls(loss)
             self._num_counted = num_regions
-
-    def inspect_code(self) -> None:
-        """Measure the peak memory of newly compiled graphs, and record the peaks in the policy. Call this method after
-        each step. Do nothing until `count_calls` has counted the calls of these graphs."""
-        num_regions = len(self.partitioner.policy.regions)
-        if num_regions == self._num_counted != self._num_inspected:
-            self.partitioner.inspect_code()
-            self._num_inspected = num_regions
 
     def remove(self) -> None:
         """Uninstall the partitioner. Further calls have no effect."""

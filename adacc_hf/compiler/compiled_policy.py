@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -40,13 +40,8 @@ class RegionPlan:
     """Bytes that torch's own partitioner would store for backward, parameters excluded."""
     stored_bytes: int = 0
     peak_bytes: int = 0
-    """Maximum of the live bytes in backward while a segment (part of the graph) is recomputed: the values stored up to
-    the end of the segment, and the segment's recomputed values."""
-    backward_bytes: int = 0
-    """Maximum of the live bytes in the backward, temporaries and gradients included, as estimated from the graph."""
-    code_bytes: tuple[int, int] | None = None
-    """Maxima of the live bytes in the forward, without its inputs, and in the backward, measured on the compiled code.
-    None before the measurement, or if the measurement is impossible."""
+    """Maximum of the live bytes in backward while a segment is recomputed: the values stored up to the segment's end,
+    and its recomputed values."""
     overhead_ms: float = 0.0
     """Estimated time for replay, storing and codecs, minus the estimated time under torch's own partition. The overhead
     can be negative."""
@@ -76,9 +71,7 @@ class RegionPlan:
     def from_json(cls, record: dict[str, Any]) -> RegionPlan:
         stored = tuple((name, Choice.from_json(choice)) for name, choice in record["stored"].items())
         tensors = tuple(GraphTensor.from_json(tensor) for tensor in record["tensors"])
-        code_bytes = record.get("code_bytes")  # missing in files of earlier versions
-        code_bytes = None if code_bytes is None else tuple(code_bytes)
-        return cls(**{**record, "stored": stored, "tensors": tensors, "code_bytes": code_bytes})
+        return cls(**{**record, "stored": stored, "tensors": tensors})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +89,17 @@ class CompiledPolicy:
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
-        """Return the limit in bytes for a region (compiled graph), or None if the region must store the least possible.
-
-        `plain_bytes` are the bytes that the region would store under plain torch.compile. If the policy has a share,
-        the limit is for the stored bytes. If the policy has a budget in bytes, the limit is for the stored and the
-        recomputed values.
-        """
+        """Return the limit in bytes for a region that stores `plain_bytes` under plain torch.compile, or None if the
+        region must store the least possible. A share limits the stored bytes, a budget in bytes the stored and the
+        recomputed values."""
         if self.budget_bytes is not None or self.share is None:
             return self.budget_bytes
         return int(self.share * plain_bytes)
 
     @property
     def call_plans(self) -> tuple[RegionPlan, ...]:
-        """Plans of the compiled graphs (regions) that a micro-batch calls: one plan for each call, in call order. If
-        the calls were not counted, each region is assumed to be called once, with its most recently compiled plan."""
+        """Plans of the regions that a micro-batch calls, one for each call, in call order. If the calls were not
+        counted, each region is assumed to be called once, with its most recently compiled plan."""
         counted = [(plan, plan.calls) for plan in self.regions if plan.calls]
         if counted:
             return tuple(plan for plan, calls in counted for _ in range(calls))
@@ -127,27 +117,9 @@ class CompiledPolicy:
     def peak_bytes(self) -> int:
         """Maximum of the live bytes during the backward of any compiled region. The values that earlier regions store
         are included."""
-        return self._most([plan.peak_bytes for plan in self.call_plans])
-
-    @property
-    def backward_bytes(self) -> int:
-        """Maximum of the live bytes during the backward of any compiled region, temporaries and gradients included. The
-        values that earlier regions store are included too."""
-        return self._most([plan.backward_bytes for plan in self.call_plans])
-
-    @property
-    def code_bytes(self) -> int | None:
-        """Maximum of the live bytes that the compiled code adds in a step, measured by running this code. None if any
-        region is not measured yet."""
         plans = self.call_plans
-        region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
-        return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
-
-    def _most(self, live_bytes: Sequence[int]) -> int:
-        """Return the maximum over regions (compiled graphs) of a region's `live_bytes` plus the bytes that earlier
-        regions store."""
-        stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
-        return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
+        stored = [0, *accumulate(plan.stored_bytes for plan in plans)]
+        return max((before + plan.peak_bytes for before, plan in zip(stored, plans, strict=False)), default=0)
 
     @property
     def overhead_ms(self) -> float:

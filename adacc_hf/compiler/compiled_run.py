@@ -35,14 +35,9 @@ from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
 
-MAX_ROUNDS = 4
-"""Maximum number of times that all graphs are compiled again for a better share (the fraction of bytes that a graph may
-store for backward). Each time takes as long as the first compilation."""
-SLACK = 0.03
-"""Maximum fraction of the budget that stays unused. If more is unused, the graphs are compiled again to store more."""
-MARGIN = 0.01
-"""Safety margin, as a fraction of the bytes that plain torch.compile stores. After a step that exceeded the budget, the
-compiled graphs must store less by the excess and this margin."""
+MAX_ROUNDS = 4  # compilations of all graphs for a better share, each as long as the first one
+SLACK = 0.03  # fraction of the budget that may stay unused without another compilation
+MARGIN = 0.01  # of plain torch.compile's bytes, by which graphs store less than the excess after an exceeded budget
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps")
 """Fields of `AdaccConfig` that affect a run with torch.compile."""
 
@@ -83,18 +78,13 @@ class CompiledRun:
         self.fell_back = False
         """True if any forward of the last step called no compiled graph, so that torch ran the model eagerly."""
         self._is_warned = False
-        """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Number of input elements of the largest micro-batch in the current step. `_most_elements` is the largest such
-        number in all measured steps."""
+        """Input elements of the largest micro-batch in the current step, and in all measured steps."""
         self._least_peak_bytes: int | None = None
         """Estimated peak if all compiled graphs store the least possible. None before the first measured step."""
-        self._next_change: _ShareChange | None = None
-        """Change of the share (fraction of bytes) that compiled graphs may store, to be made at the start of the next
-        step. None for no change."""
+        self._next_change: _ShareChange | None = None  # to be made at the start of the next step
         self._meter = StepMeter()
-        self._report: SlowReport | None = None
-        """Object that logs the current step if the step is slow. None except in steps that compile the model."""
+        self._report: SlowReport | None = None  # in steps that compile the model
         self.peak_bytes: int | None = None
         """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
@@ -123,8 +113,8 @@ class CompiledRun:
 
     @property
     def is_compiling(self) -> bool:
-        """True in a step in which torch.compile compiles graphs: the first step, and each first step with a new share.
-        The share is the fraction of bytes that a graph may store for backward."""
+        """True in a step in which torch.compile compiles graphs: the first step, and each first step with a new
+        share."""
         return self._num_steps == 0
 
     def begin_step(self, model: Any, optimizer: Any) -> None:
@@ -151,13 +141,12 @@ class CompiledRun:
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
     def end_step(self, step: int, model: Any) -> None:
-        """Report the newly compiled graphs. After a measured step, adjust the share of memory that graphs may use.
-        Raises RuntimeError if no compiled graph reached Adacc in the first step."""
+        """Report the newly compiled graphs. After a measured step, adjust the share. Raises RuntimeError if no compiled
+        graph reached Adacc in the first step."""
         self._end_report()
         self._check_reached()
         self._num_steps += 1
         self._meter.end_backward()
-        self._installed.inspect_code()
         for plan in self.policy.regions[self._num_noted :]:
             self._note(
                 step, "policy", region=plan.region, stored_bytes=plan.stored_bytes, plain_bytes=plan.plain_bytes,
@@ -223,10 +212,8 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """Lower the share for the next step if all compiled regions together store more than `budget`. The share limits
-        each region (compiled graph) to this fraction of the bytes that the region stores under plain torch.compile.
-        `budget` is a fraction too: of the bytes that all regions together store under plain torch.compile. Raises
-        InfeasibleBudgetError if the regions store the least possible already."""
+        """Lower the share for the next step if all regions together store more than the fraction `budget` of plain
+        torch.compile's bytes. Raises InfeasibleBudgetError if they store the least possible already."""
         policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
         stored_bytes, plain_bytes, share = max(
@@ -251,9 +238,8 @@ class CompiledRun:
         self._next_change = _ShareChange(step, share, "some regions cannot stay within their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
-        """Set the share from the measured peak of a step, if the budget is in bytes. The share limits each region
-        (compiled graph) to this fraction of the bytes that the region stores under plain torch.compile. Raises
-        InfeasibleBudgetError if a step exceeds the budget although all regions store the least possible."""
+        """Set the share from the measured peak of a step, if the budget is in bytes. Raises InfeasibleBudgetError if a
+        step exceeds the budget although all regions store the least possible."""
         policy = self.policy
         figures = gather_from_all_ranks(
             (self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements)
@@ -295,7 +281,7 @@ class CompiledRun:
         self._next_change = _ShareChange(step, next_share, reason)
 
     def _compile_again(self, change: _ShareChange) -> None:
-        """Recompile all regions with the changed share (the fraction of bytes that a graph may store for backward)."""
+        """Recompile all regions with the changed share."""
         step, share, reason = change
         allowed = "the least possible" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)
@@ -319,12 +305,11 @@ class CompiledRun:
 
 
 class _ShareChange(NamedTuple):
-    """Change of the share at the start of the next step. The share is the fraction of bytes that compiled graphs may
-    store."""
+    """Change of the share at the start of the next step."""
 
     step: int
     share: float | None
-    """New share. None means that all regions store the least possible."""
+    """New share, or None to store the least possible."""
     reason: str
 
 
@@ -339,11 +324,10 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return a share below the policy's share at which all compiled regions together stay within `budget`. The share
-    limits each region (compiled graph) to this fraction of the bytes that the region stores under plain torch.compile.
-    `budget` is a fraction too: of the bytes that all regions together store under plain torch.compile. Regions that
-    cannot stay within the current share continue to store the same bytes, so the new share is computed for the other
-    regions. Return None if no share is low enough, or if the regions store the least possible already."""
+    """Return a share below the policy's share at which all regions together stay within the fraction `budget` of plain
+    torch.compile's bytes. Regions that cannot stay within the current share continue to store the same bytes, so the
+    new share is computed for the others. Return None if no share is low enough, or if the regions store the least
+    possible already."""
     if policy.share is None:
         return None
     stuck = [plan for plan in policy.call_plans if plan.stored_bytes > policy.share * plan.plain_bytes]
@@ -374,10 +358,9 @@ def begin_compiled_run(
     """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
     The policy in `checkpoint` is followed only if the run that saved it had finished adjusting the share for the same
-    budget. The share is the fraction of bytes that each compiled graph may store for backward. The history contains the
-    events of the run that saved `checkpoint`. `note` reports events of the new run. Raises ValueError if `policy_file`
-    is not a path, but a policy for runs without torch_compile, or if `policy_file` has codecs that `config` excludes. A
-    policy in `checkpoint` with such codecs is not followed.
+    budget, and has no codecs that `config` excludes. The history contains the events of that run. `note` reports events
+    of the new run. Raises ValueError if `policy_file` is not a path, but a policy for runs without torch_compile, or if
+    it has codecs that `config` excludes.
     """
     from adacc_hf.compiler import CompiledPolicy
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,12 +28,9 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.torch_glue.private import OpOverload, op_name, private_name, schema_of
 
-__all__ = [
-    "CustomPartitionerFn", "NodeInfo", "cache_dir", "classify", "code_of",
-    "compile_by_inductor", "compile_number", "extract", "functorch_config", "graph_calls", "graph_number",
-    "has_unknown_sizes", "held_inputs", "hint", "inductor_config", "is_getitem", "is_random", "is_view", "maker_of",
-    "makes_sizes", "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types",
-    "options_of_mode", "plain_saved", "prepare", "recompile_limit", "select_decomp_table", "short_name", "size_node",
+__all__ = [  # names of torch, which other files import from here
+    "CustomPartitionerFn", "NodeInfo", "cache_dir", "functorch_config", "inductor_config",
+    "min_cut_rematerialization_partition", "select_decomp_table",
 ]  # fmt: skip
 
 _FUNCTION = private_name("CompiledFunctionBackward", "_forward_cls")
@@ -89,28 +86,16 @@ def graph_number() -> int | None:
     return int(names[0].partition("_")[0]) if names else None
 
 
-def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
-    """Yield (graph number, autograd function) for each compiled-graph call that contributed to `result`. Each call is
-    one autograd node. The most recent calls come first."""
+def graph_calls(result: torch.Tensor) -> Iterator[int]:
+    """Yield the graph's number for each compiled-graph call that contributed to `result`. Each call is one autograd
+    node."""
     _, nodes = walk_back(
         [result.grad_fn], lambda node: None if node is None else [before for before, _ in node.next_functions]
     )
     for node in nodes:
-        function = getattr(node, _FUNCTION, None)
-        number = getattr(function, _GRAPH_NUMBER, None)
-        if function is not None and number is not None:
-            yield number, function
-
-
-def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:
-    """Return Inductor's code of a graph's forward ("compiled_fw") or backward ("compiled_bw"). Return None if the code
-    is missing, comes from another backend, or is split into partitions."""
-    compiled = getattr(function, name, None)
-    while (wrapped := getattr(compiled, "__wrapped__", None)) is not None:  # torch 2.11 adds AOTAutograd's wrapper
-        compiled = wrapped
-    runner = getattr(compiled, "compiled_fn_runner", None)
-    # If the code is split into partitions, the partitions allocate, not this function.
-    return None if runner is None or getattr(runner, "partitions", None) else runner.call
+        number = getattr(getattr(node, _FUNCTION, None), _GRAPH_NUMBER, None)
+        if number is not None:
+            yield number
 
 
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:

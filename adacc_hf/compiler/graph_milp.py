@@ -29,10 +29,9 @@ class GraphChoice:
     """Bytes of each stored value."""
     nbytes: int
     peak_bytes: int
-    """Maximum of the live bytes while a segment (part of the graph) is recomputed: the values stored up to the end of
-    the segment, and the segment's recomputed values."""
+    """Maximum of the live bytes while a segment is recomputed: the values stored up to the segment's end, and its
+    recomputed values."""
     ms: float
-    """Time in ms for replay, storing and codecs."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class GraphModel:
     model: KindModel
     segments: Segments
     live_bytes: tuple[int, ...]
-    """Bytes that each value takes while its segment (part of the graph) is recomputed. 0 for values that Inductor fuses
-    with all their readers."""
+    """Bytes that each value takes while its segment is recomputed, 0 if Inductor fuses it with all its readers."""
     precise: Set[int] = frozenset()
     """Values that must not be recomputed from a value stored by a codec coarser than the precise one (INT8)."""
 
@@ -147,8 +145,7 @@ class _GraphProgram:
         return _graph_choice(self._graph, stored)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
-        """Return the live KiB while a segment (part of the graph) is recomputed, as terms of the integer program. The
-        values stored up to the end of the segment, and the segment's recomputed values, are live."""
+        """Return the live KiB while a segment is recomputed, as terms of the integer program."""
         of_value = self._graph.segments.of_value
         stored = [
             (variable, self._graph.model.menus[value][option].nbytes / 1024)
@@ -165,8 +162,7 @@ class _GraphProgram:
 
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
     """Return the fastest choice that stores at most `cap_bytes`, or None if no choice stores so little. If
-    `limits_peak`, `cap_bytes` also limits the live bytes while a segment of the graph is recomputed: the values stored
-    up to this segment, plus the segment's recomputed values."""
+    `limits_peak`, `cap_bytes` also limits the live bytes while a segment is recomputed."""
     program = _GraphProgram(graph)
     program.bound(cap_bytes, limits_peak=limits_peak)
     return program.best(program.block.terms_ms(), log)

@@ -52,7 +52,6 @@ def _region_summary(policy: CompiledPolicy) -> list[Part]:
             format_bytes(plan.stored_bytes),
             percent(plan.stored_bytes, plan.plain_bytes),
             format_bytes(plan.peak_bytes),
-            "-" if plan.code_bytes is None else format_bytes(max(plan.code_bytes)),
             f"{plan.overhead_ms:.2f}",
             f"partitioned by torch.compile: {plan.reason}" if plan.reason else "planned",
         )
@@ -65,7 +64,6 @@ def _region_summary(policy: CompiledPolicy) -> list[Part]:
         "stored",
         "of torch.compile's",
         "held at most",
-        "code",
         "overhead ms",
         "partition",
     )
@@ -75,8 +73,7 @@ def _region_summary(policy: CompiledPolicy) -> list[Part]:
         (
             "A region is a graph of torch.compile. Calls are per micro-batch. Stored is the size of the tensors that a "
             "call's forward stores for its backward, without parameters and the batch. Held at most adds the tensors "
-            "that are recomputed at the same time. Code is the most live bytes of the compiled code of forward or "
-            "backward, with temporaries and gradients. Overhead is the estimated time for replay, storing and codecs."
+            "that are recomputed at the same time. Overhead is the estimated time for replay, storing and codecs."
         ),
     ]
 

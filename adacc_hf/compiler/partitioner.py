@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from adacc_hf.compiler.compiled_policy import (
 from adacc_hf.compiler.compress_pass import compress_saved, prevent_addmm_fusion
 from adacc_hf.compiler.graph_codecs import graph_codec_options
 from adacc_hf.compiler.graph_cost import OperatorTimes, keep_ms
-from adacc_hf.compiler.graph_memory import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
 from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, least_bytes, least_time, retaining_choice
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
 from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, read_joint_graph, root_of
@@ -86,8 +84,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._store = store
         self._example_sizes = example_sizes
         self._recorded_plans = {plan.digest: plan for plan in self._initial_policy.regions}
-        self._graphs: list[_RegionGraph] = []
-        """Graph of each plan in `policy`, in the order of these plans."""
+        self._numbers: list[int | None] = []
+        """Number that AOTAutograd gave to the graph of each plan in `policy`, or None if there is no number."""
         self._num_split: Counter[str] = Counter()
         """Number of graphs partitioned so far in each compilation. One compilation can split a function into several
         graphs."""
@@ -106,34 +104,21 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         """
         self.policy = self._initial_policy = CompiledPolicy(share=share)
         self._recorded_plans = {plan.digest: plan for plan in plans}
-        self._graphs.clear()
+        self._numbers.clear()
         self._num_split.clear()
 
     def count_calls(self, loss: Tensor) -> None:
         """Count how often the forward that computed `loss` called each region, and store the counts in the plans."""
-        calls = list(functorch.graph_calls(loss))
-        counts = Counter(number for number, _ in calls)
-        functions = dict(calls)
-        for graph in self._graphs:
-            if graph.number in functions:
-                graph.function = weakref.ref(functions[graph.number])
-        self._update(lambda plan, graph: replace(plan, calls=0 if graph.number is None else counts[graph.number]))
+        counts = Counter(functorch.graph_calls(loss))
+        pairs = zip(self.policy.regions, self._numbers, strict=True)
+        regions = tuple(replace(plan, calls=0 if number is None else counts[number]) for plan, number in pairs)
+        self.policy = replace(self.policy, regions=regions)
 
     def is_called(self, loss: Tensor) -> bool:
         """Return True if the forward that computed `loss` called a compiled region, False if the forward ran eagerly.
         Calls are recognized by the numbers that AOTAutograd gives to graphs. If any region has no number, its calls
         cannot be recognized, and True is returned."""
-        numbers = {graph.number for graph in self._graphs}
-        return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
-
-    def inspect_code(self) -> None:
-        """Measure the peak memory of each region's compiled code, and record it in the region's plan. Call this method
-        after `count_calls` and backward."""
-        self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
-
-    def _update(self, change: Callable[[RegionPlan, _RegionGraph], RegionPlan]) -> None:
-        regions = tuple(map(change, self.policy.regions, self._graphs))
-        self.policy = replace(self.policy, regions=regions)
+        return None in self._numbers or any(number in self._numbers for number in functorch.graph_calls(loss))
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -143,7 +128,6 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         plan = RegionPlan(digest=graph_digest(gm, num_outputs), region=self._region())
         info = functorch.classify(gm, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
         held_inputs = functorch.held_inputs(gm, info, num_outputs)
-        elsewhere = {node.name for node in held_inputs}
         if refusal is None and not joint_inputs:
             refusal = "it is nested in another region, so its inputs are not marked as parameters or activations"
         if not info.required_bw_nodes:
@@ -152,7 +136,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             self.refusals.append(refusal)
             log.warning("Adacc: torch.compile's own partition is used for a region, which has no budget: %s", refusal)
         if refusal is not None:
-            return self._torch_partition(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
+            return self._torch_partition(gm, joint_inputs, kwargs, replace(plan, reason=refusal))
         joint = read_joint_graph(gm, info, held_inputs)
         saved = functorch.plain_saved(gm, info)
         plain = {value for node in saved if (value := joint.value_of(node)) is not None}
@@ -168,15 +152,15 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             if self._store is not None:
                 self._store.save(self._decision_key(plan, joint), plan)
         else:
-            plan = replace(recorded_plan, region=plan.region, calls=None, code_bytes=None)
+            plan = replace(recorded_plan, region=plan.region, calls=None)
         if plan.reason:
-            return self._torch_partition(gm, joint_inputs, kwargs, plan, elsewhere)
+            return self._torch_partition(gm, joint_inputs, kwargs, plan)
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(gm, info, [*held_inputs, *saved], num_outputs)
         compress_saved(forward, backward, _codecs_of_nodes(joint, stored), num_outputs)
         prevent_addmm_fusion(backward)
-        self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
+        self._note(plan)
         return forward, backward
 
     def uuid(self) -> str:
@@ -224,12 +208,10 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             tensors=graph_tensors(joint, plain, choice.stored, choice.stored_bytes),
         )
 
-    def _torch_partition(
-        self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan, elsewhere: Set[str]
-    ) -> Any:
-        forward, backward = functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
-        return forward, backward
+    def _torch_partition(self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan) -> Any:
+        partition = functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self._note(plan)
+        return partition
 
     def _region(self) -> str:
         """Return the name of the graph that is being partitioned: "3", or "3.1" for the second graph of function 3."""
@@ -238,14 +220,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._num_split[compilation] += 1
         return f"{function}.{number}" if number else function
 
-    def _note_graphs(self, plan: RegionPlan, forward: fx.Graph, backward: fx.Graph, elsewhere: Set[str]) -> None:
-        self._note(replace(plan, backward_bytes=most_live_bytes(backward, elsewhere)))
-        inputs = {node.name for node in backward.find_nodes(op="placeholder")}
-        self._graphs[-1].forward = graph_inputs(forward, set())
-        self._graphs[-1].backward = graph_inputs(backward, inputs - elsewhere)
-
     def _note(self, plan: RegionPlan) -> None:
-        self._graphs.append(_RegionGraph(functorch.graph_number()))
+        self._numbers.append(functorch.graph_number())
         self.policy = replace(self.policy, regions=(*self.policy.regions, plan))
         log.info("Adacc: %s", plan.summary())
 
@@ -294,25 +270,6 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             format_bytes(min(choice.nbytes, plan.plain_bytes)),
         )
         return choice
-
-
-@dataclass
-class _RegionGraph:
-    """Number, inputs and compiled code of a compiled graph, used to count its calls and to measure its memory."""
-
-    number: int | None
-    """Number that AOTAutograd gave to the graph, or None if there is no number."""
-    forward: tuple[GraphInput, ...] = ()
-    backward: tuple[GraphInput, ...] = ()
-    function: weakref.ref[type] | None = None
-    """Autograd function of the graph, which holds the compiled code. None before the first counted call. The reference
-    is weak, so that torch can free the function at any time."""
-
-    def code_bytes(self) -> tuple[int, int] | None:
-        function = None if self.function is None else self.function()
-        forward = most_live_bytes_of_code(functorch.code_of(function, "compiled_fw"), self.forward)
-        backward = most_live_bytes_of_code(functorch.code_of(function, "compiled_bw"), self.backward)
-        return None if forward is None or backward is None else (forward, backward)
 
 
 def _empty_policy(config: AdaccConfig) -> CompiledPolicy:

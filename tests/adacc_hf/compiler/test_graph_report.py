@@ -25,7 +25,6 @@ def tensor(name: str, module: str, action: str, stored_bytes: int, codec: str | 
 def policy() -> CompiledPolicy:
     blocks = RegionPlan(
         digest="a", region="0", calls=3, plain_bytes=3072, stored_bytes=1312, peak_bytes=2336, overhead_ms=1.5,
-        code_bytes=(1024, 4096),
         stored=(("gelu", INT8), ("norm", RETAIN)),
         tensors=(
             tensor("norm", "h.0.norm", "retain", 1024),
@@ -70,7 +69,7 @@ def test_report_has_map_run_and_events(policy: CompiledPolicy, tmp_path: Path) -
     text = compiled_report(policy=policy, history=HISTORY).save(tmp_path / "out").read_text()
     for heading in ("## Policy map", "## The run", "## Tensors", "## Events"):
         assert heading in text
-    assert "| 0 | 3 | 3.00 KiB | 1.28 KiB | 42.7 % | 2.28 KiB | 4.00 KiB | 1.50 | planned |" in text
+    assert "| 0 | 3 | 3.00 KiB | 1.28 KiB | 42.7 % | 2.28 KiB | 1.50 | planned |" in text
     for picture in ("policy_map.png", "timeline.png"):
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
         assert picture in text

@@ -55,8 +55,6 @@ def test_what_forward_hands_over_is_what_was_predicted(train_step, budget, actio
     (region,) = partitioner.policy.regions
     assert _bytes(step.saved()) == region.stored_bytes
     assert region.stored_bytes <= budget * region.plain_bytes
-    # Backward begins with the stored tensors, and ends with the gradients.
-    assert region.backward_bytes > max(region.stored_bytes, _bytes(step.gradients))
 
 
 def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) -> None:
