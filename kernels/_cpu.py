@@ -104,12 +104,8 @@ def encode_groups(
 ) -> tuple[Tensor, Tensor]:
     """Encode a contiguous tensor in A groups of G = `group_size` elements. Return (codes, peaks).
 
-    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. The peak of a group is the element with the largest
-    absolute value. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit.
-
-    `keep` contains an integer for each channel, with as many bits as an element: -1 to keep the channel's elements, and
-    0 to replace them by zeros. After the first `channels` integers, the same integers follow once more, up to a total
-    of `channels` + G. A group that begins at any channel therefore reads a contiguous range.
+    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. Peaks have shape [A]. The result equals
+    `_symmetric.encode_ref`, bit for bit. `keep` is that of `outlier_int4.Outliers`, or None.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -147,8 +143,6 @@ def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
 
 
 def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> None:
-    """Copy the columns `indices` of a matrix to `raw` if `gather`, else from `raw` to the matrix, with the C++
-    kernel."""
     _cpp_kernels().adacc_copy_channels(
         x_RC.data_ptr(), raw.data_ptr(), indices.data_ptr(), *x_RC.shape, indices.shape[0],
         x_RC.element_size(), gather, _threads(x_RC.nbytes),
@@ -171,8 +165,7 @@ def encode_asymmetric(flat_N: Tensor, group_size: int, factor: float) -> tuple[T
 
 
 def decode_asymmetric(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
-    """Decode the results of `encode_asymmetric` into `out_N`, a contiguous tensor: packed codes [A/2, G], offsets [A],
-    and (max - min) / 2 of each group, [A]."""
+    """Decode the results of `encode_asymmetric` into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
     _cpp_kernels().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
@@ -182,8 +175,7 @@ def decode_asymmetric(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix of C columns in A groups of G = `group_size` rows, each column of a group on its own.
-    Return (codes, peaks): codes uint8 [A/2, G, C], and peaks [A, C]. The peak of a column in a group is the element
-    with the largest absolute value."""
+    Return codes uint8 [A/2, G, C] and peaks [A, C]."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
@@ -206,8 +198,8 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 
 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix of R rows and C columns in FP8. Return codes uint8 [R, C] and the absmax (largest
-    absolute value) of each of the A groups, [A]. Both equal the results of `fp8.encode_ref`."""
+    """Encode a contiguous matrix of R rows and C columns in FP8. Return codes uint8 [R, C] and the absmax of each
+    group, [A], as `fp8.encode_ref` does."""
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
@@ -219,7 +211,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Te
 
 
 def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    """Decode FP8 codes [R, C] and the absmax (largest absolute value) of each group, [A], into a contiguous matrix."""
+    """Decode the results of `encode_fp8` into a contiguous matrix."""
     rows, columns = out_RC.shape
     _cpp_kernels().adacc_decode_fp8(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,

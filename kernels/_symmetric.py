@@ -59,9 +59,8 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
     """Return the peak of each group of `x_AGB`, with shape [A, B]. The result is bfloat16 for float32 elements.
     Elements in float16 or bfloat16 keep their dtype.
 
-    `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If `signed`, the peak of a group is the element
-    with the largest absolute value. Otherwise the peak is this absolute value. NaN counts as the largest absolute
-    value. If `x_AGB` has no columns, [A, G], the peaks are [A].
+    If not `signed`, the peak is the largest absolute value. NaN counts as the largest. If `x_AGB` has no columns,
+    [A, G], the peaks are [A].
     """
     high, low = x_AGB.amax(1).float(), x_AGB.amin(1).float()
     # If two magnitudes are equal, the negative element is the peak, here and in every other implementation.
@@ -71,8 +70,7 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
     """Return 1 / (peak * `factor`) in float32 for each peak. The code of an element is the element times this number,
-    shifted and rounded. Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero.
-    The peak of a group is the element with the largest absolute value."""
+    shifted and rounded. Return 0 for tiny and non-finite peaks: all elements of the group get the code of zero."""
     peaks = peaks.float()
     magnitude = peaks.abs()
     is_usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
@@ -82,10 +80,8 @@ def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
 def encode_ref(x_AGB: Tensor, bits: int, factor: float) -> tuple[Tensor, Tensor]:
     """Encode `x_AGB` with plain torch operators. Return (codes, peaks).
 
-    `x_AGB` has B columns, each with A groups of G elements. Codes are uint8, with shape [A/2, G, B] for 4 bits (A is
-    even) or [A, G, B] for 8 bits. Peaks have shape [A, B] and a 16-bit dtype (see `peaks_ref`). The peak of a group is
-    the element with the largest absolute value, or this absolute value itself if `factor` is positive. Codes of
-    non-finite elements are unspecified.
+    Codes are uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8 bits. Peaks are [A, B], in a 16-bit dtype,
+    and absolute values if `factor` is positive (see `peaks_ref`). Codes of non-finite elements are unspecified.
     """
     if bits == 8:
         return _codes_ref(x_AGB, bits, factor)
@@ -102,18 +98,16 @@ def packed_ref(encode: EncodeGroups, x_AGB: Tensor) -> tuple[Tensor, ...]:
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor) -> tuple[Tensor, ...]:
-    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return the packed codes and the other
-    tensors that `encode` returns. On a CPU, this function is faster than `packed_side_by_side`. In a compiled graph for
-    a GPU, it would need two kernels that read all of `x_AGB`."""
+    """Encode all groups, then pack their codes (see `packed_ref`). Faster on a CPU than `packed_side_by_side`. Compiled
+    for a GPU, this would need two kernels that read all of `x_AGB`."""
     codes, *rest = encode(x_AGB)
     half = codes.shape[0] // 2
     return codes[:half] | (codes[half:] << 4), *rest
 
 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor) -> tuple[Tensor, ...]:
-    """Encode each half of the groups with `encode`, and pack the 4-bit codes of both halves, two per byte. Return the
-    packed codes and the other tensors that `encode` returns. Inductor compiles this function to one kernel for a
-    GPU."""
+    """Encode each half of the groups, and pack the codes of both (see `packed_ref`). Inductor compiles this function to
+    one kernel for a GPU."""
     half = x_AGB.shape[0] // 2
     low, *rest_of_low = encode(x_AGB[:half])
     high, *rest_of_high = encode(x_AGB[half:])

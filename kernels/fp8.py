@@ -53,9 +53,8 @@ def numbers_ref(codes: Tensor) -> Tensor:
 def encode_ref(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode `x_RC`, R rows of C columns, with plain torch.
 
-    Return codes uint8 [R, C] and the absmax of each group, [A] in a 16-bit dtype (see `_symmetric.peaks_ref`). Each row
-    is cut into groups of `group_size` elements, the last of which may be shorter. A is the number of groups of all
-    rows. The absmax of a group is the largest absolute value of the group's elements.
+    Return codes uint8 [R, C] and the absmax of each group, [A] in a 16-bit dtype. Each row is cut into groups of
+    `group_size` elements, the last of which may be shorter. A is the number of groups of all rows.
     """
     rows, columns = x_RC.shape
     x_AG = _groups_of_rows(x_RC, group_size)
@@ -72,23 +71,17 @@ def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor
     return _rows_of_groups((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
 
 
-def _missing_elements(columns: int, group_size: int) -> int:
-    """Return the number of elements that are missing in the last group of a row, which must consist of `group_size`
-    elements."""
-    return -columns % group_size
-
-
 def _groups_of_rows(x_RC: Tensor, group_size: int) -> Tensor:
     """Return the groups of all rows, [A, G]. The last group of each row is padded with zeros."""
     rows, columns = x_RC.shape
-    missing = _missing_elements(columns, group_size)
+    missing = -columns % group_size
     padded_RW = x_RC if _is_certainly_zero(missing) else torch.nn.functional.pad(x_RC, (0, missing))
     return padded_RW.reshape(rows * ((columns + missing) // group_size), group_size)
 
 
 def _rows_of_groups(x_AG: Tensor, rows: int, columns: int) -> Tensor:
     """Join the groups made by `_groups_of_rows`, and return the original rows [R, C]."""
-    missing = _missing_elements(columns, x_AG.shape[1])
+    missing = -columns % x_AG.shape[1]
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_certainly_zero(missing) else x_RW[:, :columns].clone()
 

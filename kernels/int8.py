@@ -15,9 +15,8 @@ FACTOR = 1 / 127
 def encode_ref(flat_N: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Encode a tensor in groups with plain torch. Return (codes, peaks).
 
-    The N elements are cut into A groups of G = `group_size` elements. The last group is filled up with zeros. Codes are
-    uint8 [A, G], and the code of zero is 128. The peak of a group is the largest absolute value of the group's
-    elements. Peaks have shape [A] and a 16-bit dtype (see `_symmetric.peaks_ref`).
+    The N elements are cut into A groups of G = `group_size` elements, the last one filled up with zeros. Codes are
+    uint8 [A, G], and the code of zero is 128. Peaks are absolute values, [A] in a 16-bit dtype.
     """
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)

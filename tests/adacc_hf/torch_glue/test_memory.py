@@ -177,14 +177,6 @@ def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):
     assert available_bytes(CPU, static_bytes=7) == 82
 
 
-def test_a_plan_for_a_small_container_leaves_room_for_the_heap(monkeypatch):
-    """In a container of 2 GiB, 1626 MiB were free. The heap kept 400 MiB in addition to the live storages."""
-    free, kept, static = 1626 << 20, 400 << 20, 57 << 20
-    monkeypatch.setattr("adacc_hf.torch_glue.memory.free_host_bytes", lambda: free)
-    budget = available_bytes(CPU, static_bytes=static) * (1 - AdaccConfig().memory_margin)
-    assert budget - static + kept < free
-
-
 def test_a_measured_step_leaves_gradients_as_they_were(tiny_gpt2, token_batch):
     model, batch = tiny_gpt2(), token_batch()
     model(**batch).loss.backward()
