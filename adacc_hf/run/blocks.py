@@ -26,12 +26,12 @@ from adacc_hf.artifacts.errors import (
     PolicyMismatchError,
 )
 from adacc_hf.run.block_search import find_blocks, inner_layers, refuse_adapters, refuse_wrappers
-from adacc_hf.torch_glue.caching_warning import CachingWarning
 from adacc_hf.torch_glue.compat import (
     FLAG,
     FUNCTION,
     SETTER,
     Cache,
+    CachingWarning,
     GradientCheckpointingLayer,
     PreTrainedModel,
     block_of,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.logging import warning_once
 
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, UnrestorableError
 from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
@@ -37,6 +39,9 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = ["Cache", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig"]
 """Names of Transformers, which other files import from here."""
+
+
+_LAYERS_LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 
 
 @cache
@@ -298,3 +303,26 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, rate in rates:
             setattr(owner, name, rate)
+
+
+class CachingWarning(logging.Filter):
+    """Log filter that drops Transformers' warning that a cache is incompatible with checkpointing, until `remove`.
+    Blocks under a policy use the entry point of gradient checkpointing, so Transformers would warn about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_dropped = False
+        _LAYERS_LOG.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_dropped = record.getMessage().startswith("Caching is incompatible with gradient checkpointing")
+        self._has_dropped |= is_dropped
+        return not is_dropped
+
+    def remove(self) -> None:
+        """Remove this log filter from Transformers' logger. Further calls have no effect."""
+        _LAYERS_LOG.removeFilter(self)
+        if self._has_dropped:
+            # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.
+            warning_once.cache_clear()
+        self._has_dropped = False
