@@ -51,8 +51,7 @@ class _HostArena:
         return self.nbytes - sum(nbytes for _, nbytes in self.free)
 
     def take(self, nbytes: int) -> int | None:
-        """Mark a free part of `nbytes` as used, and return the part's offset. Return None if no free part is large
-        enough."""
+        """Mark a free part of `nbytes` as used, and return its offset, or None if no free part is large enough."""
         self._collect()
         for place, (offset, size) in enumerate(self.free):
             if size >= nbytes:
@@ -101,8 +100,7 @@ class _Reservation:
 
     nbytes: int
     model: weakref.ref[Any] | None
-    finalizer: weakref.finalize[..., Any]
-    """Callback that ends the reservation when its user is deleted."""
+    finalizer: weakref.finalize[..., Any]  # ends the reservation
 
 
 class HostPool:
@@ -229,8 +227,7 @@ class HostPool:
             )
 
     def _follow_last_copy(self, device: torch.device) -> None:
-        """Make the current stream wait for the pool's previous copy, if that copy ran on another stream (NOTE [Order of
-        copies])."""
+        """Make the current stream wait for the pool's previous copy on another stream (NOTE [Order of copies])."""
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device)

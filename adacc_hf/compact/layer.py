@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from adacc_hf.torch_glue.private import version_of
 
 PROJECTIONS = ("gaussian", "orthonormal")
-CORE = "core"
-"""Name of the additional parameter of a compact layer, which gets the gradient in place of the weight."""
+CORE = "core"  # the parameter of a compact layer that gets the gradient in place of the weight
 
 
 @torch.library.custom_op("adacc_hf::projection", mutates_args=())
@@ -98,7 +97,7 @@ class InputGroup:
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
-        """Drop the cached projection z of the input `x` when `x` is freed. Afterwards, only autograd keeps z alive."""
+        """Drop the cached projection of `x` when `x` is freed. Afterwards, only autograd keeps it alive."""
         if self._last_projection is not None and self._last_projection.x is x:
             self._last_projection = None
 
@@ -179,13 +178,12 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def allocate_core(self) -> None:
-        """Allocate memory for `core`, the trained parameter, so that an optimizer step can write to it."""
+        """Allocate memory for `core`, so that an optimizer step can write to it."""
         self.core.data = torch.zeros_like(self.core, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def apply_core(self, scale: float) -> None:
-        """Add `scale` * core P^T to the weight after an optimizer step, and set `core` to zero. P is the layer's random
-        projection."""
+        """Add `scale` * core P^T to the weight after an optimizer step, and set `core` to zero."""
         matrix, core = _local_part(self.matrix), _local_part(self.core)
         p = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
         matrix.addmm_(core, p.t(), alpha=scale)
@@ -193,8 +191,7 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def clear_core(self) -> None:
-        """Set `core`, the trained parameter, to an expanded zero, which frees its memory. A shard of FSDP keeps its
-        memory."""
+        """Set `core` to an expanded zero, which frees its memory. A shard of FSDP keeps its memory."""
         if _local_part(self.core) is self.core:
             self.core.data = self.core.new_zeros(()).expand(self.core.shape)
         else:

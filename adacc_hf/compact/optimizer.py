@@ -59,7 +59,7 @@ class CompactAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Run a step of AdamW, and update the weights of compact layers. Raises ValueError if the optimizer lacks the
-        `core` of a compact layer, the parameter that the step updates."""
+        `core` of a compact layer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,15 +99,13 @@ class CompactAdamW(torch.optim.AdamW):
             make_plain(self.layers.pop())
 
     def _begin_periods(self) -> None:
-        """Set the period of each group of compact layers for the next step. The period is the number of the random
-        subspace in use, and increases by one every `update_proj_gap` steps."""
+        """Set the period of each group of compact layers for the next step."""
         for group, layer in self._grouped_layers():
             layer.group.period = group.get("steps", 0) // self.update_proj_gap
 
     def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
-        """Yield (parameter group with the core, layer) for each compact layer whose `core` this optimizer trains.
-        `core` is a compact layer's trained parameter. A copy of this optimizer may train other parameters, to measure
-        the memory of the optimizer's state. The copy yields nothing."""
+        """Yield (parameter group with the core, layer) for each compact layer whose `core` this optimizer trains. A
+        copy that measures the memory of the optimizer's state trains other parameters, and yields nothing."""
         by_core = {id(layer.core): layer for layer in self.layers}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -293,9 +291,8 @@ def _subspace_rank(name: str, layer: Plain, rank: float | int) -> int:
 def _parameter_groups(
     model: nn.Module, layers: list[CompactLayer], scale: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups that the Trainer would make for the optimizer, and one more group for the cores. A
-    core is the parameter of a compact layer that is trained in place of the weight. The Trainer makes a group of
-    matrices, with weight decay, and a group of biases and norms, without weight decay."""
+    """Return the parameter groups that the Trainer would make for the optimizer (matrices, with weight decay; biases
+    and norms, without), and one more group for the cores."""
     cores = [layer.core for layer in layers]
     core_ids = {id(core) for core in cores}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in core_ids]

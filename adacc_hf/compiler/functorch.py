@@ -99,8 +99,7 @@ def graph_calls(result: torch.Tensor) -> Iterator[int]:
 
 
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
-    """Insert nodes into `graph` that compute a dynamic size from the graph's size inputs. Return the node of the
-    size."""
+    """Insert nodes into `graph` that compute a dynamic size from its size inputs. Return the node of the size."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     bound = {symbolic_shapes.is_symbol_binding_fx_node(node): node for node in graph.find_nodes(op="placeholder")}
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in bound.items() if symbol is not None}
@@ -128,9 +127,8 @@ def prepare(module: fx.GraphModule) -> str | None:
 
 
 def _copy_written_inputs(graph: fx.Graph) -> None:
-    """Insert a copy of each input that the graph overwrites when forward ends, and let all readers use the copy. In
-    backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
-    partitioner would recompute from the new value."""
+    """Insert a copy of each input that the graph overwrites when forward ends, and let all readers use the copy.
+    Backward would recompute from the new value, as with torch's own partitioner."""
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]
         if written.op != "placeholder" or write.meta.get("partitioner_tag") == "must_be_in_backward":

@@ -42,11 +42,8 @@ _DEVICES = {
     "cpu": _DeviceCosts(encode_passes=8, is_memory_bound=False, compile_ms=600.0, launch_ms=0.02),
     "cuda": _DeviceCosts(encode_passes=0, is_memory_bound=True, compile_ms=50.0, launch_ms=0.005),
 }
-NUM_STEPS = 10_000
-"""Assumed number of steps of a training run, over which the compile time is spread."""
-REDUCTION_RATIO = 4
-"""Minimum number of input elements per result element for an operator to count as a reduction. Operators in gated
-layers have smaller ratios, and must not count as reductions."""
+NUM_STEPS = 10_000  # of a training run, over which the compile time is spread
+REDUCTION_RATIO = 4  # least input elements per result element of a reduction; operators in gated layers have fewer
 
 
 def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozenset[fx.Node]) -> tuple[float, float]:
@@ -136,12 +133,10 @@ def _num_node_elements(node: fx.Node) -> int | None:
 # traffic beyond its neighbours', except for expensive functions such as tanh. Storing a value costs a write in forward
 # and a read in backward. Products and attention are never fused, so they are timed.
 
-LARGE_BYTES = 64 * 2**20
-"""Size of the tensor that is copied to measure bandwidth. The size exceeds the caches, because a stored value is no
-longer in a cache when backward reads the value."""
+LARGE_BYTES = 64 * 2**20  # copied to measure bandwidth; exceeds the caches, as a stored value when backward reads it
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
-"""Number of elements of the tensor on which functions are timed, by device type. The tensor occupies the whole device
-but stays in the cache, so the measured time is that of the arithmetic, not of memory traffic."""
+"""Elements of the tensor on which functions are timed, by device type. The tensor occupies the whole device but stays
+in the cache, so the measured time is that of the arithmetic."""
 
 POINTWISE_FRACTION = {"cpu": 0.1, "cuda": 0.02}
 """Arithmetic time of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.
