@@ -6,8 +6,11 @@ import json
 import os
 from collections import OrderedDict
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
 """Name of the environment variable that sets the folder of cached measurements."""
@@ -41,6 +44,27 @@ def fields_of(record: Any) -> dict[str, Any]:
     if is_dataclass(record) and not isinstance(record, type):
         return {field.name: getattr(record, field.name) for field in fields(record)}
     raise TypeError(f"an object of type {type(record).__name__} is not JSON serializable")
+
+
+_type_hints = cache(get_type_hints)
+
+
+def from_fields(expected: Any, value: Any) -> Any:
+    """Convert a JSON value to the type `expected`: a dataclass, an enum, a tuple of these, or one of them or None.
+
+    This is the inverse of `fields_of`. Values of other types are unchanged. Raises KeyError, TypeError or ValueError if
+    the value is not one of this type.
+    """
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin is tuple:
+        items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(from_fields(item, each) for item, each in zip(items, value, strict=True))
+    if origin in (Union, UnionType):
+        return None if value is None else from_fields(arguments[0], value)
+    if is_dataclass(expected) and isinstance(expected, type):
+        hints = _type_hints(expected)
+        return expected(**{name: from_fields(hints[name], each) for name, each in value.items()})
+    return expected(value) if isinstance(expected, type) and issubclass(expected, Enum) else value
 
 
 def read_json(path: str | Path, error_class: type[Exception], file_type: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from adacc_hf.artifacts.exact_recompute_rules import (
 )
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
-from adacc_hf.artifacts.tiles import ModuleTiles, RowTiles, Tiling
+from adacc_hf.artifacts.tiles import RowTiles, Tiling
 from adacc_hf.kernels._host_names import HOST
 
 WHOLE = "whole"
@@ -356,46 +356,3 @@ class KindProfile:
             operators=tuple(operators),
             slots=tuple(equal.get(value, value) for value in self.slots),
         )
-
-
-def kind_from_json(record: dict[str, Any]) -> KindProfile:
-    """Convert a dictionary from a JSON file to the profile of a kind of block."""
-    fields = dict(record)
-    fields["values"] = tuple(_value_from_json(value) for value in fields["values"])
-    fields["operators"] = tuple(
-        Operator(**{**operator, "inputs": tuple(operator["inputs"]), "outputs": tuple(operator["outputs"])})
-        for operator in fields["operators"]
-    )
-    fields["forward"] = tuple(ForwardEvent(**event) for event in fields["forward"])
-    fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
-    fields["slots"] = tuple(fields["slots"])
-    fields["held"] = tuple(fields["held"])
-    fields["given"] = tuple(fields["given"])
-    fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
-    fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
-    tiles = fields.get("tiles")
-    if tiles is not None:
-        fields["tiles"] = RowTiles(**{**tiles, "modules": tuple(map(_module_tiles_from_json, tiles["modules"]))})
-    link = fields.get("host_link")
-    fields["host_link"] = None if link is None else HostLink(**link)
-    return KindProfile(**fields)
-
-
-def _module_tiles_from_json(record: dict[str, Any]) -> ModuleTiles:
-    lines = {name: tuple(tuple(line) for line in record[name]) for name in ("forward", "backward")}
-    return ModuleTiles(**{**record, **lines, "operators": tuple(record["operators"])})
-
-
-def _value_from_json(record: dict[str, Any]) -> Value:
-    codecs = tuple(codec_option_from_json(option) for option in record["codecs"])
-    shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape", "place")}
-    return Value(**{**record, **shapes, "codecs": codecs, "too_coarse": _pairs(record.get("too_coarse", ()))})
-
-
-def codec_option_from_json(record: dict[str, Any]) -> CodecOption:
-    """Convert a dictionary from a JSON file or from `asdict` to a codec option."""
-    return CodecOption(**{**record, "options": _pairs(record["options"])})
-
-
-def _pairs(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[str, Any], ...]:
-    return tuple((str(name), value) for name, value in pairs)

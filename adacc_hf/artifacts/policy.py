@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import POLICY_FILE, policy_file, read_json, write_json
+from adacc_hf.artifacts.files import POLICY_FILE, from_fields, policy_file, read_json, write_json
 from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.artifacts.units import format_bytes
@@ -318,7 +318,7 @@ class Policy:
                         choices=tuple((int(v), Choice.from_json(c)) for v, c in plan["choices"].items()),
                         is_checkpointed=bool(plan["is_checkpointed"]),
                         places=tuple((int(v), tuple(place)) for v, place in plan["places"].items()),
-                        tiling=Tiling.from_json(plan["tiling"]) if "tiling" in plan else None,
+                        tiling=from_fields(Tiling, plan["tiling"]) if "tiling" in plan else None,
                     )
                     for plan in record["plans"]
                 ),

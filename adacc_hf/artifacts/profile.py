@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import fields_of, read_json, write_json
-from adacc_hf.artifacts.kind_profile import KindProfile, Value, kind_from_json
+from adacc_hf.artifacts.files import fields_of, from_fields, read_json, write_json
+from adacc_hf.artifacts.kind_profile import KindProfile, Value
 from adacc_hf.artifacts.policy import Plan
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
 from adacc_hf.artifacts.tables import profile_tables
@@ -321,7 +320,10 @@ class Profile:
                 f"profile the model again"
             )
         try:
-            return _profile_from_json(record)
+            profile = from_fields(cls, {name: v for name, v in record.items() if name not in ("format", "version")})
+            if any(not 0 <= block.kind < len(profile.kinds) for block in profile.blocks):
+                raise ValueError("a block names a kind that is not in the file")
+            return profile
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise AdaccError(
                 f"{path} is a damaged profile ({type(error).__name__}: {error}): profile the model again"
@@ -330,20 +332,3 @@ class Profile:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _profile_from_json(record: dict[str, Any]) -> Profile:
-    fields = {name: value for name, value in record.items() if name not in ("format", "version")}
-    fields["kinds"] = tuple(kind_from_json(kind) for kind in fields["kinds"])
-    fields["blocks"] = tuple(BlockProfile(**block) for block in fields["blocks"])
-    if any(not 0 <= block.kind < len(fields["kinds"]) for block in fields["blocks"]):
-        raise ValueError("a block names a kind that is not in the file")
-    fields["measured"] = tuple(
-        (tuple((name, tuple(size)) for name, size in shapes), tuple(numbers))
-        for shapes, numbers in fields.get("measured", ())
-    )
-    fields["shared"] = tuple(Shared(**shared) for shared in fields["shared"])
-    fields["other_heads"] = tuple(
-        Head(**{**head, "backward_base_bytes": tuple(head["backward_base_bytes"])}) for head in fields["other_heads"]
-    )
-    return Profile(**fields)

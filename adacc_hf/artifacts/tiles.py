@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 TILE = "tile"
 """Word for tiles in `AdaccConfig.actions`."""
@@ -38,12 +37,6 @@ class Tiling:
         are_paths = self.modules and all(isinstance(module, str) for module in self.modules)
         if not are_paths or not isinstance(self.num_tiles, int) or self.num_tiles < 2:
             raise ValueError(f"{self.num_tiles!r} tiles of modules {self.modules!r}: a module has 2 tiles or more")
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Tiling:
-        """Convert a dictionary from a JSON file to a tiling."""
-        modules, backward_only = (tuple(record[name]) for name in ("modules", "backward_only"))
-        return cls(modules=modules, backward_only=backward_only, num_tiles=record["num_tiles"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.files import PROFILES_VARIABLE, __version__
-from adacc_hf.artifacts.kind_profile import codec_option_from_json
+from adacc_hf.artifacts.files import PROFILES_VARIABLE, __version__, from_fields
+from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement
@@ -130,7 +130,7 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
     if len(times) != len(tape.operators):
         raise ValueError(f"it has {len(times)} operators, but the recorded block has {len(tape.operators)}")
     codecs = {
-        int(activation["value"]): tuple(codec_option_from_json(option) for option in activation["codecs"])
+        int(activation["value"]): tuple(from_fields(CodecOption, option) for option in activation["codecs"])
         for activation in record["activations"]
     }
     workspaces = [int(operator["workspace_bytes"]) for operator in record["operators"]]

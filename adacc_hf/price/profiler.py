@@ -60,10 +60,9 @@ def profile_model(
     The model must be in train mode, and may be under autocast. One forward and backward run, in which every block is
     recomputed as under gradient checkpointing. Another one runs if blocks have made tables for later calls, and one if
     modules may run in tiles. With gradient accumulation, zeros stand for the gradients of earlier micro-batches.
-    Afterwards gradients, buffers and
-    the default random generators are as before. Python state (counters, lists, generators of your own) has changed as
-    in these steps of training: profile a copy of the model if that matters. A run of training is profiled by its first
-    step instead (`AdaccSession`), in which nothing runs twice.
+    Afterwards gradients, buffers and the default random generators are as before. Python state (counters, lists,
+    generators of your own) has changed as in these steps of training: profile a copy of the model if that matters. A
+    run of training is profiled by its first step instead (`AdaccSession`), in which nothing runs twice.
 
     If a step calls a block several times, because layers share weights or the loss calls the model again, the profile
     lists the block once per call. A block that runs only without gradients needs no decision.

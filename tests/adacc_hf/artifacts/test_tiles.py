@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adacc_hf.artifacts.files import from_fields
 from adacc_hf.artifacts.tiles import (
     MIN_ROWS,
     MIN_TILE_ROWS,
@@ -67,7 +68,7 @@ def test_modules_of_a_kind_run_in_equally_many_tiles():
     tiling = Tiling(modules=("norm", "mlp"), backward_only=("norm",), num_tiles=4)
     assert (tiles.num_rows, tiles.tiling) == (100, tiling)
     assert replace(tiles, num_tiles=0).tiling is None
-    assert Tiling.from_json(json.loads(json.dumps(vars(tiling)))) == tiling
+    assert from_fields(Tiling, json.loads(json.dumps(vars(tiling)))) == tiling
     assert norm.forward_bytes(4) == 0
     assert norm.extra_ms(3, 10.0, 0.5) == 10.0 + 3 * 2 * 3 * 0.5
 
