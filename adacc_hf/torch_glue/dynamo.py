@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from keyword import iskeyword
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch.autograd.function import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf.torch_glue.dynamo_gaps import (
-    guard_identities,
+    class_read_patches,
+    dict_order_patches,
+    identity_patches,
     more_operators,
     name_of,
     patched_dynamo,
-    record_class_reads,
-    record_dict_order,
 )
 from adacc_hf.torch_glue.memory import garbage_collection_disabled
 from adacc_hf.torch_glue.opaque_functions import opaque_functions
@@ -75,21 +75,12 @@ class TracedGuards:
         self._dead_objects = dead_objects
         self._manager = manager
 
-    @property
-    def is_alive(self) -> bool:
-        """True while all objects whose addresses a guard compares are alive.
-
-        If one of these objects has died, the guards are not used any more, because another object may get its address.
-        """
-        return not self._dead_objects
-
     def hold(self, scope: Scope) -> bool:
-        """Return True if all guards accept a call with the local variables `scope`. The call then takes the traced
-        path.
+        """Return True if all guards accept a call with the local variables `scope`, which then takes the traced path.
 
-        Active dispatch modes are disabled during the check, because dispatch modes only observe the block's operators.
+        Active dispatch modes, which only observe the block's operators, are disabled during the check.
         """
-        if not self.is_alive:
+        if self._dead_objects:  # another object may get the address of one whose address a guard compares
             return False
         if self._raw_environment is not None and self._raw_environment != _raw_environment():
             return False  # Dynamo guards variables that were set when it traced, but not the absence of variables
@@ -101,38 +92,31 @@ class TracedGuards:
             return self._check(scope)
 
     def first_failure(self, scope: Scope) -> str:
-        """Return Dynamo's description of the first guard that rejects a call with the local variables `scope`.
-
-        Return "" if no guard rejects the call.
-        """
+        """Return Dynamo's description of the first guard that rejects a call in `scope`, or ""."""
         parts = self._manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]).partition("#")[0].strip() if parts else ""
 
 
+_ABSENT = object()
 _CALL_METHODS = ("__call__", "_call_impl")
 """Methods through which Python calls a module's forward. Dynamo does not look them up."""
 
 
 class ClassReads:
-    """Guard on the methods, properties and attributes that traced code looked up on classes.
-
-    `reads` contains the (class, name) of each lookup.
-    """
+    """Guard on the attributes that traced code looked up on classes: `reads`, as (class, name)."""
 
     def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
         by_class: dict[type, list[str]] = {}
         for owner, name in reads:
-            by_class.setdefault(owner, []).append(name)
-        lines, items, variables = [], [], {}
-        for number, (owner, names) in enumerate(by_class.items()):
-            variables[f"c{number}"] = weakref.ref(owner)
-            lines.append(f"k{number} = c{number}()")
-            names = [*names, *(_CALL_METHODS if issubclass(owner, torch.nn.Module) else ())]
-            items += [f"k{number}.{name}{end}" for name in names for end in _stable_suffixes(owner, name)]
-        code = "".join(f"    {line}\n" for line in lines)
-        exec(f"def values():\n{code}    return ({''.join(f'{item}, ' for item in items)})", variables)
-        self._values: Callable[[], tuple[Any, ...]] = variables["values"]  # type: ignore[assignment]
+            by_class.setdefault(owner, [*_CALL_METHODS] if issubclass(owner, torch.nn.Module) else []).append(name)
+        paths = {
+            owner: list(filter(None, (_stable_path(owner, n) for n in names))) for owner, names in by_class.items()
+        }
+        self._getters = [(weakref.ref(owner), attrgetter(*of_class)) for owner, of_class in paths.items() if of_class]
         self._before = self._values()
+
+    def _values(self) -> list[Any]:
+        return [getter(owner()) for owner, getter in self._getters]
 
     def are_current(self) -> bool:
         """Return True if all attributes in the guard still have the values that they had when the code was traced."""
@@ -142,19 +126,16 @@ class ClassReads:
             return False
 
 
-def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return (suffix,) such that the expression `owner.name` + suffix gives the same object at each evaluation. The
-    guard compares these objects. For a class method, Python creates a new bound method at each evaluation, so the
-    suffix is ".__func__". The suffix is "" if `owner.name` itself always gives the same object. Return () if no suffix
-    gives the same object."""
-    for base in owner.__mro__:
-        if name in vars(base) and name.isidentifier() and not iskeyword(name):
-            value = vars(base)[name]
-            if isinstance(value, classmethod):
-                return (".__func__",)
-            is_stable = isinstance(value, types.FunctionType | property | staticmethod)
-            return ("",) if is_stable or not hasattr(type(value), "__get__") else ()
-    return ()
+def _stable_path(owner: type, name: str) -> str | None:
+    """Return the path of the attribute `name` of a class that gives the same object at each look-up, or None. Python
+    makes a new bound method for each look-up of a class method."""
+    value = next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), _ABSENT)
+    if value is _ABSENT or not name.isidentifier():
+        return None
+    if isinstance(value, classmethod):
+        return f"{name}.__func__"
+    is_stable = isinstance(value, types.FunctionType | property | staticmethod) or not hasattr(type(value), "__get__")
+    return name if is_stable else None
 
 
 def trace(
@@ -219,11 +200,10 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 def _without_views(scope: Scope) -> Scope:
-    """Return a copy of `scope` in which no argument after the hidden states is a view. Each view is replaced by another
-    tensor on the same memory. Dynamo would guard the layout of a view's base, on which no operator of the block
-    depends. A later call with an equal tensor that is not a view, such as a detached copy, would then be traced again.
-    The hidden states, the first tensor, are kept: a profile's calls on detached hidden states then have a path, and
-    records, of their own."""
+    """Return a copy of `scope` in which each argument after the hidden states that is a view is replaced by another
+    tensor on the same memory. Dynamo would guard the layout of a view's base, on which no operator depends, and trace a
+    later call with a detached copy again. The hidden states, the first tensor, are kept: a profile's calls on detached
+    hidden states then have a path, and records, of their own."""
     replacements: dict[int, torch.Tensor] = {}
 
     def replaced(value: Any) -> Any:
@@ -239,8 +219,7 @@ def _without_views(scope: Scope) -> Scope:
 
 
 class _SameMemory(torch.autograd.Function):
-    """Autograd function that returns its input, a traced argument, as a new tensor that shares the input's memory.
-    Autograd does not treat the new tensor as a view."""
+    """Autograd function that returns a new tensor on its input's memory, which autograd does not treat as a view."""
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +227,7 @@ class _SameMemory(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient unchanged. Not called, because traced operators do not run."""
+        """Return the gradient. Not called, because traced operators do not run."""
         return gradient
 
 
@@ -264,18 +243,13 @@ _IGNORED = "ignore_logging_functions"
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
 """Names of the methods with which loggers log. Transformers adds the last three methods."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs", "._in_forward")
-"""Suffixes of the names of guards that need no check, because their module attributes do not affect the operators of
-forward.
-
-The attributes are backward hooks, the calling conventions of forward hooks, and a flag of DeepSpeed's tables of
-parameters, by which a forward gathers a parameter that is not gathered yet. Calling conventions matter only for
-existing hooks, which have their own guards.
-"""
+"""Suffixes of guards on module attributes that do not affect the operators of forward: backward hooks, the calling
+conventions of forward hooks (existing hooks have their own guards), and a flag of DeepSpeed's tables of parameters, by
+which a forward gathers a parameter that is not gathered yet."""
 
 
 def _message_functions() -> Iterator[Callable[..., Any]]:
-    """Yield the functions that log or warn, which are left out of traces. The functions are looked up at each trace,
-    because Transformers adds some methods to loggers when it is imported."""
+    """Yield the functions that log or warn. Transformers adds some when it is imported."""
     yield warnings.warn
     yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
@@ -299,20 +273,14 @@ def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _DeadObjects(list[Any]):
-    """List of weak references to those watched objects that have died.
-
-    The list is empty while all watched objects are alive.
-    """
+    """List of weak references to those watched objects that have died."""
 
     def __init__(self) -> None:
         super().__init__()
         self._watched: dict[int, Callable[[], Any]] = {}
 
     def watch(self, obj: Any) -> None:
-        """Watch `obj`: when it dies, append a weak reference to it to this list.
-
-        Keep `obj` alive if weak references to `obj` are not possible.
-        """
+        """Watch `obj`. Keep it alive if weak references to it are not possible."""
         try:
             self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
         except TypeError:
@@ -320,9 +288,8 @@ class _DeadObjects(list[Any]):
 
 
 def _compile_getter(names: Iterable[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Compile the expressions `names` to one function that returns their values. The expressions are Dynamo's
-    description of where a value comes from (its source). The function's argument is a `Scope`, the variable `L` of the
-    expressions. `variables` contains the expressions' other variables."""
+    """Compile Dynamo's sources `names` to one function from a `Scope`, their variable `L`, to their values. `variables`
+    contains their other variables."""
     items = "".join(f"{name}, " for name in names)
     return eval(f"lambda L: ({items})", variables)
 
@@ -333,8 +300,7 @@ _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
 class _UnguardedInputs:
-    """Inputs of one traced graph that no guard compares, as expressions in which Dynamo describes where an input comes
-    from."""
+    """Inputs of one traced graph that no guard compares, as Dynamo's expressions of their sources."""
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
@@ -353,9 +319,7 @@ class _UnguardedInputs:
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Return, for each of Dynamo's guards, True if the guard must be checked.
 
-        Dynamo calls this method for each trace. Guards on module attributes that do not affect the operators of
-        forward, such as backward hooks, need no check. They are half of all guards. If a guard does not compare a value
-        exactly, the expression of the value is added to the attribute `numbers`.
+        `_UNUSED_GUARDS` are half of all guards. A value that a guard does not compare exactly is added to `numbers`.
         """
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
@@ -393,8 +357,8 @@ def _decides_tensors(node: Any) -> bool:
 
 
 def _raw_environment() -> dict[Any, Any]:
-    """Return the environment variables undecoded, as os.environ stores them. The variables are compared at each call,
-    and decoding them would take longer than the check of all of Dynamo's guards."""
+    """Return the environment variables undecoded. They are compared at each call, and decoding them would take longer
+    than the check of all of Dynamo's guards."""
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
 
@@ -404,8 +368,7 @@ _EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def _may_equal_another(value: Any) -> bool:
-    """Return True if a guard that compares by `==` may accept a different value. Examples are -0.0 == 0.0, True == 1,
-    and containers that can change."""
+    """Return True if a guard that compares by `==` may accept a different value: -0.0 == 0.0, True == 1, containers."""
     if isinstance(value, tuple | frozenset):
         return any(isinstance(item, bool | float | list | dict | set) or _may_equal_another(item) for item in value)
     if isinstance(value, complex):
@@ -420,8 +383,7 @@ def _in_one_line(error: Exception) -> str:
 
 @cache
 def _dynamo_namespace() -> Any:
-    """Import Dynamo, and return a namespace with the functions through which `trace` uses Dynamo: `tracing`,
-    `is_traced`, `cache_entries`."""
+    """Import Dynamo, and return the functions through which `trace` uses Dynamo."""
     import torch._dynamo
     from torch._dynamo import config, trace_rules
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -453,11 +415,8 @@ def _dynamo_namespace() -> Any:
     def tracing(
         ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs, has_counters: bool
     ) -> Iterator[list[Any]]:
-        """Change Dynamo's settings for a trace inside the `with` block, and yield a list of objects that have died.
-
-        Some guards compare the address of an object. When one of these objects dies, a weak reference to the object is
-        appended to the list.
-        """
+        """Change Dynamo's settings for a trace inside the `with` block. Yield the list of those objects whose addresses
+        guards compare, and that have died."""
         dead_objects = _DeadObjects()
         original = CheckFunctionManager.id_ref
 
@@ -476,10 +435,16 @@ def _dynamo_namespace() -> Any:
             stack.enter_context(_static_marks_restored())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(more_operators())
-            stack.enter_context(guard_identities(inputs.numbers))
-            stack.enter_context(record_class_reads(inputs.class_reads, inputs.numbers))
-            stack.enter_context(record_dict_order(inputs.numbers))
-            stack.enter_context(patched_dynamo([(CheckFunctionManager, "id_ref", id_ref)]))
+            stack.enter_context(
+                patched_dynamo(
+                    [
+                        *identity_patches(inputs.numbers),
+                        *class_read_patches(inputs.class_reads, inputs.numbers),
+                        *dict_order_patches(inputs.numbers),
+                        (CheckFunctionManager, "id_ref", id_ref),
+                    ]
+                )
+            )
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
                 yield dead_objects
@@ -500,9 +465,8 @@ def _dynamo_namespace() -> Any:
 
 @contextmanager
 def _static_marks_restored() -> Iterator[None]:
-    """After the `with` block, remove the attribute with which a trace marks parameters and buffers as inputs of fixed
-    address, or restore the attribute's earlier value. The attribute would stay on the model's tensors after the policy
-    is removed, and would be pickled with them."""
+    """After the `with` block, restore the attribute with which a trace marks parameters and buffers as inputs of fixed
+    address. It would stay on the model's tensors after the policy is removed, and would be pickled with them."""
     from torch._dynamo import decorators
 
     name, original = "_dynamo_static_input_type", decorators.mark_static_address
@@ -512,11 +476,10 @@ def _static_marks_restored() -> Iterator[None]:
         earlier_marks.setdefault(id(tensor), (tensor, vars(tensor).get(name)))
         original(tensor, *args, **kwargs)
 
-    decorators.mark_static_address = mark
     try:
-        yield
+        with patched_dynamo([(decorators, "mark_static_address", mark)]):
+            yield
     finally:
-        decorators.mark_static_address = original
         for tensor, value in earlier_marks.values():
             if value is None:
                 vars(tensor).pop(name, None)
@@ -526,8 +489,7 @@ def _static_marks_restored() -> Iterator[None]:
 
 @contextmanager
 def _quiet_dynamo() -> Iterator[None]:
-    """Silence Dynamo's logs and all warnings inside the `with` block. Dynamo warns, for example, about `.grad` of
-    non-leaf tensors."""
+    """Silence Dynamo's logs and all warnings, such as that about `.grad` of non-leaf tensors."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

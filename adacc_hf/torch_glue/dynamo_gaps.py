@@ -3,9 +3,8 @@ library's globals. Also shape inference for grouped matrix products, which torch
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While
-Dynamo traces a call, the contexts in this module either guard such a read, or describe it by a Python expression. The
-expressions are appended to the list `numbers`, which the caller passes. The call's key later contains the value of each
-expression in this list.
+Dynamo traces a call, the patches in this module (for `patched_dynamo`) either guard such a read, or append a Python
+expression of it to the list `numbers`. The call's key contains the value of each expression in this list.
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ from typing import Any
 
 import torch
 
+Patch = tuple[Any, str, Any]
+"""(owner, name, value) of an attribute of Dynamo and the value that replaces it during a trace."""
 
-@contextmanager
-def guard_identities(numbers: list[str]) -> Iterator[None]:
-    """Guard, inside the `with` block, the identity of objects that traced code compares by `is` or uses as keys.
 
-    Two tensors that are compared get no guard. Instead, append the source text of the comparison, "a is b", to
-    `numbers`, a list of expressions whose values become part of a call's key.
+def identity_patches(numbers: list[str]) -> list[Patch]:
+    """Return the patches that guard the identity of objects that traced code compares by `is` or uses as keys.
+
+    Two tensors that are compared get no guard. Instead, the comparison, "a is b", is appended to `numbers`.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
         from torch._dynamo.variables.lazy import LazyVariableTracker
         from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     except ImportError:  # before torch 2.13
-        yield
-        return
+        return []
 
     def guarded(original: Callable[..., Any], places: Sequence[int], by_value: bool = True) -> Callable[..., Any]:
-        """Return a wrapper of `original`, a function of Dynamo, that guards the identity of the arguments at the
-        indices `places`."""
+        """Return `original`, a function of Dynamo, changed to guard the identity of the arguments at `places`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for place in places:
@@ -47,17 +45,15 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
     example, sources = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return the example tensor of `node`, and note the comparison if `node` is the second operand of `is`.
-
-        Dynamo calls this function only for the two operands of `is`, one after the other.
-        """
+        """Return the example tensor of `node`, and note the comparison if `node` is the second operand of `is`: Dynamo
+        calls this function only for the two operands, one after the other."""
         sources.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(sources) % 2 == 0 and None not in sources[-2:]:
             numbers.append(" is ".join(map(name_of, sources[-2:])))
         assert example is not None  # else Dynamo does not call this function
         return example(node, *args)
 
-    patches: list[tuple[Any, str, Any]] = [
+    patches: list[Patch] = [
         (object_protocol, "vt_identity_compare", guarded(compare, (0, 1), by_value=False)),
         (builtin, "vt_identity_compare", guarded(compare, (0, 1), by_value=False)),
         (builtin, "extract_fake_example_value", tensor_to_compare),
@@ -69,17 +65,13 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
         if name in vars(UserDefinedObjectVariable):
             original = vars(UserDefinedObjectVariable)[name]
             patches.append((UserDefinedObjectVariable, name, guarded(original, places)))
-    with patched_dynamo(patches):
-        yield
+    return patches
 
 
-@contextmanager
-def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """Record, inside the `with` block, the attributes that traced code looks up on classes.
-
-    For each lookup, add (class, name) to `class_reads`. For each `__dict__` that the code reads, append an expression
-    that hashes its names to `numbers`, a list of expressions whose values become part of a call's key. Globals of the
-    standard library are guarded too.
+def class_read_patches(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> list[Patch]:
+    """Return the patches that add each attribute that traced code looks up on a class to `class_reads`, as (class,
+    name), and a hash of the names in each `__dict__` that the code reads to `numbers`. Globals of the standard library
+    are guarded too.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
@@ -91,7 +83,7 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
 
         return look_up
 
-    patches: list[tuple[Any, str, Any]] = [(symbolic_convert, "is_stdlib", lambda _: False)]
+    patches: list[Patch] = [(symbolic_convert, "is_stdlib", lambda _: False)]
     for name in ("lookup_class_mro_attr", "get_source_by_walking_mro"):
         for owner, class_of in (
             (user_defined.UserDefinedObjectVariable, type),
@@ -108,8 +100,7 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
             return create(tx, variable)
 
         patches.append((dicts.DunderDictVariable, "create", staticmethod(create_and_record)))
-    with patched_dynamo(patches):
-        yield
+    return patches
 
 
 _ITERATING = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
@@ -118,13 +109,12 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 """Names of the methods of dicts and lists that iterate over a whole dict."""
 
 
-@contextmanager
-def record_dict_order(numbers: list[str]) -> Iterator[None]:
-    """Record, inside the `with` block, the order of each dict that traced code iterates.
+def dict_order_patches(numbers: list[str]) -> list[Patch]:
+    """Return the patches that append a hash of the names, in order, of each dict that traced code iterates to
+    `numbers`.
 
-    For each dict, append an expression that hashes its names in order to `numbers`, a list of expressions whose values
-    become part of a call's key. Dynamo guards neither the names nor the order of a dict that is copied or converted to
-    a list, nor the order of an OrderedDict.
+    Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
+    OrderedDict.
     """
     from torch._dynamo.variables import dicts, lists
 
@@ -151,19 +141,17 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
         return call_method
 
     owners = [owner for owner in vars(dicts).values() if isinstance(owner, type) and owner.__module__ == dicts.__name__]
-    patches: list[tuple[Any, str, Any]] = []
+    patches: list[Patch] = []
     for owner in (*owners, lists.ListVariable):
         patches += [(owner, name, recording(vars(owner)[name])) for name in _ITERATING if name in vars(owner)]
         if "call_method" in vars(owner):
             patches.append((owner, "call_method", recording_by_name(vars(owner)["call_method"])))
-    with patched_dynamo(patches):
-        yield
+    return patches
 
 
 @contextmanager
-def patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes of Dynamo, given as (owner, name, value), inside the `with` block. Skip attributes that do not
-    exist."""
+def patched_dynamo(patches: Sequence[Patch]) -> Iterator[None]:
+    """Replace attributes of Dynamo inside the `with` block, unless they do not exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:
@@ -176,12 +164,9 @@ def patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def guard_identity(variable: Any, by_value: bool = False) -> None:
-    """Install a guard on the identity of the object that `variable` represents in Dynamo's trace.
-
-    Constants and tensors get no guard here, because Dynamo itself guards them. `by_value` is True if the traced code
-    compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the guard, because
-    the hash of such an object is its identity.
-    """
+    """Install a guard on the identity of the object that `variable` represents in Dynamo's trace. Dynamo itself guards
+    constants and tensors. If the traced code compares objects `by_value`, by `==` and hash, only objects that inherit
+    `object.__hash__`, which is their identity, get the guard."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
