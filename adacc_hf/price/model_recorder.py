@@ -168,7 +168,7 @@ class ModelRecorder:
         self._is_checkpointed = (key is None or type(block) in self._untrusted) and not changes_in_place(block)
         result = self._run(recording, called)
         may_repeat = state is not None and state.find_changes() is None
-        if key is None and known_shapes.leave_out(recording.recorder.function_results):
+        if key is None and known_shapes.paths.leave_out(recording.recorder.function_results):
             key = known_shapes.key(block, fn, args, kwargs, tiling)
         for tensor in arguments.values():
             if tensor.is_leaf and tensor.requires_grad:  # `enable_input_require_grads` makes some, and autograd holds
@@ -178,13 +178,13 @@ class ModelRecorder:
         recorder = recording.recorder
         tape = self.tape_cache.verified_tape(recorder)
         if key is None and tape.untrusted is None:
-            tape.untrusted = f"Dynamo, which reads the code of blocks, stops: {known_shapes.untraced}"
+            tape.untrusted = f"Dynamo, which reads the code of blocks, stops: {known_shapes.paths.untraced}"
         if key is not None:
-            known_shapes.compare_graph(tape, fn, args)
+            known_shapes.paths.compare_graph(tape, fn, args)
         is_traced = key is not None and tiling is None and tape.untrusted is None
-        any_graph = known_shapes.graph_of(tape, fn, args, may_differ=True) if is_traced else None
+        any_graph = known_shapes.paths.graph_of(fn, args) if is_traced else None
         any_graph = None if any_graph is None else _on_copies(any_graph, recorder, tape)
-        graph = None if known_shapes.graph_of(tape, fn, args) is None else any_graph
+        graph = any_graph if known_shapes.paths.has_graph_of(tape) else None
         outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder, outliers)

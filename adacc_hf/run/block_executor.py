@@ -114,11 +114,11 @@ class BlockExecutor:
     def _find_graph(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
         """Return the traced graph of a call under torch's checkpoint. A graph would not gather sharded parameters."""
         is_whole = self.plan.tiling is None and not is_sharded(block)
-        return self.known_shapes.find_graph(block, fn, args) if is_whole else None
+        return self.known_shapes.paths.find_graph(block, fn, args) if is_whole else None
 
     def _run_untraced(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
-        reason = self.known_shapes.untraced or ""
+        reason = self.known_shapes.paths.untraced or ""
         self.tape_cache.warn_not_replayed(self.name, self.plan.kind, reason)
         fallback = self.entries.fallback_of(reason)
         if fallback is not None:
@@ -168,7 +168,7 @@ class BlockExecutor:
         plan = entry.execution_plan
         if symbolic_tape is None or plan is None or plan.is_plain or not plan.tape.is_unchecked:
             return False
-        if not self.known_shapes.has_other_numbers(plan.tape, fn, args):
+        if not self.known_shapes.paths.has_other_numbers(plan.tape, fn, args):
             return False
         self.tape_cache.distrust(symbolic_tape, self.name, "their numbers follow no polynomial")
         self.entries.sized.clear()
@@ -178,7 +178,7 @@ class BlockExecutor:
         """Return the traced graph of the block's latest call, for `run_again`. None if no graph has its operators."""
         if self.plan.is_checkpointed:
             return self._checkpointed_graph
-        return None if self._latest is None or self.plan.tiling else self.known_shapes.graph_function()
+        return None if self._latest is None or self.plan.tiling else self.known_shapes.paths.graph_function()
 
     @property
     def written_places(self) -> set[str]:
@@ -217,7 +217,7 @@ class BlockExecutor:
     def _is_due(self, entry: Entry) -> bool:
         """Return True if this call is checked: backward compares what it recomputes with what the forward saved."""
         is_new = entry.plan.tape.is_unchecked or is_checked_call(entry.known_shape.num_calls)
-        if entry.plan.is_plain or not (is_new or self.known_shapes.is_partly_traced):
+        if entry.plan.is_plain or not (is_new or self.known_shapes.paths.is_partial):
             return False
         if is_being_captured():  # a captured CUDA graph cannot compare: check the next call instead
             entry.known_shape.num_calls -= 1
@@ -317,7 +317,7 @@ class BlockExecutor:
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self.tape_cache.compare_with_symbolic_tape(tape, key, self.name)
-        self.known_shapes.compare_graph(tape, fn, args)
+        self.known_shapes.paths.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
         entry = self._latest = self.entries.add(key, KnownShape(tape))
         self._count_fallback(entry)

@@ -1,7 +1,6 @@
 """Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards.
 
-A call may run on a tape only if there is evidence that the call runs the tape's operators (rule R8). The guards are the
-usual evidence.
+The guards are the usual evidence that a call runs the operators of a tape (rule R8).
 
 Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
@@ -31,7 +30,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -52,8 +51,7 @@ from adacc_hf.torch_glue.private import (
 from adacc_hf.torch_glue.tensors import storage_of
 
 MAX_PATHS = 64
-"""Maximum number of traced paths cached for each Python class of blocks. A traced path is Dynamo's trace of one path
-through the block's code. The least recently used path is dropped."""
+"""Maximum number of traced paths cached for each Python class of blocks, least recently used goes first."""
 SHORT_LIFE = 16
 """Maximum number of calls between two traces for the earlier trace to count as short-lived. Tracing takes as long as
 about a hundred checks of guards."""
@@ -62,24 +60,21 @@ FEW_SHORT_LIVES, MOST_SHORT_LIVES = 2, 8
 be a counter; and after which the block is not traced any more, because its guards compare another value that changes at
 every call."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
-"""Keyword arguments that Transformers passes through blocks to the loss. Their values differ at every step, and no
-operator of a block depends on them."""
+"""Keyword arguments that Transformers passes through blocks to the loss. They differ at every step."""
 
 
 class TracedPath:
-    """One path through the Python code of a block's class, traced by Dynamo, with guards that check if a call takes
-    this path."""
+    """One path through the Python code of a block's class, with guards that check if a call takes it."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliased_arguments(guards.tensors(scope), scope)
-        """(index among the guards' tensors, name) of each parameter or buffer that the block's code does not reach by
-        its name."""
+        """(index among the guards' tensors, name) of each parameter or buffer that code does not reach by its name."""
         self.number = next(_UNUSED)
         """Number of the path, unique in this process."""
         self.is_witness: dict[str, bool] = {}
-        """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly the operators
-        that were recorded, so that the graph tells the operators at other sizes too."""
+        """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly its operators,
+        and so tells the operators at other sizes too."""
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -87,11 +82,12 @@ class TracedPath:
             return False
         return not self._aliases or self._aliases == _aliased_arguments(self.guards.tensors(scope), scope)
 
-    def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the numbers in a call that are inputs of the traced graph, as hashable keys.
+    def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs:
+        """Return (traced graph, its inputs) of a call `fn(*args)` that takes this path."""
+        return self.guards.graph, self.guards.inputs(scope_of(fn, args))
 
-        `scope` contains the call's local variables. Two keys differ if the numbers differ in type or bits.
-        """
+    def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
+        """Return the numbers in a call that are inputs of the traced graph, as keys of their type and bits."""
         return tuple([n if type(n) is int else _exact_number(n) for n in self.guards.numbers(scope)])
 
 
@@ -110,77 +106,81 @@ class _ClassPaths:
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
-"""Traced paths by the blocks' Python class. All blocks of a class share paths, also across models. The guards tell
-which path a call takes."""
+"""Traced paths by the blocks' Python class. All blocks of a class share paths, also across models."""
 
 
-class Untraceable(OrderedDict[Hashable, str]):
-    """Table of the calls that Dynamo cannot trace: from (block class, mode, `plain_arguments`) to the reason.
+Untraceable = OrderedDict[Hashable, str]
+"""Table of the calls that Dynamo cannot trace: from (block class, mode, `plain_arguments`) to the reason."""
 
-    The latest call is last.
-    """
-
-
-GraphOfCall = Callable[[Callable[..., Any], tuple[Any, ...]], tuple[Callable[..., Any], tuple[Any, ...]]]
+GraphWithInputs = tuple[Callable[..., Any], tuple[Any, ...]]
+"""(traced graph of a call, its inputs)."""
+GraphOfCall = Callable[[Callable[..., Any], tuple[Any, ...]], GraphWithInputs]
 """Function from (fn, args) of a block's call to (traced graph, its inputs)."""
 
 
 def _graph_function(path: TracedPath | None) -> GraphOfCall | None:
-    if path is None or not path.is_witness or not all(path.is_witness.values()):
-        return None
-    guards = path.guards
-    return lambda fn, args: (guards.graph, guards.inputs(scope_of(fn, args)))
+    is_known = path is not None and path.is_witness and all(path.is_witness.values())
+    return path.graph_of if path is not None and is_known else None
+
+
+def _graph_has(path: TracedPath, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return True if the graph of `path`, run on fakes of the inputs of a call, has the operators of `tape`."""
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may fail between switches of the mode
+            return graph_operators(*path.graph_of(fn, args)) == operators_of(tape)
+    except Exception:  # a tensor class or operator has no fakes
+        return False
 
 
 class BlockPaths:
-    """Traced paths through the code of one block. Finds or traces the path of each call."""
+    """Traced paths through the code of one block. Finds or traces the path of each call.
 
-    def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
-        """Initialize for `block`. The blocks of one model share `untraceable`, the table of calls that could not be
-        traced.
+    The blocks of one model share `untraceable`, the table of calls that could not be traced. Each model has a separate
+    table, because the keys of the table do not contain everything that can stop a trace.
+    """
 
-        Each model has a separate table, because the keys of the table do not contain everything that can stop a trace.
-        """
-        # A weak reference, because tables of paths may have blocks as weak keys.
-        self._block_reference = ref(block)
-        self._untraceable = Untraceable() if untraceable is None else untraceable
-        self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPaths())
+    def __init__(self, untraceable: Untraceable | None = None) -> None:
+        self._untraceable: Untraceable = OrderedDict() if untraceable is None else untraceable
+        self._of_class = _ClassPaths()
         self._latest: TracedPath | None = None
         self._num_calls = 0
         self._num_short_lives = 0
         """Number of consecutive traces that were used for few calls (`SHORT_LIFE`)."""
         self._stop_reason: str | None = None
         """The reason why the block is not traced any more, or None."""
-        self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
+        self._has_memory: bool | None = None
+        """False for a block of fake tensors (in an estimate), which is not traced. None before the first call."""
         self.untraced: str | None = None
         """The reason why Dynamo could not trace the latest call. None if the call takes a path that was traced."""
 
-    @property
-    def _block(self) -> nn.Module:
-        block = self._block_reference()
-        assert block is not None  # the caller runs the block
-        return block
+    def _start(self, block: nn.Module) -> bool:
+        """Set the attributes that depend on the block at its first call. Return False for a block of fake tensors."""
+        if self._has_memory is None:
+            self._of_class = _OF_CLASSES.setdefault(type(block), self._of_class)
+            self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
+        return self._has_memory
 
-    def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]] | None:
+    def key(
+        self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[Hashable, tuple[Hashable, ...]] | None:
         """Return (number of the path through the block's code that the call `fn(*args)` takes, input numbers of the
         traced graph).
 
-        Dynamo traces each path once. Return None, and set `untraced`, if it cannot trace the call. A block of fake
-        tensors (in an estimate) is not traced.
+        Dynamo traces each path once. Return None, and set `untraced`, if it cannot trace the call.
         """
         scope = scope_of(fn, args)
-        if not self._has_memory:
+        if not self._start(block):
             return "fake", plain_arguments(scope)
         self._num_calls += 1
-        path = self._find_path(scope) or self._trace_path(scope)
+        path = self._find_path(scope) or self._trace_path(block, scope)
         if path is None:
             return None
         self._latest, self.untraced = path, None
         return path.number, path.numbers(scope)
 
     def leave_out(self, functions: Mapping[type[Function], Any]) -> bool:
-        """Note what `autograd.Function`s returned in a call that Dynamo could not trace. Return True if this is new, so
-        that a trace which leaves them out may succeed."""
+        """Note what `autograd.Function`s returned in a call that Dynamo could not trace. Return True if this is new: a
+        trace which leaves them out may succeed."""
         if self._stop_reason is not None or functions.keys() <= self._of_class.opaque.keys():
             return False
         self._of_class.opaque |= functions
@@ -196,46 +196,33 @@ class BlockPaths:
         """Compare the graph of the latest call, `fn(*args)`, with `tape`, which was recorded in this call."""
         path = self._latest
         if path is not None and path.is_witness.get(tape.structure) is None and tape.untrusted is None:
-            path.is_witness[tape.structure] = self._graph_has(tape, fn, args)
+            path.is_witness[tape.structure] = _graph_has(path, tape, fn, args)
+
+    def has_graph_of(self, tape: Tape) -> bool:
+        """Return True if the graph of the latest call has exactly the operators of `tape`, by `compare_graph`."""
+        return self._latest is not None and self._latest.is_witness.get(tape.structure, False)
 
     def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Return True if the graph of the latest call, `fn(*args)`, shows that `tape` is wrong for the call's sizes."""
         path = self._latest
-        is_witness = path is not None and path.is_witness.get(tape.structure, False)
-        return is_witness and not self._graph_has(tape, fn, args)
+        return path is not None and self.has_graph_of(tape) and not _graph_has(path, tape, fn, args)
 
-    def graph_of(
-        self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...], may_differ: bool = False
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Return (graph, its inputs) of the latest call, `fn(*args)`. None if no graph has the operators of `tape`. If
-        `may_differ`, the graph may have somewhat other operators."""
-        path = self._latest
-        if path is None or not (may_differ or path.is_witness.get(tape.structure, False)):
-            return None
-        return path.guards.graph, path.guards.inputs(scope_of(fn, args))
+    def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs | None:
+        """Return (graph, its inputs) of the latest call, `fn(*args)`. The graph may have somewhat other operators than
+        the call."""
+        return None if self._latest is None else self._latest.graph_of(fn, args)
 
     def graph_function(self) -> GraphOfCall | None:
         """Return a function from (fn, args) of a call like the latest one to (traced graph, its inputs). Return None if
         a call on this path had other operators than its graph."""
         return _graph_function(self._latest)
 
-    def find_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
-        """Return `graph_function` of a call `fn(*args)` that may not be the latest one. Dynamo traces nothing."""
-        return _graph_function(self._find_path(scope_of(fn, args)) if self._has_memory else None)
-
-    def _graph_has(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        guards = None if self._latest is None else self._latest.guards
-        try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may fail between switches of the mode
-                return guards is not None and graph_operators(
-                    guards.graph, guards.inputs(scope_of(fn, args))
-                ) == operators_of(tape)
-        except Exception:  # a tensor class or operator has no fakes
-            return False
+    def find_graph(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
+        """Return `graph_function` of a call `fn(*args)` that was not passed to `key`. Dynamo traces nothing."""
+        return _graph_function(self._find_path(scope_of(fn, args)) if self._start(block) else None)
 
     def _find_path(self, scope: Scope) -> TracedPath | None:
-        """Return a path traced for an earlier call, the latest one first, whose guards accept the call in `scope`, or
-        None."""
+        """Return a path traced for an earlier call whose guards accept the call in `scope`, or None."""
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
         paths = self._of_class.paths
@@ -245,10 +232,9 @@ class BlockPaths:
                 return path
         return None
 
-    def _trace_path(self, scope: Scope) -> TracedPath | None:
-        """Trace a call that takes no path traced so far. If the trace fails, return None and set `untraced` to the
-        reason."""
-        call = type(self._block), self._block.training, plain_arguments(scope)
+    def _trace_path(self, block: nn.Module, scope: Scope) -> TracedPath | None:
+        """Trace a call that takes a new path. If the trace fails, return None and set `untraced` to the reason."""
+        call = type(block), block.training, plain_arguments(scope)
         self.untraced = self._stop_reason or self._untraceable.get(call)
         if self.untraced is not None:
             return None
@@ -261,7 +247,7 @@ class BlockPaths:
             self.untraced = self._stop_reason = f"{previous.guards.first_failure(scope)} changes again and again"
             return None
         try:
-            of_class, observing = self._of_class, observing_hooks(self._block)
+            of_class, observing = self._of_class, observing_hooks(block)
             guards = trace(scope, observing, of_class.opaque, has_counters=of_class.has_counters)
             path = TracedPath(guards, scope)
         except NotTraceableError as error:
@@ -288,10 +274,8 @@ def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return settings of torch on which a block's operators depend, but which Dynamo's guards do not compare.
-
-    The settings are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
-    """
+    """Return settings of torch on which a block's operators depend, but which Dynamo's guards do not compare: global
+    module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention."""
     flags = torch.backends.cuda
     return (
         *GLOBAL_PRE_HOOKS,

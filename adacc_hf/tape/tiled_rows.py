@@ -71,10 +71,7 @@ def gradients_by(function: Gradients) -> Iterator[None]:
 
 @contextmanager
 def watching_tiles(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher` when a run over tiles begins and when it ends, for each run that starts inside the `with` block.
-
-    The backward of such a run is reported too, even if it comes after the `with` block.
-    """
+    """Call `watcher` when a run over tiles that starts in the `with` block, or its backward, begins and ends."""
     global _watcher
     before, _watcher = _watcher, watcher
     try:
@@ -84,8 +81,7 @@ def watching_tiles(watcher: Watcher) -> Iterator[None]:
 
 
 def in_tiles(block: nn.Module, tiling: Tiling | None, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the call `fn` of `block` with the block's row-wise modules in tiles. If `tiling` is
-    None, return `fn`."""
+    """Return `fn`, a call of `block`, changed to run its row-wise modules in tiles unless `tiling` is None."""
     return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
 
@@ -93,19 +89,12 @@ def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args
     """Return the result of `fn(*args)`, a call of `block` whose row-wise modules run in tiles."""
     with ExitStack() as stack:
         for index, path in enumerate(tiling.modules):
+            module = block.get_submodule(path)
             function = TiledBackward if path in tiling.backward_only else TiledModule
-            stack.enter_context(_module_in_tiles(block.get_submodule(path), function, tiling.num_tiles, index))
+            own = module.__dict__.get("forward", ABSENT)
+            forward = partial(_forward_in_tiles, module, module.forward, own, function, tiling.num_tiles, index)
+            stack.enter_context(_forward_attribute(module, forward))
         return fn(*args)
-
-
-@contextmanager
-def _module_in_tiles(module: nn.Module, function: type[TiledBackward], num_tiles: int, index: int) -> Iterator[None]:
-    """Replace the forward of `module` inside the `with` block by one that runs in tiles, through the autograd function
-    `function`. `index` is the module's index in `Tiling.modules`."""
-    own = module.__dict__.get("forward", ABSENT)
-    in_tiles = partial(_forward_in_tiles, module, module.forward, own, function, num_tiles, index)
-    with _forward_attribute(module, in_tiles):
-        yield
 
 
 @contextmanager
@@ -127,10 +116,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 def refusal_of(module: nn.Module) -> str | None:
-    """Return the reason why `module` must not run in tiles, or None.
-
-    Forward hooks inside the module would run once for each tile, and again in backward.
-    """
+    """Return the reason why `module` must not run in tiles, or None: forward hooks would run for each tile."""
     inner = (child for child in module.modules() if child is not module)
     hooks = [hook for child in inner for of in (forward_pre_hooks, forward_hooks) for hook in of(child).values()]
     if any(_is_foreign(hook) for hook in hooks):
@@ -139,10 +125,8 @@ def refusal_of(module: nn.Module) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return True if `hook`, a forward hook on a module, must not run for each tile.
-
-    This package's recorder registers forward hooks to learn which module runs. Identities of ZeRO 3 do nothing.
-    """
+    """Return True if `hook`, a forward hook, must not run for each tile: it is neither the recorder's, to learn which
+    module runs, nor an identity of ZeRO 3."""
     code = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(code, "__module__", "")).startswith("adacc_hf.") and not is_identity_hook(code)
 
@@ -158,8 +142,7 @@ def _forward_in_tiles(
     **kwargs: Any,
 ) -> Tensor:
     """Run `forward`, the forward of `module`, in tiles through the autograd function `function`, or without tiles if
-    gradients are disabled or the arguments are not one tensor with rows. `own` was the attribute `forward` in its
-    `__dict__`, or ABSENT."""
+    gradients are disabled or the arguments are not one tensor with rows (see `TiledCall`)."""
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
     if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
         return forward(*args, **kwargs)
@@ -215,8 +198,7 @@ class _Runner(nn.Module):
 
 
 def _prepare(ctx: Any, rows: Tensor, parameters_and_call: tuple[Any, ...]) -> TiledCall:
-    """Store `rows` and the parameters in `ctx` for backward, and return the TiledCall, the last item of
-    `parameters_and_call`."""
+    """Store `rows` and the parameters in `ctx` for backward, and return the TiledCall, which comes last."""
     # Tensors come first, because autograd's graph has an edge for each tensor, and FakeBackward counts positions.
     *parameters, call = parameters_and_call
     ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
@@ -277,17 +259,17 @@ class TiledBackward(Function):
                     f"forward, for example because an adapter was switched or a setting changed, so its tiles would "
                     f'give other gradients: leave "tile" out of AdaccConfig(actions=...)'
                 )
-            for tile in tiles:
-                part = backward_of_tile(call, sums, tile.rows, tile.of(gradient), row_gradient is not None)
-                if row_gradient is not None and part is not None:
-                    tile.write(row_gradient, part)
+            targets = [] if row_gradient is None else tiles.parts(row_gradient)
+            for number, parts in enumerate(zip(tiles.parts(tiles.rows), tiles.parts(gradient), strict=True)):
+                part = backward_of_tile(call, sums, *parts, row_gradient is not None)
+                if part is not None:
+                    targets[number].copy_(part)
                 del part
         return (None if row_gradient is None else row_gradient.view(rows.shape), *sums.gradients(), None)
 
 
 class TiledModule(TiledBackward):
-    """Autograd function that runs a row-wise module in tiles. On a tape, a call of this function is one operator, which
-    replay never runs again."""
+    """Autograd function that runs a row-wise module in tiles. On a tape, it is one operator that replay never runs."""
 
     is_one_operator = True
     """Read by the recorder of tapes: the operators inside are not on the tape."""
@@ -297,13 +279,15 @@ class TiledModule(TiledBackward):
         call = _prepare(ctx, rows, parameters_and_call)
         tiles = Tiles(rows, call.num_tiles)
         result: Tensor | None = None
+        targets: list[Tensor] = []
         with _drawing(rows.device) as states, _watched(ctx.watcher, call.index), autocast_as(ctx.autocast):
             ctx.path = _path_of(call, tiles.first)
-            for tile in tiles:
-                part = call.forward(tile.rows)
+            for number, tile in enumerate(tiles.parts(tiles.rows)):
+                part = call.forward(tile)
                 if result is None:
                     result = tiles.empty(part)
-                tile.write(result, part)
+                    targets = tiles.parts(result)
+                targets[number].copy_(part)
                 del part
         ctx.state = to_bytes(states[0]) if states else None
         assert result is not None  # there is at least one tile
@@ -367,24 +351,6 @@ def _check_result(result: Any, expected: tuple[int, ...]) -> None:
         )
 
 
-class Tile:
-    """Some consecutive rows of a module's input, as a tensor with the input's number of dimensions."""
-
-    def __init__(self, tiles: Tiles, begin: int) -> None:
-        self._tiles = tiles
-        self._range = slice(begin, begin + tiles.size)
-        self.rows = self.of(tiles.rows)
-
-    def of(self, rows: Tensor) -> Tensor:
-        """Return this tile's part of `rows`, a matrix with all rows."""
-        part = rows[self._range]
-        return part.view(*self._tiles.outer, *part.shape)
-
-    def write(self, target: Tensor, part: Tensor) -> None:
-        """Copy `part` to this tile's rows of the matrix `target`."""
-        target[self._range] = part.view(-1, target.shape[-1])
-
-
 class Tiles:
     """The rows of a tensor, divided into `num_tiles` tiles of equal size. The last tile may have fewer rows."""
 
@@ -394,12 +360,13 @@ class Tiles:
         """All rows, as a matrix."""
         self.size = tile_rows(len(self.rows), num_tiles)
 
-    def __iter__(self) -> Iterator[Tile]:
-        return (Tile(self, begin) for begin in range(0, len(self.rows), self.size))
+    def parts(self, matrix: Tensor) -> list[Tensor]:
+        """Return each tile's part of `matrix`, which has all rows, with the input's number of dimensions."""
+        return [part.view(*self.outer, *part.shape) for part in matrix.split(self.size)]
 
     @property
     def first(self) -> Tensor:
-        return Tile(self, 0).rows
+        return self.parts(self.rows)[0]
 
     def empty(self, part: Any) -> Tensor:
         """Return an uninitialized matrix for the module's results on all rows. `part` is the first tile's result."""
@@ -421,8 +388,7 @@ _PATHS: WeakKeyDictionary[nn.Module, BlockPaths] = WeakKeyDictionary()
 
 @contextmanager
 def _without_own_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove the forward hooks that may run for each tile from `module` and the modules in it, until the `with` block
-    ends."""
+    """Remove this package's forward hooks from `module` and the modules in it until the `with` block ends."""
     tables = [hooks(child) for child in module.modules() for hooks in (forward_pre_hooks, forward_hooks)]
     own = [(table, {key: hook for key, hook in table.items() if not _is_foreign(hook)}) for table in tables if table]
     for table, hooks in own:
@@ -436,13 +402,10 @@ def _without_own_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def _path_of(call: TiledCall, rows: Tensor) -> Any:
-    """Return a key of the path that `call` takes through the module's Python code (`tape/guards.py`). The key is the
-    same in forward and backward."""
-    paths = _PATHS.get(call.module)
-    if paths is None:
-        paths = _PATHS[call.module] = BlockPaths(call.module)
+    """Return a key of the path that `call` takes through the module's Python code (`tape/guards.py`)."""
+    paths = _PATHS.setdefault(call.module, BlockPaths())
     # A recorder must not see how Dynamo reads the module, nor Dynamo the recorder's hooks, which are gone in backward.
     # Guards may compare the names of the module's attributes, which include `forward` only while the block runs.
     own_forward = _forward_attribute(call.module, call.own)
     with without_modes(), own_forward, _without_own_hooks(call.module), torch.enable_grad():
-        return paths.key(call.forward, (rows.detach().requires_grad_(),))
+        return paths.key(call.module, call.forward, (rows.detach().requires_grad_(),))

@@ -34,8 +34,9 @@ def recorded():
         recording.run(block.forward)
         tape = recording.recorder.tape()
         tape.untrusted = None
-        known_shapes.compare_graph(tape, block.forward, args)
-        graph = known_shapes.graph_of(tape, block.forward, args)
+        known_shapes.paths.compare_graph(tape, block.forward, args)
+        paths = known_shapes.paths
+        graph = paths.graph_of(block.forward, args) if paths.has_graph_of(tape) else None
         recording.discard()
         own = RepeatedCall.of_block(block, block.forward, args, None, 1, block.overwrites)
         return (own, own if graph is None else RepeatedCall.of_graph(*graph, 1, block.overwrites)), tape, args

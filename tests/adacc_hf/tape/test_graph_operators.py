@@ -28,8 +28,8 @@ class Comparing:
         recording = Recording("block", block, args, kwargs)
         result = recording.run(fn)
         tape = recording.recorder.tape()
-        known_shapes.compare_graph(tape, fn, args)
-        self.same.append(known_shapes.graph_of(tape, fn, args) is not None)
+        known_shapes.paths.compare_graph(tape, fn, args)
+        self.same.append(known_shapes.paths.has_graph_of(tape))
         recording.discard()
         return result
 

@@ -1,5 +1,6 @@
 """Traced paths: calls of a block that run the same operators, and calls that no guard covers."""
 
+from collections import OrderedDict
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adacc_hf.tape import guards
-from adacc_hf.tape.guards import MOST_SHORT_LIVES, BlockPaths, Untraceable
+from adacc_hf.tape.guards import MOST_SHORT_LIVES, BlockPaths
 
 
 @pytest.fixture
@@ -53,10 +54,10 @@ class Calls:
 
     def __init__(self, block, untraceable=None):
         self.block = block
-        self.paths = BlockPaths(block, untraceable)
+        self.paths = BlockPaths(untraceable)
 
     def key(self, *args, **kwargs):
-        return self.paths.key(partial(self.block, **kwargs), args or (text(),))
+        return self.paths.key(self.block, partial(self.block, **kwargs), args or (text(),))
 
 
 # Traced paths
@@ -137,12 +138,6 @@ def test_numbers_of_numpy_are_part_of_the_key(block_class, one, other):
     assert calls.paths.untraced is None
 
 
-def test_not_a_number_is_equal_to_itself(block_class):
-    """NaN equals itself in a key. Otherwise each call would be a new one."""
-    calls = Calls(block_class(scaled)(scale=np.float64("nan")))
-    assert calls.key() == calls.key()
-
-
 def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
     """Arguments that Transformers only passes through are no part of the key."""
     calls = Calls(block_class(lambda block, hidden, **kwargs: block.layer(hidden))())
@@ -155,26 +150,11 @@ def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
 # Blocks that cannot be traced whole
 
 
-@torch.compiler.disable
-def hidden_tanh(hidden):
-    return hidden.tanh()
-
-
-UNTRACED = {
-    "a helper that forbids it": (lambda block, hidden: hidden_tanh(block.layer(hidden)), "torch.compiler.disable"),
-    "a branch on data": (lambda block, hidden: block.layer(hidden) if hidden.sum() > 0 else hidden, "branching"),
-    "a list of data": (lambda block, hidden: block.layer(hidden) * sum(hidden.flatten().tolist()), "tolist"),
-    "numpy's dice": (lambda block, hidden: block.layer(hidden) * np.random.rand(), "data-dependent"),
-}
-
-
-@pytest.mark.parametrize("why", UNTRACED)
-def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
-    code, reason = UNTRACED[why]
-    block, untraceable = block_class(code)(), Untraceable()
+def test_a_block_that_cannot_be_traced_is_tried_once(block_class, traces):
+    block, untraceable = block_class(lambda block, hidden: hidden if hidden.sum() > 0 else -hidden)(), OrderedDict()
     calls = Calls(block, untraceable)
     assert calls.key() is calls.key(text(3, 7)) is None
-    assert reason in calls.paths.untraced
+    assert "branching" in calls.paths.untraced
     assert list(untraceable.values()) == [calls.paths.untraced]
     assert len(traces) == 1  # no second attempt, nor one for other blocks of its class in the model
     other = Calls(type(block)(), untraceable)

@@ -174,7 +174,7 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
     with recompute_all(toy, batch, CONFIG) as handle:
         assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
-        assert strategy.known_shapes.untraced is None
+        assert strategy.known_shapes.paths.untraced is None
         assert not handle.tape_cache.fallbacks.counts
 
 
