@@ -14,7 +14,7 @@ from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNTRAINED
-from adacc_hf.tape.fallbacks import Fallbacks
+from adacc_hf.tape.tape_cache import Fallbacks
 
 MOST_NAMES = 4
 """Maximum number of block names in an error message."""

@@ -205,7 +205,7 @@ class PlanEntries:
             planned_tape = next(
                 (earlier_tape for earlier_tape in fitted_tapes if earlier_tape.structure.startswith(structure)), None
             )
-            recorded_tape = self.tape_cache.tape_of_structure(structure)
+            recorded_tape = next(iter(self.tape_cache.tapes_of_kind(structure)), None)
             # A profile in this process was of this model, which may run different operators by now.
             if planned_tape is None and (identity != own_identity or (call == own_call and recorded_tape is None)):
                 raise PolicyMismatchError(

@@ -5,12 +5,12 @@ the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): t
 different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
 whether a mask's last dimension is a multiple of 16, so a separate symbolic tape is used for multiples of 16 there.
 
-The polynomials are fitted to recorded tapes. The first call at a new size is checked: backward compares the bits of
-each tensor that it recomputes with the forward's (rule R7), because a number may follow no polynomial, and a library
-may select another kernel for the size. Checked are the first AGREED new sizes, the 32nd, 64th ... new size, and any
-size outside the range of the earlier sizes. Blocks with a common symbolic tape share this work: one of them is checked.
-Every call also compares the layout of the tensors that autograd saves with the tape (rule R8). If records of one path
-have different operators, each size is recorded.
+A symbolic tape is one tape for all sizes. Its polynomials are fitted to recorded tapes. The first call at a new size is
+checked: backward compares the bits of each tensor that it recomputes with the forward's (rule R7), because a number may
+follow no polynomial, and a library may select another kernel for the size. Checked are the first AGREED new sizes, the
+32nd, 64th ... new size, and any size outside the range of the earlier sizes. Blocks with a common symbolic tape share
+this work: one of them is checked. Every call also compares the layout of the tensors that autograd saves with the tape
+(rule R8). If records of one path have different operators, each size is recorded.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.polynomials import Basis, Column, Polynomial, independent_sizes
 from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Tape
-from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
+from adacc_hf.tape.tape_template import TapeTemplate
 
 ENOUGH_RECORDS = 3
-"""Number of recorded tapes needed to fit the polynomials of a symbolic tape. Two sizes determine a polynomial, and a
-third size checks it."""
+"""Number of recorded tapes needed for a fit. Two sizes determine a polynomial, and a third checks it."""
 MOST_RECORDS = 8
-"""Maximum number of recorded tapes that polynomials are fitted to. If a number still has no fit, it follows no
-polynomial, such as a length rounded up to a multiple of a window."""
+"""Maximum number of recorded tapes for a fit. A number that still has none, such as a length rounded up to a multiple
+of a window, follows no polynomial."""
 AGREED = 16
-"""Number of new sizes at which calls of a symbolic tape are checked. A number on the tape is a polynomial of the
-sizes: a sum of at most three products of sizes. If the polynomial is right at AGREED sizes, it is assumed to be right
-at all sizes between the smallest and the largest. A step function, such as rounding lengths up, would differ at one of
-AGREED sizes."""
+"""Number of new sizes at which calls of a symbolic tape are checked. A polynomial, a sum of at most three products of
+sizes, that is right there is assumed to be right at all sizes in between. A step function would differ at one."""
 MOST_SIZES = 32
-"""Maximum number of sizes whose tapes are cached for one symbolic tape (a tape for all sizes). Evaluating the symbolic
-tape at a size again takes less than a millisecond."""
+"""Maximum number of sizes whose tapes are cached for one symbolic tape. Evaluating it again takes less than 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,7 @@ class CallSizes:
     """The key of a block's call, split into sizes and everything else."""
 
     size_class: Hashable
-    """The key without sizes. Calls with an equal `size_class` may share a symbolic tape, which is one tape for all
-    sizes."""
+    """The key without sizes. Calls with an equal `size_class` may share a symbolic tape."""
     dimensions: tuple[int, ...]
     """Sizes of tensors, and integers among the arguments."""
     layout: tuple[int, ...]
@@ -107,31 +103,25 @@ class RecordedCall:
 
 
 class SymbolicTape:
-    """One tape for all sizes of a size class: the numbers on the tape are polynomials of the sizes of a call's
-    arguments.
+    """One tape for all sizes of a size class, made by `SymbolicTape.of`: the numbers on the tape are polynomials of the
+    sizes of a call's arguments."""
 
-    Use `SymbolicTape.of` to create a symbolic tape.
-    """
-
-    def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials, template: TapeTemplate) -> None:
-        self._expressions, self._template = expressions, template
-        self.tapes_by_size: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
-        """Tapes evaluated from this symbolic tape, by `CallSizes.dimensions`, the latest last. At most MOST_SIZES."""
+    def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials) -> None:
+        self._expressions, self._template = expressions, TapeTemplate(records[0].tape, expressions.places)
+        self.tapes_by_size: OrderedDict[CallSizes, Tape] = OrderedDict()
+        """Tapes evaluated from this symbolic tape, the latest last. At most MOST_SIZES."""
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_recomputable_pairs(equal, recomputable))
-        """The tape that plans are built for. The tapes of all sizes have the same values, operators and saved
-        tensors."""
+        """The tape that plans are built for. The tapes of all sizes have its values, operators and saved tensors."""
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Digest of the recorded calls that the polynomials were fitted to. The digest of each evaluated tape contains
-        it."""
+        """Digest of the recorded calls, a part of the digest of each evaluated tape."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """For each dimension, the smallest size at which a call ran the operators of this symbolic tape. `_most`
-        contains the largest size."""
+        """For each dimension, the smallest and largest size at which a call ran the operators of this tape."""
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0
@@ -139,42 +129,26 @@ class SymbolicTape:
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Fit a symbolic tape to recorded calls that ran the same operators.
-
-        Return None if a number on the tapes is not a polynomial of the sizes.
-        """
-        tapes = [record.tape for record in records]
-        calls = [record.sizes.dimensions for record in records]
-        symbols = independent_sizes(calls)
-        if symbols is None:
-            return None
-        tape_numbers = [TapeNumbers(tape) for tape in tapes]
-        size_numbers = [record.sizes.dimensions + record.sizes.layout for record in records]
-        expressions = _TapePolynomials.of(symbols, calls, size_numbers, [numbers.numbers for numbers in tape_numbers])
-        return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
-
-    def forget_sizes(self) -> None:
-        """Drop the cached tapes of all sizes. The tapes are evaluated again when needed."""
-        self.tapes_by_size.clear()
+        """Fit a symbolic tape to recorded calls that ran the same operators. Return None if a number on the tapes is
+        not a polynomial of the sizes."""
+        expressions = _TapePolynomials.of(records)
+        return None if expressions is None else cls(records, expressions)
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
         """Return the tape evaluated at `sizes`, or None if the polynomials are not valid at `sizes`.
 
         A new tape gets `order`, the order in which backward unpacks its saved tensors (`Tape.order`).
         """
-        tape = self.tapes_by_size.get(sizes.dimensions)
+        tape = self.tapes_by_size.get(sizes)
         if tape is None:
             numbers = self._expressions.at(sizes)
             if numbers is None:
                 return None
-            tape = self.tapes_by_size[sizes.dimensions] = self._filled(numbers, sizes)
+            tape = self._filled(numbers, sizes)
+            put_latest(self.tapes_by_size, sizes, tape, MOST_SIZES)
             tape.order = order
             if sizes.dimensions not in self._recorded:
                 self._note_new(tape, sizes)
-            if len(self.tapes_by_size) > MOST_SIZES:
-                self.tapes_by_size.popitem(last=False)
-        elif not self.covers(sizes):
-            return None
         return tape
 
     def extend(self, sizes: CallSizes) -> None:
@@ -193,71 +167,53 @@ class SymbolicTape:
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Return True if `tape`, the record of a call of these `sizes`, equals the tape that is evaluated for the same
-        sizes.
-
-        The operators and all numbers, such as shapes and bytes, are compared. Return False if the polynomials are not
-        valid at `sizes`.
-        """
+        sizes, in its operators and all numbers. Return False if the polynomials are not valid at `sizes`."""
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
-        own, recorded = TapeNumbers(self._filled(numbers, sizes)), TapeNumbers(tape)
-        return own.numbers == recorded.numbers and own.digest_without_numbers == recorded.digest_without_numbers
+        own, recorded = TapeTemplate(self._filled(numbers, sizes)), TapeTemplate(tape)
+        return own.numbers == recorded.numbers and own.digest() == recorded.digest()
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Return True if a tape can be evaluated for a call of `sizes`. The polynomials then give exactly the
-        dimensions and strides of this call."""
-        return self._expressions.cover(sizes)
+        """Return True if the polynomials are valid for a call of `sizes`."""
+        return self._expressions.at(sizes) is not None
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
         digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Exclude `values` from replay at all sizes, because replay does not recompute them exactly.
-
-        Values that replay could compute only from `values` are excluded too.
-        """
+        """Exclude `values`, and those that replay could compute only from `values`, from replay at all sizes."""
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(
             self.base, recomputable=recomputable, equal=_recomputable_pairs(self.base.equal, recomputable)
         )
-        self.forget_sizes()
+        self.tapes_by_size.clear()
 
 
+@dataclass(frozen=True, slots=True)
 class _TapePolynomials:
-    """The polynomials of a symbolic tape: one for each dimension and stride of a call, and one for each number on the
-    tape.
+    """The polynomials of a symbolic tape: of each dimension and stride of a call, and of each number on the tape."""
 
-    The variables of the polynomials, the symbols, are a few of the call's dimensions, which determine the other
-    dimensions.
-    """
-
-    def __init__(
-        self,
-        symbols: tuple[int, ...],
-        basis: Basis,
-        size_polynomials: list[Polynomial],
-        distinct: list[Polynomial],
-        places: list[int],
-    ) -> None:
-        self._symbols, self._basis, self._size_polynomials, self._distinct = symbols, basis, size_polynomials, distinct
-        self.places = places
-        """For each number on the tape, the index of its polynomial. Numbers that are equal at all recorded sizes share
-        a polynomial."""
+    symbols: tuple[int, ...]
+    """Variables of the polynomials: indices of a few dimensions of the call that determine the others."""
+    basis: Basis
+    of_sizes: list[Polynomial]
+    distinct: list[Polynomial]
+    places: list[int]
+    """For each number on the tape, the index of its polynomial. Numbers that are equal at all recorded sizes share a
+    polynomial."""
 
     @classmethod
-    def of(
-        cls,
-        symbols: tuple[int, ...],
-        calls: Sequence[tuple[int, ...]],
-        size_numbers: Sequence[tuple[int, ...]],
-        numbers: Sequence[list[int]],
-    ) -> _TapePolynomials | None:
+    def of(cls, records: Sequence[RecordedCall]) -> _TapePolynomials | None:
+        calls = [record.sizes.dimensions for record in records]
+        symbols = independent_sizes(calls)
+        if symbols is None:
+            return None
         basis = Basis([tuple(call[p] for p in symbols) for call in calls])
         fitted: dict[Column, Polynomial] = {}
-        size_columns = list(zip(*size_numbers, strict=True))
-        columns = list(zip(*numbers, strict=True))
+        size_columns = list(zip(*(each.sizes.dimensions + each.sizes.layout for each in records), strict=True))
+        columns = list(zip(*(TapeTemplate(each.tape).numbers for each in records), strict=True))
         distinct = list(dict.fromkeys(columns))
         for column in dict.fromkeys((*size_columns, *distinct)):
             polynomial = basis.fit(column)
@@ -271,57 +227,39 @@ class _TapePolynomials:
     def at(self, sizes: CallSizes) -> list[int] | None:
         """Return the value of each distinct polynomial at the sizes of a call.
 
-        Return None if the polynomials are not valid at these sizes (`cover`).
+        Return None if the polynomials do not give exactly the dimensions and strides of this call.
         """
-        products = self._products(sizes)
-        if not self._are_valid(sizes, products):
+        products = self.basis.products(tuple([sizes.dimensions[p] for p in self.symbols]))
+        pairs = zip(self.of_sizes, sizes.dimensions + sizes.layout, strict=True)
+        if not all(polynomial(products) == number for polynomial, number in pairs):
             return None
-        numbers = [n for polynomial in self._distinct if (n := polynomial(products)) is not None]
-        return numbers if len(numbers) == len(self._distinct) else None
+        numbers = [n for polynomial in self.distinct if (n := polynomial(products)) is not None]
+        return numbers if len(numbers) == len(self.distinct) else None
 
-    def cover(self, sizes: CallSizes) -> bool:
-        """Return True if the polynomials are valid for a call of `sizes`: they give exactly the dimensions and strides
-        of this call."""
-        return self._are_valid(sizes, self._products(sizes))
 
-    def _products(self, sizes: CallSizes) -> list[int]:
-        return self._basis.products(tuple([sizes.dimensions[p] for p in self._symbols]))
-
-    def _are_valid(self, sizes: CallSizes, products: list[int]) -> bool:
-        numbers = sizes.dimensions + sizes.layout
-        return all(
-            polynomial(products) == number for polynomial, number in zip(self._size_polynomials, numbers, strict=True)
-        )
+Fit = Callable[[Sequence[RecordedCall]], SymbolicTape | None]
+"""Function that fits a symbolic tape to recorded calls. It returns None if no polynomials fit."""
 
 
 class SizeClassRecords:
-    """Recorded calls of one block in one size class, and the symbolic tape fitted to these calls.
+    """Recorded calls of one block in one size class, and the symbolic tape that `fit` made of these calls."""
 
-    Calls that may share a symbolic tape, which is one tape for all sizes, are in the same size class.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
         self.records: list[RecordedCall] = []
-        """Recorded calls of different sizes. A call is left out if its tape is the one that `symbolic_tape` predicts
-        for its sizes."""
-        self._digest_without_numbers: str | None = None
-        """`TapeNumbers.digest_without_numbers` of the tape recorded last. The recorded tapes must agree in this
-        digest."""
+        """Recorded calls of different sizes, without those whose tape `symbolic_tape` predicts."""
+        self._digest: str | None = None
+        """`TapeTemplate.digest` of the tape recorded last, in which all recorded tapes must agree."""
         self.symbolic_tape: SymbolicTape | None = None
         self.has_failed = False
         """True if no symbolic tape will be fitted any more, because operators vary with the size or numbers follow no
         polynomial."""
         self.untrusted: Tape | None = None
-        """One of the recorded tapes if at least two sizes were recorded and no recorded tape can be trusted. None
-        otherwise."""
+        """A recorded tape if at least two sizes were recorded and no recorded tape can be trusted. None otherwise."""
         self._num_untrusted = 0
 
-    def add(self, record: RecordedCall, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add a recorded call to this size class, and fit the symbolic tape again if the call adds information.
-
-        `fit(records)` fits a symbolic tape (one tape for all sizes) to recorded calls. It returns None if no
-        polynomials fit.
-        """
+    def add(self, record: RecordedCall) -> None:
+        """Add a recorded call, and fit the symbolic tape again if the call adds information."""
         if record.tape.untrusted is not None:
             self._num_untrusted += 1
             is_first = not self.records and not self.has_failed
@@ -330,45 +268,37 @@ class SizeClassRecords:
         self.untrusted = None
         if self.has_failed:
             return
-        digest, before = TapeNumbers(record.tape).digest_without_numbers, self._digest_without_numbers
-        self._digest_without_numbers = digest
+        digest, before = TapeTemplate(record.tape).digest(), self._digest
+        self._digest = digest
         if before not in (None, digest):
             self.symbolic_tape = None  # other blocks may still use it
             self._give_up()
         elif not self._is_redundant(record):
             self.records.append(record)
-            self._set_symbolic_tape(fit(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
+            self._set_symbolic_tape(self._fit(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
             if self.symbolic_tape is None and len(self.records) >= MOST_RECORDS:
                 self._give_up()
 
-    def take(self, other: SizeClassRecords, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add the recorded calls of `other` to this size class.
-
-        `fit(records)` fits a symbolic tape (one tape for all sizes) to recorded calls. It returns None if no
-        polynomials fit.
-        """
+    def take(self, other: SizeClassRecords) -> None:
+        """Merge `other` into this size class."""
         for record in other.records:
-            self.add(record, fit)
+            self.add(record)
         if other.has_failed:
             self._give_up()
         if not self.records:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
     def active_symbolic_tape(self) -> SymbolicTape | None:
-        """Return the symbolic tape (one tape for all sizes), or None if calls at new sizes must not use it."""
+        """Return the symbolic tape, or None if calls at new sizes must not use it."""
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:
-        """Discard `symbolic_tape`, the tape for all sizes, because a call ran operators that are not on it.
-
-        From now on, calls of each new size are recorded.
-        """
+        """Discard `symbolic_tape`, because a call ran operators that are not on it. Each new size is then recorded."""
         if self.symbolic_tape is symbolic_tape:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the recorded call `record` adds nothing: its sizes were recorded before, or the symbolic tape
-        predicts its tape."""
+        """Return True if the sizes of `record` were recorded before, or the symbolic tape predicts its tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()
@@ -395,8 +325,5 @@ def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> 
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
-    """Return a key of the recorded calls `records`, made of digests and sizes.
-
-    If the records of several blocks have equal keys, these blocks share a symbolic tape (one tape for all sizes).
-    """
+    """Return a key of the recorded calls `records`. Blocks whose records have equal keys share a symbolic tape."""
     return tuple((record.tape.digest, record.sizes) for record in records)

@@ -1,10 +1,9 @@
-"""Cache of a model's tapes (records of the operators of a block's call) and of the execution plans built for these
-tapes."""
+"""Cache of a model's tapes and of the execution plans built for these tapes."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.execution_plan import ExecutionPlan
-from adacc_hf.tape.fallbacks import Fallbacks
 from adacc_hf.tape.guards import Untraceable
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay_check import equal_values, verify
@@ -35,8 +33,7 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 MOST_SIZE_CLASSES = 16
-"""Maximum number of size classes remembered for each block. Calls of one size class differ only in sizes. Calls with
-and without a padding mask, for example, are two size classes."""
+"""Maximum number of size classes remembered for each block. Calls with and without a padding mask are two of them."""
 CUDA_ALIGNMENT = 16
 """Alignment of masks on a GPU. Attention kernels need a mask whose last dimension is a multiple of this number. Extra
 operators pad other masks."""
@@ -57,8 +54,29 @@ This text is for batches of known sizes. `_OTHER_SIZE` is for batches of new siz
 """
 
 
+class Fallbacks:
+    """Counter of the block calls that did not follow the plan of their block, since the last `clear()`."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Number of calls by the reason for not following the plan."""
+        self.blocks: dict[str, list[str]] = {}
+        """Names of the blocks, by the reason for not following the plan, in the order of their first such calls."""
+
+    def add(self, reason: str, block: str) -> None:
+        """Count one call of `block` that did not follow its plan because of `reason`."""
+        self.counts[reason] += 1
+        names = self.blocks.setdefault(reason, [])
+        if block not in names:
+            names.append(block)
+
+    def clear(self) -> None:
+        self.counts.clear()
+        self.blocks.clear()
+
+
 class TapeCache:
-    """Cache of a model's tapes (records of a block's operators), and of the execution plans built for these tapes.
+    """Cache of a model's tapes, and of the execution plans built for these tapes.
 
     Blocks with equal tapes share one tape object. A tape is freed when all blocks have dropped the call keys that map
     to the tape. Tapes recorded by a profile stay alive (`profiled_tapes`). `is_partitioned` is True if ZeRO 3 divides
@@ -82,25 +100,22 @@ class TapeCache:
         self.profiled: dict[str, Tape] = {}
         """Tapes taken over from other caches, by digest. This dict keeps the tapes alive."""
         self.records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
-        """Recorded calls, by block name and by size class. Calls of one size class differ only in sizes."""
+        """Recorded calls, by block name and by size class."""
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
-        """Symbolic tapes (one tape for all sizes) that are alive, by a key of the records that they were fitted to
-        (`identity_of`)."""
+        """Symbolic tapes that are alive, by the key of their records (`identity_of`)."""
         self._refused: dict[str, set[int]] = {}
-        """Values that replay did not recompute bit for bit at some size, by `Tape.structure`, a digest of the
-        operators."""
+        """Values that replay did not recompute bit for bit at some size, by `Tape.structure`."""
         self._alignment = 1
-        """Alignment of sizes. Multiples of this number and other sizes have separate symbolic tapes (`CallSizes.of`),
-        because a GPU runs different operators for them."""
+        """Multiples of this number and other sizes have separate symbolic tapes (`CallSizes.of`), because a GPU runs
+        different operators for them."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
-        """Order in which backward unpacks saved tensors, by `Tape.structure`, a digest of the operators without sizes.
-        The order does not depend on sizes."""
+        """Order in which backward unpacks saved tensors, by `Tape.structure`. It does not depend on sizes."""
         self.preliminary: set[str] = set()
         """`Tape.structure` of tapes that occur only in a block's first call, because the first call fills tables (such
         as rotary embeddings) for later calls."""
-        self.untraceable = Untraceable()
+        self.untraceable: Untraceable = OrderedDict()
         """Calls of the model's blocks that Dynamo cannot trace."""
         self.fallbacks = Fallbacks()
         """Counter of the block calls that did not follow their plan. The code that counts steps resets this counter."""
@@ -108,12 +123,11 @@ class TapeCache:
         self._has_unplanned = False
 
     def verified_tape(self, recorder: Recorder) -> Tape:
-        """Return the tape that `recorder` recorded, after setting its attribute `recomputable` by a verification of
-        replay.
+        """Return the tape that `recorder` recorded, with the values that replay recomputes bit for bit
+        (`Tape.recomputable`).
 
-        `Tape.recomputable` contains the values that replay recomputes bit for bit. Only the first tape of each digest
-        is verified, and returned for later tapes with the same digest. A tape that must not be used (`Tape.untrusted`)
-        is not verified.
+        Only the first tape of each digest is verified, and returned for later tapes with the same digest. A tape that
+        must not be used (`Tape.untrusted`) is not verified.
         """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
@@ -161,55 +175,38 @@ class TapeCache:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Record that a call of `block` with this key ran the operators of `tape`.
-
-        From then on, `tape` is also used to predict the tapes of other sizes.
-        """
+        """Record that a call of `block` with this key ran the operators of `tape`, also to predict tapes of other
+        sizes."""
         for name in (block, None):
             self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
         sizes = self._sizes_of(key)
-        self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
+        self._records_of(block, sizes).add(RecordedCall(sizes, tape))
 
     def symbolic_tape_at(self, key: CallKey, block: str) -> tuple[SymbolicTape, CallSizes] | None:
-        """Return (symbolic tape, sizes) for a call of `block` with this key. A symbolic tape is one tape for all sizes.
-
-        Return None if no symbolic tape is fitted to calls that differ from this call only in sizes.
-        """
+        """Return (symbolic tape, sizes) for a call of `block` with this key, or None if no symbolic tape is fitted to
+        calls that differ from this call only in sizes."""
         sizes = self._sizes_of(key)
         symbolic_tape = self._records_of(block, sizes).active_symbolic_tape()
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
-        """Extend the range of sizes at which `symbolic_tape`, a tape for all sizes, is known to be right.
-
-        A call with `key` ran the operators of this tape.
-        """
+        """Extend the range of sizes of `symbolic_tape` to those of a call with `key`, which ran its operators."""
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
-        """Return the tape of a call of these sizes, as `symbolic_tape` (a tape for all sizes) predicts it.
-
-        Return None if the polynomials of the symbolic tape are not valid at these sizes.
-        """
+        """Return the tape of `symbolic_tape` at these sizes, or None if its polynomials are not valid there."""
         return symbolic_tape.tape_at(sizes, self._orders.get(_tape_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """Return an untrusted tape of `block` if calls with this `key`, at any sizes, are known to be impossible to
-        replay, else None.
-
-        An untrusted tape is the record of a call that cannot be replayed. It is returned if such calls were recorded at
-        two or more sizes, and all their tapes are untrusted.
-        """
+        """Return an untrusted tape of `block` if calls with this `key` were recorded at two or more sizes, and none of
+        their tapes can be replayed. Return None otherwise."""
         return self._records_of(block, self._sizes_of(key)).untrusted
 
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
-        """Retain `values` from now on, at all sizes, because their replay gave different bits at a new size.
-
-        The same values are retained in all symbolic tapes (tapes for all sizes) that contain the operators of
-        `symbolic_tape`. Log a warning that names `block`.
-        """
+        """Never replay `values` of these operators again, at any size, because their bits differed at a new size. Log a
+        warning that names `block`."""
         names = ", ".join(symbolic_tape.base.values[value].name for value in sorted(values))
         log.warning(
             "Adacc: replay did not recompute %s of block %s bit for bit at a new size: retained from now on, at all "
@@ -223,19 +220,16 @@ class TapeCache:
                 cached_tape.refuse(values)
 
     def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Compare the recorded tape `tape` with the tape predicted for the same sizes by the block's symbolic tape.
+        """Compare a recorded `tape` with the block's symbolic tape at the same sizes (rule R7).
 
-        A symbolic tape is one tape for all sizes, and its replay must be verified at new sizes (rule R7). If the
-        operators differ, discard the symbolic tape. If the symbolic tape recomputes a value that replay of the recorded
-        tape cannot recompute exactly, retain this value from now on, at all sizes.
+        If the operators differ, discard the symbolic tape. If it recomputes a value that replay of the recorded tape
+        cannot recompute exactly, refuse this value.
         """
         match = self.symbolic_tape_at(key, block)
         if match is None or tape.untrusted is not None:
             return
         symbolic_tape, sizes = match
-        if not symbolic_tape.covers(
-            sizes
-        ):  # dimensions that were equal by chance so far: a new symbolic tape is fitted
+        if not symbolic_tape.covers(sizes):  # sizes that were equal by chance so far: another symbolic tape is fitted
             return
         if not symbolic_tape.agrees(tape, sizes):
             self.distrust(symbolic_tape, block, "one recorded size has different ones")
@@ -243,11 +237,8 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape`, a tape for all sizes, because a call of `block` at a new size ran operators that are
-        not on it.
-
-        Log a warning. From now on, each new size is recorded. `reason` describes the difference.
-        """
+        """Discard `symbolic_tape`, because a call of `block` at a new size ran other operators, and log a warning with
+        `reason`. From now on, each new size is recorded."""
         log.warning(
             "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
             "recorded from now on, which takes time; to avoid this, pad batches to few lengths (pad_to_multiple_of)",
@@ -265,13 +256,12 @@ class TapeCache:
 
     def _records_of(self, block: str, sizes: CallSizes) -> SizeClassRecords:
         by_size_class = self.records.setdefault(block, OrderedDict())
-        size_class_records = by_size_class.get(sizes.size_class) or SizeClassRecords()
+        size_class_records = by_size_class.get(sizes.size_class) or SizeClassRecords(self._symbolic_tape_of)
         put_latest(by_size_class, sizes.size_class, size_class_records, MOST_SIZE_CLASSES)
         return size_class_records
 
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Return the symbolic tape fitted to the recorded calls `records`, shared by blocks with equal records, or None
-        if nothing fits."""
+        """Return the symbolic tape fitted to `records`, shared by blocks with equal records. None if nothing fits."""
         key = identity_of(records)
         symbolic_tape = self.symbolic_tapes.get(key)
         if symbolic_tape is None:
@@ -282,19 +272,17 @@ class TapeCache:
         return symbolic_tape
 
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
-        """Return the tape (record of operators) that a call of `block` with this key is expected to follow.
+        """Return the tape that a call of `block`, whose plan is for blocks of `kind`, is expected to follow.
 
-        The block has a plan for blocks of `kind`. If the block itself has run a call with this key before, for example
-        in a profile, return the tape of that call. Otherwise return the tape of another block of the kind, the one that
-        ran last. Numbers on the tape of another block may differ, because layers may differ. Return None if no block of
-        the kind has run a call with this key.
+        This is the tape of the block's own call with this key, for example in a profile, or of the block of the kind
+        that ran last with this key, or None. Numbers on the tape of another block may differ, because layers may
+        differ.
         """
         candidates = (self._of_calls.get((_tape_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in candidates if tape is not None), None)
 
     def take(self, other: TapeCache) -> None:
-        """Merge the tapes and observations of the cache `other` into this cache. This cache then keeps the tapes of
-        `other` alive."""
+        """Merge the cache `other` into this cache, which then keeps the tapes of `other` alive."""
         self.profiled |= other.tapes
         self.tapes.update(other.tapes)
         self._of_calls.update(other._of_calls)
@@ -307,15 +295,8 @@ class TapeCache:
         # Fit the symbolic tapes again: later findings about one in this cache must not affect `other`.
         for block, by_size_class in other.records.items():
             own_records = self.records.setdefault(block, OrderedDict())
-            for size_class, size_class_records in by_size_class.items():
-                own_records.setdefault(size_class, SizeClassRecords()).take(size_class_records, self._symbolic_tape_of)
-
-    def tape_of_structure(self, structure: str) -> Tape | None:
-        """Return a recorded tape, of any size, whose operators have the digest `structure`, or None if there is none.
-
-        `structure` is the first part of a plan's kind (`Tape.kind`): a digest of operators without sizes.
-        """
-        return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
+            for size_class, records in by_size_class.items():
+                own_records.setdefault(size_class, SizeClassRecords(self._symbolic_tape_of)).take(records)
 
     def tapes_of_kind(self, kind: str) -> list[Tape]:
         """Return the recorded tapes, of any size, that have the operators of blocks of `kind`."""
@@ -323,6 +304,7 @@ class TapeCache:
         return [tape for tape in self.tapes.values() if _tape_structure(tape.structure) == structure]
 
     def execution_plan(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> ExecutionPlan:
+        """Return the execution plan of `choices` for `tape`. `shared` are inputs that code outside the block keeps."""
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
         equal = tuple(tape.equal.items())  # a symbolic tape has fewer equal values than its first recorded tape
@@ -332,10 +314,7 @@ class TapeCache:
         )
 
     def resized(self, plan: ExecutionPlan, tape: Tape) -> ExecutionPlan:
-        """Return a version of the execution plan `plan` that runs on `tape`.
-
-        `tape` has the same operators as the plan's own tape, but for another size.
-        """
+        """Return a version of `plan` for `tape`, which has the same operators at another size."""
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
@@ -352,11 +331,8 @@ class TapeCache:
             log.warning(message, name, reason)
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Warn that the block `name` runs operators for which its plan was not made, and how to avoid this.
-
-        Only the first warning is logged at level WARNING. Warnings for further kinds of blocks and shapes are logged at
-        level INFO.
-        """
+        """Warn that the block `name` runs operators for which its plan was not made, and how to avoid this: the first
+        time at level WARNING, for further kinds of blocks and shapes at level INFO."""
         sizes = _input_sizes(tape)
         others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
         is_known_size = any(cached_tape is not tape and _input_sizes(cached_tape) == sizes for cached_tape in others)
@@ -377,11 +353,8 @@ class TapeCache:
         )
 
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:
-        """Schedule replay of `tape` for the order in which a backward unpacked the saved tensors.
-
-        `unpacked_slots` contains the indices of the saved tensors in this order. If an order with at least as many
-        saved tensors was observed before, ignore this one.
-        """
+        """Schedule replay of `tape` for the order in which a backward unpacked the saved tensors `unpacked_slots`,
+        unless an order with at least as many saved tensors is known."""
         order = tuple(dict.fromkeys(unpacked_slots))
         if len(order) <= len(tape.order or ()):
             return
@@ -392,10 +365,7 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Record the order in which saved tensors are unpacked, for new tapes of `kind`.
-
-        If an order of the same or a greater length is recorded already, it is kept.
-        """
+        """Record the order in which saved tensors are unpacked, for new tapes of `kind`. The longest order is kept."""
         structure = _tape_structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
@@ -413,21 +383,18 @@ _OF_PROFILES: WeakKeyDictionary[nn.Module, TapeCache] = WeakKeyDictionary()
 
 
 def profiled_tapes(model: nn.Module) -> TapeCache:
-    """Return the cache of the tapes (records of blocks' operators) that profiles of `model` have recorded.
+    """Return the cache of the tapes that profiles of `model` have recorded, which is freed with the model.
 
-    The cache is freed with the model. A policy's first calls are compared with these tapes. Recording and verifying a
-    call again would take twice the memory of all intermediates of a block, for which the policy's budget may have no
-    room.
+    A policy's first calls are compared with these tapes. Recording and verifying a call again would take twice the
+    memory of all intermediates of a block, for which the policy's budget may have no room.
     """
     return _OF_PROFILES.setdefault(model, TapeCache())
 
 
 @contextmanager
 def autocast_off(tape: Tape) -> Iterator[None]:
-    """Disable autocast inside the `with` block, for the types of all devices of values on `tape`.
-
-    A block on a GPU may have values on the CPU too (random seeds).
-    """
+    """Disable autocast inside the `with` block, for all devices of values on `tape`: a block on a GPU may have random
+    seeds on the CPU."""
     with ExitStack() as stack:
         for device_type in {value.device.type for value in tape.values}:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -15,67 +15,23 @@ import torch
 from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
 
 
-class TapeNumbers:
-    """The integers on a tape, in order, and a digest of everything else.
-
-    A symbolic tape (one tape for all sizes) is fitted to the integers. Integers and digest together are used to compare
-    tapes.
-    """
-
-    def __init__(self, tape: Tape) -> None:
-        self.numbers: list[int] = []
-        parts: list[Any] = [tape.structure]
-        for value in tape.values:
-            self.numbers.append(value.nbytes)
-            parts.append((self._geometry(value.ref), value.device, value.overwritten))
-        for operator in tape.operators:
-            parts.append((self._without_numbers(operator.args), self._without_numbers(operator.kwargs)))
-        parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
-        self.digest_without_numbers: str = hashlib.sha256(repr(parts).encode()).hexdigest()
-        """Digest of the tape without its integers. It is equal for tapes that differ only in sizes."""
-
-    def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
-        size, stride, offset = ref.geometry
-        self.numbers += (*size, *stride, offset)
-        return len(size), ref.dtype
-
-    def _without_numbers(self, tree: Any) -> Any:
-        """Return `tree`, a part of the tape, without its integers. The integers are appended to `numbers`."""
-        if isinstance(tree, TensorRef):
-            return tree.value, self._geometry(tree)
-        if isinstance(tree, Blank):
-            return tree.device, self._geometry(tree)
-        if type(tree) is int:
-            self.numbers.append(tree)
-            return int
-        if isinstance(tree, (tuple, list)):
-            return [self._without_numbers(item) for item in tree]
-        if isinstance(tree, dict):
-            return [(name, self._without_numbers(item)) for name, item in tree.items()]
-        return tree
-
-
 @dataclass(frozen=True, slots=True)
 class _NumberPlaceholder:
-    """Placeholder in a template for an integer. `place` is the integer's index in the list that fills the template."""
+    """Placeholder for an integer. `place` is the integer's index in the list that fills the template."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _RefPlaceholder:
-    """Placeholder in a template for a tensor reference. `place` is its index in the list of the template's
-    references."""
+    """Placeholder for a tensor reference. `place` is its index in the list of the template's references."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _BlankLike:
-    """Placeholder in a template for a `Blank`, the layout of an argument whose elements the operator does not read.
-
-    `place` is the index of a tensor reference with the same geometry.
-    """
+    """Placeholder for a `Blank`. `place` is the index of a tensor reference with the same geometry."""
 
     place: int
     device: torch.device
@@ -85,18 +41,27 @@ class TapeTemplate:
     """A tape with placeholders for its integers, such as tensor sizes.
 
     Tapes made by `fill` share with each other everything that does not depend on sizes. `places` contains one index for
-    each integer of the tape, in order. The index says where the integer is in the list that is passed to `fill`.
+    each integer of the tape, in order: where it is in the list that is passed to `fill`. By default, this list contains
+    all integers.
     """
 
-    def __init__(self, tape: Tape, places: list[int]) -> None:
-        self._numbers = iter(places)
+    def __init__(self, tape: Tape, places: list[int] | None = None) -> None:
+        self.numbers: list[int] = []
+        """The integers on the tape, in order."""
+        self._places = places
         self._refs: dict[tuple[Any, ...], int] = {}
         """Index of each distinct tensor reference. The keys are (value, dtype, places of the sizes, of the strides and
         of the offset)."""
-        self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
+        self._values = [(self._number(value.nbytes), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
         self._slots = [self._ref(slot).place for slot in tape.slots]
+        self._rest = tape.structure, [(value.device, value.overwritten) for value in tape.values]
         tape.consumers(0)  # computed once, for the tapes of all sizes
+
+    def digest(self) -> str:
+        """Return a digest of the template. It is equal for tapes that differ only in integers, such as sizes."""
+        parts = self._rest, self._values, self._operators, self._slots, list(self._refs)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
         """Return a tape in which the integers `numbers` replace the placeholders. Everything else is shared with the
@@ -138,23 +103,24 @@ class TapeTemplate:
             _consumers=base._consumers,
         )
 
+    def _number(self, number: int) -> int:
+        self.numbers.append(number)
+        index = len(self.numbers) - 1
+        return index if self._places is None else self._places[index]
+
     def _ref(self, ref: TensorRef) -> _RefPlaceholder:
-        size, stride, _ = ref.geometry
-        places = tuple(next(self._numbers) for _ in size), tuple(next(self._numbers) for _ in stride)
-        key = ref.value, ref.dtype, *places, next(self._numbers)
-        return _RefPlaceholder(self._refs.setdefault(key, len(self._refs)))
+        size, stride, offset = ref.geometry
+        places = tuple(map(self._number, size)), tuple(map(self._number, stride)), self._number(offset)
+        return _RefPlaceholder(self._refs.setdefault((ref.value, ref.dtype, *places), len(self._refs)))
 
     def _tree(self, tree: Any) -> Any:
-        """Return a copy of `tree`, a part of the tape, with placeholders for integers, tensor references and `Blank`s.
-
-        A `Blank` is the layout of an argument whose elements the operator does not read.
-        """
+        """Return a copy of `tree`, a part of the tape, with placeholders for its numbers and tensors."""
         if isinstance(tree, TensorRef):
             return self._ref(tree)
         if isinstance(tree, Blank):
             return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
         if type(tree) is int:
-            return _NumberPlaceholder(next(self._numbers))
+            return _NumberPlaceholder(self._number(tree))
         if isinstance(tree, tuple):
             items = [self._tree(item) for item in tree]
             return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)

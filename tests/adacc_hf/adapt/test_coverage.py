@@ -15,7 +15,7 @@ from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, AdaccTrainerMixin
 from adacc_hf.adapt import run_profiler
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.artifacts.errors import UncoveredBlockError
-from adacc_hf.tape.fallbacks import Fallbacks
+from adacc_hf.tape.tape_cache import Fallbacks
 
 LOSSLESS = {"actions": ("retain", "recompute"), "memory_budget": 0.6}
 COVERED = {**LOSSLESS, "on_uncovered": "error"}

@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tape_builders import Block, key_of, record_block, record_of, sizes_of, text
 from torch import nn
 
-from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.eval.zoo.parts import VOCABULARY
-from adacc_hf.run.blocks import Installation, PlainStrategy
-from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShapes
-from adacc_hf.tape.symbolic_tape import AGREED, ENOUGH_RECORDS, MOST_RECORDS, CallSizes, RecordedCall, SymbolicTape
+from adacc_hf.tape.symbolic_tape import AGREED, ENOUGH_RECORDS, MOST_RECORDS, SymbolicTape
 from adacc_hf.tape.tape_cache import TapeCache
 
 # Size classes, which differ without any polynomial
@@ -70,60 +63,6 @@ def assert_equal_tapes(ours, recorded_tape):
     assert ours.structure == recorded_tape.structure
 
 
-class RecordedModel:
-    """A model whose blocks are recorded, call by call."""
-
-    def __init__(self, name):
-        self.model = architectures()[name].build()
-        self.is_pair = self.model.config.is_encoder_decoder
-        self.installation = Installation(self.model)
-
-    def at(self, samples, tokens, targets):
-        """Return the record of each block's call."""
-        library, records = TapeCache(verify=lambda *_: frozenset()), {}
-
-        class Note(PlainStrategy):
-            expects_outer_hooks = True
-
-            def __init__(self, name):
-                self.name = name
-
-            def run(self, block, fn, args, kwargs):
-                known_shapes = KnownShapes()
-                key = known_shapes.key(block, fn, args, kwargs)
-                recording = Recording(self.name, block, args, kwargs)
-                result = recording.run(fn)
-                records[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified_tape(recording.recorder))
-                recording.discard()
-                return result
-
-        for name, function in self.installation.functions.items():
-            function.strategy = Note(name)
-        ids = torch.randint(5, VOCABULARY - 5, (samples, tokens), generator=torch.Generator().manual_seed(0))
-        labels = ids[:, :1].expand(-1, targets).clone() if self.is_pair else ids
-        self.model(input_ids=ids, labels=labels)
-        return records
-
-
-@pytest.fixture(scope="module", params=["gpt2", "llama", "t5"])
-def model(request, one_thread):
-    model = RecordedModel(request.param)
-    records = [model.at(*sizes) for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14))]
-    number = 4 if model.is_pair else ENOUGH_RECORDS
-    model.families = {name: SymbolicTape.of([each[name] for each in records[:number]]) for name in records[0]}
-    yield model
-    model.installation.remove()
-
-
-@settings(max_examples=8)
-@given(samples=st.integers(2, 5), tokens=st.integers(2, 48), targets=st.integers(2, 48))
-def test_a_tape_is_what_a_record_would_be(model, samples, tokens, targets):
-    for name, record in model.at(samples, tokens, targets).items():
-        family = model.families[name]
-        assert_equal_tapes(family.tape_at(record.sizes, None), record.tape)
-        assert family.agrees(record.tape, record.sizes)
-
-
 # Sizes that a symbolic tape serves
 
 
@@ -169,10 +108,10 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
     checked = [is_checked(*size) for size in ((11, 3), (12, 4), (7, 3), (21, 3), (12, 5), (14, 2))]
     assert checked == [True, True, False, False, False, True]
     library.extend(family, key_of(Block(), text(5, 30)))
-    family.forget_sizes()
+    family.tapes_by_size.clear()
     checked = [is_checked(*size) for size in ((7, 3), (21, 3), (12, 5), (30, 5), (31, 5), (30, 6))]
     assert checked == [False, True, True, True, False, False]
-    family.forget_sizes()
+    family.tapes_by_size.clear()
     family.num_new = 31  # the 32nd
     assert not is_checked(11)
     assert is_checked(12)
