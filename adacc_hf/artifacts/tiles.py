@@ -12,8 +12,6 @@ MIN_ROWS = 4096
 a module's inner tensors."""
 MIN_TILE_ROWS = 512
 """Smallest number of rows of a tile. With fewer rows, matrix products are slow."""
-
-
 MEASURED_TILES = 2
 """Number of tiles with which memory is measured. A run with one tile would need no sums of gradients."""
 PASSES_PER_TILE = 4

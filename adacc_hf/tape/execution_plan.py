@@ -7,10 +7,10 @@ functions at the end of this file adapt a plan's choices to a tape with differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,39 +18,33 @@ from torch import nn
 from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activations, walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
-from adacc_hf.tape.attached_tensors import PLACES
-from adacc_hf.tape.inputs import find_external, find_externals
-from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
+from adacc_hf.tape.inputs import PLACES, find_external
+from adacc_hf.tape.replay import Environment, ReplayProgram, ReplayStep, StorageMap, closure, schedule, single_program
 from adacc_hf.tape.replay_check import merge_equal_values, substitute_values
-from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
+from adacc_hf.tape.tape import Source, Tape, TensorRef, geometry_of
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 
 @dataclass(slots=True)
 class Slot:
-    """Instructions for one tensor that autograd saves, under a plan. The instructions are the same for all batch
-    sizes."""
+    """Instructions for one tensor that autograd saves, under a plan, at all sizes."""
 
     value: int
     """Index of the value that the saved tensor views. A value is one storage at one version."""
     in_cell: bool
-    """True if the call stores the value in a cell, a container that all saved tensors of the value share (run/call.py).
-    The first one fills the cell."""
+    """True if the call stores the value in a cell, which all saved tensors of the value share (run/call.py)."""
     needs: tuple[int, ...] | None
-    """Stored values from which the saved tensor is recomputed or decoded. None if autograd keeps the saved tensor
-    itself."""
+    """Stored values from which the saved tensor is recomputed or decoded. None if autograd keeps it itself."""
     checks_offset: bool
-    """True if the saved tensor's storage offset must equal the recorded offset. For an argument this is False, because
-    an argument may be a slice of any tensor."""
+    """True if the saved tensor's storage offset must be the recorded one. An argument may be a slice of any tensor."""
     is_partitioned: bool
     """True if the saved tensor is a parameter that ZeRO 3 divides among ranks, or a view of one."""
     is_read_by_replay: bool
-    """True if replay reads the value, or if saved tensors of other values with the same bits use it. If a backward
-    function may write into the value, the function then gets a copy."""
+    """True if replay reads the value, or if saved tensors of other values with the same bits use it. A backward
+    function that may write into the value then gets a copy."""
     state_after: tuple[int, torch.device] | None = None
-    """(value, device) of the random generator's state that the call captures after packing this saved tensor, or
-    None."""
+    """(value, device) of the generator's state that the call captures after packing this saved tensor, or None."""
     position: dict[int, int] = field(init=False)
     """Index in `needs` of each value in `needs`."""
 
@@ -58,31 +52,14 @@ class Slot:
         self.position = {value: index for index, value in enumerate(self.needs or ())}
 
 
-class Schedule:
-    """Replay programs, one for each saved tensor, for one order in which backward unpacks the saved tensors of a tape.
+class Schedule(NamedTuple):
+    """Replay programs for one order in which backward unpacks the saved tensors of a tape.
 
     A schedule is immutable, because a backward in progress relies on it.
     """
 
-    __slots__ = ("order", "programs")
-
-    def __init__(self, tape: Tape, store: StorageMap, order: tuple[int, ...], passthrough: frozenset[int]) -> None:
-        self.order = order
-        self.programs: list[ReplayProgram] = schedule(tape, store, order, passthrough)
-
-    def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
-        """Return a copy of this schedule for `tape`, whose operators differ only in numbers such as sizes.
-
-        `operators(index)` returns the operator of `tape` at an index.
-        """
-        other = copy(self)
-        other.programs = [
-            replace(program, steps=tuple([s.resized(operators(s.operator.index), tape) for s in program.steps]))
-            if program.steps
-            else program
-            for program in self.programs
-        ]
-        return other
+    order: tuple[int, ...]
+    programs: list[ReplayProgram]
 
 
 class ExecutionPlan:
@@ -112,8 +89,8 @@ class ExecutionPlan:
         self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
-        """Values that a call itself stores for backward. These are the values that the plan compresses, and the values
-        that a replay reads. Each value is in a cell: a container that saved tensors share."""
+        """Values that a call itself stores for backward, each in a cell: values that the plan compresses, or that a
+        replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None
@@ -123,11 +100,9 @@ class ExecutionPlan:
         self._place_states()
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
-        """(value, source) of the inputs, parameters, buffers and attached tensors that a call must provide for replay.
-        A source is the place where a call finds the tensor."""
+        """(value, source) of the inputs, parameters, buffers and attached tensors that a call provides for replay."""
         self.attached = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        """Indices in `externals` of attached tensors, which are stored on a module without being parameters or buffers
-        (tape/inputs.py). Most blocks have none."""
+        """Indices in `externals` of attached tensors (tape/inputs.py). Most blocks have none."""
         self._layouts = self._expected_layouts()
         looked_up = {value for value, _ in self.externals}
         self._sharing = [each for each in tape.sharing if each[0] in looked_up]
@@ -137,7 +112,7 @@ class ExecutionPlan:
     def follow(self, order: tuple[int, ...]) -> None:
         """Schedule replay for a backward that unpacks the saved tensors in `order`. Calls in progress keep their
         schedule."""
-        self.schedule = Schedule(self._merged_tape, self.store, order, self._passthrough)
+        self.schedule = Schedule(order, schedule(self._merged_tape, self.store, order, self._passthrough))
 
     def resized(self, tape: Tape) -> ExecutionPlan:
         """Return a copy of this execution plan for `tape`, which has the same operators at another size."""
@@ -146,21 +121,22 @@ class ExecutionPlan:
         plan = copy(self)
         plan.tape, plan._merged = tape, None
         plan.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
-        equal = self._equal
 
-        def operator_of(index: int) -> TapeOperator:
-            return substitute_values(tape.operators[index], equal) if equal else tape.operators[index]
+        def resized_step(step: ReplayStep) -> ReplayStep:
+            operator = tape.operators[step.operator.index]
+            return step.resized(substitute_values(operator, self._equal) if self._equal else operator, tape)
 
-        plan.schedule = self.schedule.resized(operator_of, tape)
+        programs = [
+            replace(program, steps=tuple(map(resized_step, program.steps))) if program.steps else program
+            for program in self.schedule.programs
+        ]
+        plan.schedule = Schedule(self.schedule.order, programs)
         return plan
 
     @property
     def _merged_tape(self) -> Tape:
-        """Copy of the plan's tape in which references to duplicate values are replaced by references to the stored
-        values.
-
-        A duplicate is a value that the plan does not store, because a stored value has equal contents.
-        """
+        """Copy of the plan's tape that refers to a stored value in place of each value of equal contents that the plan
+        does not store."""
         if self._merged is None:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
         return self._merged
@@ -168,13 +144,12 @@ class ExecutionPlan:
     def fetch(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[int, torch.Tensor]] | None:
-        """Look up the existing tensors that replay reads, in this call of `block`. Return (value, tensor) for each of
-        `self.externals`.
+        """Return (value, tensor) for each of `self.externals` in this call of `block`.
 
         Return None if one of the block's own tensors does not exist, or has another layout than recorded on the tape.
-        The layout of arguments is not checked, because it is part of the call's key.
+        The layout of arguments is part of the call's key.
         """
-        externals = find_externals(self.externals, block, args, kwargs)
+        externals = [(value, find_external(source, block, args, kwargs)) for value, source in self.externals]
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
             if tensor is None:
@@ -194,10 +169,7 @@ class ExecutionPlan:
         return cast("list[tuple[int, torch.Tensor]]", externals)  # `find_external` finds every argument
 
     def _is_shared(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if tensors that shared a storage in the recorded call also share a storage in this call.
-
-        All tensors on a shared storage must have the recorded layout.
-        """
+        """Return True if tensors that shared a storage in the recorded call share one, with their recorded layouts."""
         for value, source, geometry in self._sharing:
             first = find_external(self._source_of(value), block, args, kwargs)
             other = find_external(source, block, args, kwargs)
@@ -220,12 +192,8 @@ class ExecutionPlan:
         return layouts
 
     def replaced_source(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
-        """Return the place of an attached tensor (such as "module attn.rotary") if the call has replaced this tensor by
-        another.
-
-        An attached tensor is stored on a module or parameter of the block. Return None if the call replaced no attached
-        tensor. `before` contains the existing tensors that replay reads, as they were at the beginning of the call.
-        """
+        """Return the place of an attached tensor (such as "module attn.rotary") that the call has replaced by another,
+        or None. `before` contains the existing tensors that replay reads, at the beginning of the call."""
         for place in self.attached:
             _, source = self.externals[place]
             current = find_external(source, block, (), {})
@@ -236,11 +204,8 @@ class ExecutionPlan:
         return None
 
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
-        """Return the replay program that unpacks the saved tensor `slot` now, if backward deviates from the scheduled
-        order.
-
-        `environment` contains the tensors of the values that are available at this moment.
-        """
+        """Return the replay program that unpacks the saved tensor `slot` now, out of the scheduled order, from the
+        tensors in `environment`."""
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._merged_tape, self.store, slot, available)
 
@@ -260,13 +225,13 @@ class ExecutionPlan:
     def _slot(self, value: int, read: set[int]) -> Slot:
         """Return the plan's instructions for a saved tensor that views `value`. Values in `read` must not change before
         backward, because replay reads them, or backward does in place of equal values."""
-        source = self.tape.values[value].source
+        tape_value = self.tape.values[value]
         return Slot(
             value=value,
             in_cell=value in self.roots,
             needs=self.needs.get(value),
-            checks_offset=source is None,
-            is_partitioned=self.is_partitioned and source is not None and source.place == "parameter",
+            checks_offset=tape_value.source is None,
+            is_partitioned=self.is_partitioned and tape_value.place == "parameter",
             is_read_by_replay=value in read,
         )
 
@@ -282,8 +247,7 @@ class ExecutionPlan:
                     self.first_state = value, device
 
     def _externals(self) -> list[tuple[int, Source]]:
-        """Return (value, source) of each input, parameter or other existing tensor that replay reads. The source says
-        where a call finds the tensor."""
+        """Return (value, source) of each input, parameter or other existing tensor that replay reads."""
         values_read = {
             value for needs in self.needs for value in closure(self._merged_tape, needs, self.store.__contains__)[1]
         }
@@ -320,8 +284,7 @@ def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """Return a view of a recorded value's whole tensor with dimensions in memory order, so that a codec reads one dense
-    range."""
+    """Return a view of a value's whole tensor with dimensions in memory order: a codec reads one dense range."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
@@ -349,8 +312,6 @@ def choices_by_value(
 ) -> dict[int, Choice]:
     """Transfer a plan's `choices` to `tape`, which has other operators than the tape that the plan was made for.
 
-    A choice is to retain, compress or recompute a value. Return the choices as a dict by value of `tape`.
-
     `same` maps the values of the planned tape to values of `tape`. Values of `tape` that match no planned value get the
     lossless choice with the least memory. If `with_loss` is False, lossy codecs are not transferred, because the effect
     of a lossy codec on gradients was measured only for the planned operators.
@@ -366,11 +327,8 @@ def choices_by_value(
 
 
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Return the values whose choice (such as RECOMPUTE) cannot be used on `tape`.
-
-    A choice cannot be used if it is impossible (`can_follow`), or if a statistic, or random numbers of an
-    `autograd.Function`, would be recomputed from values that are stored lossily (rule R14).
-    """
+    """Return the values whose choice is impossible on `tape` (`can_follow`), or would recompute a statistic, or random
+    numbers of an `autograd.Function`, from values that are stored lossily (rule R14)."""
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
 
     def is_unfit(value: int, choice: Choice) -> bool:
@@ -412,16 +370,14 @@ def codec_of(choice: Choice) -> Codec:
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
-    """Return, for each activation and block input of a recorded tape, the lossless choice (such as RECOMPUTE) that
-    stores the fewest bytes."""
+    """Return, for each activation and block input of a tape, the lossless choice that stores the fewest bytes."""
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
     saved_values = [value for value in tape.saved_values() if tape.values[value].source is None]
     return dict.fromkeys(inputs, RETAIN) | {value: least_memory(tape, value) for value in saved_values}
 
 
 def least_memory(tape: Tape, value: int) -> Choice:
-    """Return the lossless choice (such as RECOMPUTE) that stores the fewest bytes for a value that the block
-    computed."""
+    """Return the lossless choice that stores the fewest bytes for a value that the block computed."""
     tape_value = tape.values[value]
     if value in tape.recomputable:
         return RECOMPUTE
@@ -434,8 +390,7 @@ def least_memory(tape: Tape, value: int) -> Choice:
 
 
 def _is_drawn_mask(tape: Tape, value: int) -> bool:
-    """Return True if a value is a mask of random zeros and ones, optionally scaled by a constant, as dropout on a CPU
-    makes."""
+    """Return True for a mask of random zeros and ones, optionally scaled by a constant, as dropout on a CPU makes."""
     producer = tape.values[value].producer
     if producer is None:
         return False

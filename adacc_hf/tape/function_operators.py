@@ -11,9 +11,10 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from inspect import unwrap
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,10 +36,8 @@ _DEPTH = 4
 
 
 class NotReplayableError(Exception):
-    """Error raised if an `autograd.Function` cannot be recorded as one operator of a tape.
-
-    The message completes a sentence that begins with "the Function".
-    """
+    """Error raised if an `autograd.Function` cannot be recorded as one operator of a tape. The message completes a
+    sentence that begins with "the Function"."""
 
 
 class Parts(NamedTuple):
@@ -64,29 +63,24 @@ class FunctionCall(NamedTuple):
     """The forward's result, with None in place of each tensor in it."""
 
 
+@dataclass(frozen=True)
 class FunctionTarget:
     """Wrapper of an `autograd.Function` class that can be called as an operator on a tape.
 
     A call runs the forward, and returns the flattened results, followed by the tensors saved for backward.
     """
 
-    namespace = FUNCTIONS
+    function: type[Function]
+    namespace: ClassVar[str] = FUNCTIONS
 
-    def __init__(self, function: type[Function]) -> None:
-        self.function = function
-        self.__name__ = function.__name__
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
 
     @property
     def may_run_again(self) -> bool:
-        """False for an `autograd.Function` whose forward must not run again in replay. An example is a module that runs
-        in tiles (groups of rows), whose own backward runs the forward again."""
+        """False for a module that runs in tiles, whose own backward runs its forward again."""
         return not is_one_operator(self.function)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FunctionTarget) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return hash(self.function)
 
     def __str__(self) -> str:
         return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
@@ -127,11 +121,8 @@ class FunctionTarget:
 
 
 def is_one_operator(function: type[Function]) -> bool:
-    """Return True for an `autograd.Function` of this package that is always recorded as one operator
-    (tape/tiled_rows.py).
-
-    Such a Function does not write into its arguments.
-    """
+    """Return True for a Function of this package that is always recorded as one operator (tape/tiled_rows.py), and
+    that does not write into its arguments."""
     return bool(getattr(function, "is_one_operator", False))
 
 
@@ -179,10 +170,7 @@ def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _decompose_argument(value: Any, depth: int) -> Any:
-    """Return `value` with each object replaced by its class and attributes (`Parts`).
-
-    Raise NotReplayableError if containers and objects are nested more than `depth` levels deep.
-    """
+    """Decompose one argument, whose containers and objects are nested at most `depth` levels deep."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.layout is not torch.strided:
@@ -207,8 +195,7 @@ def _decompose_argument(value: Any, depth: int) -> Any:
 
 
 def _is_made_of_attributes(value: Any) -> bool:
-    """Return True if the attributes in an object's `__dict__` are its whole state: no module, container or C++
-    object."""
+    """Return True if an object's `__dict__` is its whole state: no module, container or C++ object."""
     kind = type(value)
     is_simple = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
     return is_simple and not any(vars(base).get("__slots__") for base in kind.__mro__)
@@ -229,10 +216,7 @@ def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) ->
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return the arguments of an `autograd.Function` with tensors replaced by views of `copies`.
-
-    `copies` is a dict by the key of the original tensor's storage. Tensors on other storages are not replaced.
-    """
+    """Return the arguments of an `autograd.Function` with tensors replaced by views of `copies`, by storage key."""
 
     def on_copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = copies.get(storage_key(tensor.untyped_storage()))
@@ -269,11 +253,7 @@ _num_classes: Counter[str] = Counter()
 
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
-    """Describe a call of the `autograd.Function` `function` that is about to run: class, `requires_grad` flags and
-    autocast.
-
-    The field `results` is None, because the results are known only after the call.
-    """
+    """Describe a call of the `autograd.Function` `function` that is about to run. Its results are not known yet."""
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
     return FunctionCall(_function_identity(function), tuple(flags), autocast_of(), None)
 
@@ -294,10 +274,8 @@ def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """Enable autocast exactly for the (device type, dtype) pairs in `recorded` inside the `with` block.
-
-    The cast cache is disabled, because a replay must not add casts to the cache.
-    """
+    """Enable autocast exactly for the pairs in `recorded` inside the `with` block, without its cache: a replay must not
+    add casts to the cache."""
     dtypes = dict(recorded)
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES]
     had_cache = torch.is_autocast_cache_enabled()
@@ -321,15 +299,12 @@ def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]
 # Globals, closures and class attributes that a forward reads.
 
 _MOST_CODE = 64
-"""Maximum number of Python functions that are searched for globals and closures that the forward of an
-`autograd.Function` reads."""
+"""Maximum number of Python functions that are searched for globals and closures."""
 
 
 class Surroundings:
-    """Snapshot of the Python values that the forward of an `autograd.Function` can reach by name.
-
-    If the forward changes one of these values, a replay could give a different result.
-    """
+    """Snapshot of the Python values that the forward of an `autograd.Function` can reach by name. If the forward
+    changes one of them, a replay could give a different result."""
 
     def __init__(self, function: type[Function]) -> None:
         self.has_tensors = False
@@ -371,15 +346,12 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
-        """Record `value`, which the forward can reach through the variable `name`: a number or string itself, the
-        length of a container, the values that a function reaches, and that there are tensors."""
+        """Record `value`, which the forward can reach through the variable `name`."""
         if isinstance(value, torch.Tensor):
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):
             self._values.append((name, value))
-        elif isinstance(
-            value, (list, dict, set)
-        ):  # only the length of a container, such as a cache or a log, is compared
+        elif isinstance(value, (list, dict, set)):  # such as a cache or a log
             self._values.append((name, len(value)))
         elif isinstance(value, types.FunctionType):
             self._search_code(value)

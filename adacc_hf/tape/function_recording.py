@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from adacc_hf.tape.data_reads import Read
 from adacc_hf.tape.function_operators import (
     FunctionCall,
     FunctionTarget,
@@ -41,13 +40,24 @@ from adacc_hf.tape.function_operators import (
     on_copies,
     results_of,
 )
+from adacc_hf.tape.operator_effects import Read
 from adacc_hf.tape.replay_check import exactly_replayed_values, same_bits
-from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, geometry_of, has_storage, leaves, map_tensors
+from adacc_hf.tape.tape import (
+    Source,
+    Tape,
+    TapeOperator,
+    TapeValue,
+    TensorRef,
+    geometry_of,
+    has_storage,
+    leaves,
+    map_tensors,
+)
 from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
 from adacc_hf.torch_glue.opaque_functions import describe_results
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state, preserve_random_states
-from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, local_of, wraps_others
+from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, wraps_others
 
 WRITES = "writes into its arguments"
 
@@ -91,37 +101,38 @@ class _FunctionRun:
 
 
 class FunctionRecorder:
-    """Base class of the tape recorder for the `autograd.Function`s that a block calls.
+    """Base class of the tape recorder, with its state, for the `autograd.Function`s that a block calls.
 
     Attributes that are only annotated in this class are defined in `Recorder`.
     """
 
-    values: list[TapeValue]
-    bases: list[torch.Tensor]
-    operators: list[TapeOperator]
-    slots: list[TensorRef]
     untrusted: str | None
-    reads: list[Read]
-    _storages: list[int]
-    _written: dict[int, TensorRef]
-    _current: dict[int, int]
-    _externals: dict[int, Any]
     _generator_state: torch.Tensor | None
     _device: torch.device
-    _in_operator: bool
     _is_fake: bool
-    _modules: list[str]
     refer: Callable[[torch.Tensor], TensorRef]
     _unsealed: Callable[[], Tape]
-    _make: Callable[[torch.Tensor, int, str], int]
-    _next_version: Callable[[torch.Tensor, int, str], tuple[int, int]]
-    _state_before: Callable[[TapeOperator, str], int | None]
-    _is_known: Callable[[torch.Tensor], bool]
+    _note: Callable[..., None]
     _hold: Callable[[torch.Tensor], None]
     _release_results: Callable[[], None]
 
     def __init__(self) -> None:
         super().__init__()
+        self.values: list[TapeValue] = []
+        self.bases: list[torch.Tensor] = []
+        """The first recorded tensor of each value, detached. An empty tensor stands for one with a checksum."""
+        self.operators: list[TapeOperator] = []
+        self.slots: list[TensorRef] = []
+        self.reads: list[Read] = []
+        self._storages: list[int] = []
+        """The storage key of each value."""
+        self._written: dict[int, TensorRef] = {}
+        """For each value that an in-place operator made, the part of the previous version that it overwrote."""
+        self._current: dict[int, int] = {}
+        """The latest value (version) of each storage, by storage key."""
+        self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
+        """(tensor, source) of each tensor that existed before the call and that the block may read, by storage key."""
+        self._in_operator = False
         self.refusal_reasons: dict[str, str] = {}
         """Reason why an `autograd.Function` could not become one operator of the tape, by the Function's name."""
         self.function_results: dict[type[Function], Any] = {}
@@ -131,13 +142,12 @@ class FunctionRecorder:
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
-        """Tensors that operators inside the running `autograd.Function` have saved. Operators save tensors if the
-        Function enables gradients."""
+        """Tensors that operators inside the running Function have saved, because it enables gradients. They count as
+        saved by the Function."""
         self._num_next_saved = 0
         """Number of saved tensors of the latest `autograd.Function` that autograd has not packed yet."""
         self._read_inside: set[int] | None = None
-        """Keys of the storages that operators read while the recorder is paused. None if these keys are not
-        collected."""
+        """Keys of the storages that operators read while the recorder is paused, or None."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -149,10 +159,7 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disable the recording of operators and reads inside the `with` block.
-
-        Use this for operators that the recorder runs itself. They are not operators of the block.
-        """
+        """Do not record operators and reads inside the `with` block: the recorder itself runs them, not the block."""
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -162,10 +169,7 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """Mark the code inside the `with` block as part of the running `autograd.Function`.
-
-        Functions and saved tensors inside are not recorded separately.
-        """
+        """Mark the code inside the `with` block as part of the running `autograd.Function`."""
         self._is_in_function, self._saved_inside = True, []
         try:
             yield
@@ -173,10 +177,7 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, forward_call: ForwardCall) -> Any:
-        """Run an `autograd.Function`, record it on the tape, and return its result.
-
-        Tensors that operators inside the Function have saved count as saved by the Function.
-        """
+        """Run an `autograd.Function`, record it on the tape, and return its result."""
         if is_one_operator(forward_call.function) and not self._is_paused and not self._is_in_function:
             return self._record_whole(forward_call)
         num_slots, is_inner = len(self.slots), self._is_in_function or self._is_paused
@@ -189,14 +190,13 @@ class FunctionRecorder:
         return result
 
     def _record_whole(self, forward_call: ForwardCall) -> Any:
-        """Run an `autograd.Function` without recording its inner operators, record it as one operator, and return its
-        result."""
+        """Run an `autograd.Function`, record it as one operator, and return its result."""
         tensors = tuple(_argument_tensors(forward_call.args))
         recorded = map_tensors(tensors, torch.Tensor, self.refer)
         with self.paused(), self._inside_function():
             result = forward_call.run()
         target, call = FunctionTarget(forward_call.function), call_of(forward_call.function, tensors)
-        self._note_function(target, recorded, call, flatten_results(result, forward_call.saved), [], False)
+        self._note(target, recorded, {"call": call}, [], flatten_results(result, forward_call.saved))
         return result
 
     def _note_slot(self) -> None:
@@ -214,7 +214,12 @@ class FunctionRecorder:
         if not all(map(is_plain, _argument_tensors(args))):  # DTensors, whose operators run on local tensors
             with self._inside_function():
                 return forward_call.run()
-        parts, reason = _parts_of_function(args)
+        parts: tuple[Any, ...] | None = None
+        reason = ""
+        try:
+            parts = decompose_arguments(args)
+        except NotReplayableError as error:
+            reason = str(error)
         mark, generator_states = self._mark(), self._generator_states()
         arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
         function_call = None if parts is None else call_of(function, parts)
@@ -238,15 +243,7 @@ class FunctionRecorder:
                 if parts is None or function_call is None:
                     raise NotReplayableError(reason)
                 run_record = _FunctionRun(
-                    function,
-                    parts,
-                    function_call,
-                    result,
-                    saved,
-                    mark,
-                    generator_states[0],
-                    written,
-                    is_random,
+                    function, parts, function_call, result, saved, mark, generator_states[0], written, is_random
                 )
                 self._replace(run_record, recomputed_values)
             except NotReplayableError as why:
@@ -295,40 +292,15 @@ class FunctionRecorder:
         self._roll_back(run_record.before)
         recorded = map_tensors(run_record.args, torch.Tensor, self.refer)
         call = run_record.call._replace(results=results)
-        self._note_function(target, recorded, call, run_record.returned, run_record.written, run_record.is_random)
-
-    def _note_function(
-        self,
-        target: FunctionTarget,
-        args: tuple[Any, ...],
-        call: FunctionCall,
-        returned: tuple[Any, ...],
-        written: list[torch.Tensor],
-        is_random: bool,
-    ) -> None:
-        index = len(self.operators)
-        module = self._modules[-1] if self._modules else ""
-        name = f"{module or 'block'}:{target.__name__}"
-        mutations = tuple([self._next_version(tensor, index, name) for tensor in written])
-        fresh = [
-            (position, self._make(local_of(tensor), index, name))
-            for position, tensor in enumerate(returned)
-            if isinstance(tensor, torch.Tensor) and not self._is_known(local_of(tensor))
-        ]
-        if not fresh and not mutations:
-            return
-        operator = TapeOperator(index, target, args, {"call": call}, tuple(fresh), mutations, is_random, module)
-        operator.generator = self._state_before(operator, name) if is_random else None
-        self.operators.append(operator)
+        is_random = run_record.is_random
+        self._note(target, recorded, {"call": call}, run_record.written, run_record.returned, is_random)
         self._generator_state = None if is_random else self._generator_state
 
     # Checks. Each raises NotReplayableError with a reason.
 
     def _check_reads(self, run_record: _FunctionRun, results: Any) -> None:
-        """Raise NotReplayableError if an `autograd.Function` reads data into Python.
-
-        A conversion to a numpy array is allowed, unless the Function returns numbers, which may come from the array.
-        """
+        """Raise NotReplayableError if an `autograd.Function` reads data into Python, except by a conversion to a numpy
+        array from which it returns no numbers."""
         reads = self.reads[run_record.before.num_reads :]
         if not all(map(_is_numpy_view, reads)):
             raise NotReplayableError("reads data into Python")
@@ -354,10 +326,8 @@ class FunctionRecorder:
         """Return the keys of the storages of unknown origin that operators inside an `autograd.Function` read. Raise
         NotReplayableError for a collective, or a read of a tensor of known origin that is neither an argument nor a
         result inside."""
-        mark, argument_keys = (
-            run_record.before,
-            {storage_key(t.untyped_storage()) for t in _argument_tensors(run_record.args)},
-        )
+        mark = run_record.before
+        argument_keys = {storage_key(t.untyped_storage()) for t in _argument_tensors(run_record.args)}
         foreign: set[int] = set()
         for operator in self.operators[mark.num_operators :]:
             if operator.is_collective:
@@ -413,10 +383,7 @@ class FunctionRecorder:
             raise NotReplayableError("gives different bits when it runs again")
 
     def _run_forward_again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
-        """Run the forward of an `autograd.Function` again.
-
-        Return the results, and the keys of the storages that operators inside the forward read.
-        """
+        """Run the forward again. Return its results, and the keys of the storages that operators inside it read."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         drawing = draw_from_state(run_record.state if run_record.is_random else None, self._device)
         with self.paused(), torch.no_grad(), hooks, preserve_random_states([self._device]), drawing:
@@ -436,7 +403,7 @@ class FunctionRecorder:
                 self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Collect the keys of the storages that an operator with these arguments reads while the recorder is paused."""
+        """Collect the keys of the storages that an operator reads while the recorder is paused."""
         if self._read_inside is not None:
             self._read_inside |= {
                 storage_key(t.untyped_storage()) for t in _argument_tensors((args, kwargs)) if has_storage(t)
@@ -486,10 +453,8 @@ class FunctionRecorder:
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
 
     def _has_drawn_elsewhere(self, run_record: _FunctionRun) -> bool:
-        """Return True if random numbers were drawn between the last recorded generator state and the Function's call.
-
-        The state at the call is then not recorded, and replay of the `autograd.Function` cannot draw the same numbers.
-        """
+        """Return True if random numbers were drawn between the last recorded generator state and the Function's call,
+        whose state is then not recorded."""
         recorded_state = run_record.before.generator_state
         with self.paused():
             return (
@@ -498,18 +463,8 @@ class FunctionRecorder:
 
 
 def _is_numpy_view(read: Read) -> bool:
-    """Return True if `read` is a conversion of a tensor to a numpy array, even if Python code did not use the array's
-    data."""
+    """Return True if `read` is a conversion to a numpy array, whose data Python code may not have used."""
     return read.by == "Tensor.numpy"
-
-
-def _parts_of_function(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
-    """Return (arguments with each object replaced by its parts, ""), or (None, reason) if replay could not build an
-    object again."""
-    try:
-        return decompose_arguments(args), ""
-    except NotReplayableError as reason:
-        return None, str(reason)
 
 
 def _argument_tensors(tree: Any) -> list[torch.Tensor]:

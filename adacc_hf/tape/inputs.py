@@ -7,17 +7,26 @@ last call (rule R12).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Hashable, Iterator
+from functools import cache, reduce
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import nn
 
-from adacc_hf.tape.attached_tensors import attached_tensors, find_attached
 from adacc_hf.tape.tape import Source, geometry_of, has_storage
-from adacc_hf.torch_glue.private import buffers_of, modules_of, parameters_of, storage_key
-from adacc_hf.torch_glue.tensors import PLAIN, local_of, storage_of
+from adacc_hf.torch_glue.private import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    buffers_of,
+    modules_of,
+    parameters_of,
+    storage_key,
+)
+from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_of
+from adacc_hf.torch_glue.zero3 import without_zero3
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -78,19 +87,10 @@ def block_layout(block: nn.Module) -> Hashable:
     )
 
 
-def find_externals(
-    externals: Iterable[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
-) -> list[tuple[int, torch.Tensor | None]]:
-    """Return (value, tensor) for each (value, source) in `externals`, in this call of `block` (see `find_external`)."""
-    return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
-
-
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Return the tensor at `source`, a place such as a parameter's name, in this call of `block`.
 
-    A source is the place of an argument, parameter, buffer or attached tensor. An attached tensor is stored on a module
-    or a parameter without being registered as a parameter or buffer, such as the scales of a quantized weight. The
-    tensor is detached unless it is a parameter. Return None if an attached tensor no longer exists.
+    The tensor is detached unless it is a parameter. Return None if an attached tensor no longer exists.
     """
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])
@@ -102,16 +102,8 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
         # `[]` of ZeRO 3's tables gathers a partitioned parameter, for which DeepSpeed waits for all ranks.
         parameter = dict.__getitem__(parameters_of(owner), name)
         return find_attached(parameter, source.path[1:]) if source.place == "attached" else parameter
-    return argument_at(source.path, args, kwargs).detach()
-
-
-def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
-    """Return the argument at `path` of a recorded block's call. The path may lead into containers."""
-    first, *rest = path
-    argument = args[first] if isinstance(first, int) else kwargs[first]
-    for step in rest:
-        argument = argument[step]
-    return argument
+    first, *rest = source.path
+    return reduce(getitem, rest, args[first] if isinstance(first, int) else kwargs[first]).detach()
 
 
 @cache
@@ -125,3 +117,58 @@ def _owner_module(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
     for step in path:
         block = modules_of(block)[step]
     return block
+
+
+# Attached tensors: stored on modules or parameters without being registered, such as the scales of a quantized weight.
+
+PLACES = ("attached", "module")
+"""Values of `Source.place` of attached tensors: "attached" for one on a parameter, "module" for one on a module."""
+_DEPTH = 2
+"""Maximum number of containers and objects between a module or parameter and an attached tensor."""
+_REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
+
+
+def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
+    """Yield (source, tensor) of each tensor attached to the block's modules and parameters."""
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
+            for path, tensor in _attached_tensors_in(without_zero3(vars(parameter)), _DEPTH):
+                yield Source("attached", (name, *path)), tensor
+    for path_of_module, module in block.named_modules():
+        own = {name: value for name, value in without_zero3(vars(module)).items() if name not in _REGISTERED}
+        for path, tensor in _attached_tensors_in(own, _DEPTH):
+            yield Source("module", (path_of_module, *path)), tensor
+
+
+def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the tensor that is attached to the parameter or module `owner` at `path`, detached from autograd's graph.
+
+    `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
+    """
+    try:
+        tensor = reduce(_path_step, path, owner)
+    except (AttributeError, LookupError):
+        return None
+    return tensor.detach() if _is_plain_tensor(tensor) else None
+
+
+def _path_step(owner: Any, name: Any) -> Any:
+    return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
+
+
+def _attached_tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield (path, tensor) of each plain tensor in the dict or sequence `owner`, up to `depth` levels deep."""
+    items = owner.items() if isinstance(owner, dict) else enumerate(owner)
+    for name, item in items:
+        if _is_plain_tensor(item):
+            yield (name,), item
+        if isinstance(item, torch.Tensor):
+            continue
+        inner = item if isinstance(item, (dict, list, tuple)) else getattr(item, "__dict__", None)
+        if depth and inner and not isinstance(item, (type, nn.Module)):
+            yield from (((name, *path), tensor) for path, tensor in _attached_tensors_in(inner, depth - 1))
+
+
+def _is_plain_tensor(item: Any) -> bool:
+    """Return True if `item` may be recorded as an attached tensor: not sparse, quantized or sharded."""
+    return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))

@@ -1,13 +1,17 @@
-"""Effects of operators (in-place writes, random draws, communication between ranks), and code that hides operators."""
+"""Effects of operators (in-place writes, random draws, communication, reads of data into Python), and code that hides
+operators."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from adacc_hf.tape.tape import TapeOperator, leaves
 from adacc_hf.torch_glue.private import TensorBase, collective_counts, schema_of, storage_key, tree_leaves
+from adacc_hf.torch_glue.watchers import Watchers
 
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
@@ -25,8 +29,7 @@ def moves_storage(operator: TapeOperator) -> bool:
 
 
 def _may_write(func: Any) -> bool:
-    """Return True if the operator `func` may write to its arguments: by its schema, or as any operator of
-    torch.distributed may."""
+    """Return True if the operator `func` may write to its arguments, as any operator of torch.distributed may."""
     return schema_of(func).is_mutable or func.namespace == "c10d"
 
 
@@ -45,8 +48,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class RngUse:
-    """Detector of random draws by one operator, which compares the random generator's state before and after the
-    operator.
+    """Detector of random draws by one operator, by the random generator's state before and after the operator.
 
     The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, but draws only with dropout.
     Operators from outside torch may lack the tag.
@@ -77,11 +79,7 @@ class RngUse:
 
 
 class DeclaredRngUse(RngUse):
-    """Detector of random draws by an operator call, from the operator's tag and the call's dropout probability.
-
-    On real tensors, a changed generator state shows that a call drew random numbers. On fake tensors, the state never
-    changes.
-    """
+    """Detector of random draws on fake tensors, by the operator's tag and the call's dropout probability."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in DESCRIBED
@@ -106,11 +104,8 @@ def operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 class RankUse:
-    """Detector of communication with other ranks by one operator.
-
-    An operator that a package defines may communicate inside, for example DeepSpeed's `dim_zero_all_to_all`. Such an
-    operator changes the number of collective operators that a process group has run.
-    """
+    """Detector of communication with other ranks by one operator. An operator that communicates inside, such as
+    DeepSpeed's `dim_zero_all_to_all`, changes the number of collectives that a process group has run."""
 
     def __init__(self, func: Any) -> None:
         self._is_declared = func.namespace in COLLECTIVES
@@ -148,3 +143,69 @@ def runs_compiled_code(result: Any, inputs: Any) -> bool:
         visited.add(node)
         nodes += [next_node for next_node, _ in node.next_functions]
     return False
+
+
+# Data that a block reads into Python, such as the lengths at which attention over images splits its tokens. Other data
+# may run other operators, so the block's tape is not trusted (rule R8).
+
+_METHODS = ("tolist", "numpy")
+"""Tensor methods that read data into Python without an operator, so that dispatch modes do not see the read."""
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+NoteRead = Callable[[torch.Tensor, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Record that Python read the data of a value on the tape, or that the data decided the size of a tensor."""
+
+    value: int
+    by: str
+    """Name of the operator or tensor method that read the data."""
+
+    def __str__(self) -> str:
+        return f"{self.by} reads data into Python or makes a size that depends on data"
+
+
+def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the tensors among `args` whose data determines the shape of the result of the operator `func`, or a Python
+    number that it returns. For most operators, the list is empty."""
+    if not _TAGS.intersection(func.tags):
+        return []
+    if schema_of(func).name == "aten::index":  # only a mask among the indices decides the size
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if schema_of(func).name == "aten::masked_select":
+        return [args[1]]
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
+def _patch_methods() -> Callable[[], None]:
+    """Patch `Tensor.tolist` and `Tensor.numpy` to report calls to a callback of the thread, and return a function that
+    removes the patch. A torch function mode would make torch.compile recompile parts of a block."""
+    before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
+
+    def watched_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            note = _READS.current()
+            if note is not None:
+                note(tensor, f"Tensor.{method}")
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    def undo() -> None:
+        for method, function in before.items():
+            if function is None:
+                delattr(torch.Tensor, method)
+            else:
+                setattr(torch.Tensor, method, function)
+
+    for method, function in before.items():
+        setattr(torch.Tensor, method, watched_method(method, function or getattr(TensorBase, method)))
+    return undo
+
+
+_READS = Watchers[NoteRead](_patch_methods)
+watched_reads = _READS.watching
+"""Context manager `watched_reads(note)`. Inside the `with` block, `note(tensor, method name)` is called each time this
+thread converts a tensor to a list or a numpy array."""

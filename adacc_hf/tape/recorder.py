@@ -12,11 +12,18 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adacc_hf.tape.attached_tensors import PLACES, attached_tensors
-from adacc_hf.tape.data_reads import Read, deciding_tensors, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
-from adacc_hf.tape.inputs import argument_tensors
-from adacc_hf.tape.operator_effects import MOVES_STORAGE, WRAPPED, RankUse, RngUse, written_tensors
+from adacc_hf.tape.inputs import PLACES, argument_tensors, attached_tensors
+from adacc_hf.tape.operator_effects import (
+    MOVES_STORAGE,
+    WRAPPED,
+    RankUse,
+    Read,
+    RngUse,
+    deciding_tensors,
+    watched_reads,
+    written_tensors,
+)
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     Blank,
@@ -30,6 +37,7 @@ from adacc_hf.tape.tape import (
     has_storage,
     leaves,
     map_tensors,
+    short_name,
     tensor_refs,
 )
 from adacc_hf.torch_glue.compat import (
@@ -44,7 +52,6 @@ from adacc_hf.torch_glue.private import (
     TO_COPY,
     TorchDispatchMode,
     compiled_call,
-    op_name,
     schema_of,
     storage_key,
 )
@@ -67,6 +74,7 @@ _READ_NO_ELEMENT = {
 }
 """Operators that read only the layout of their first argument, and none of its elements."""
 CACHE = "it reads a key-value cache, whose tensors a recording cannot locate"
+SPARSE = "a tensor is sparse or quantized, so its storage does not show its elements"
 PYTHON_RANDOM = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
 
 
@@ -91,42 +99,23 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self.block = block
         self.keeps_results = keeps_results
         self.rng_use = rng_use or RngUse
-        self.values: list[TapeValue] = []
-        self.bases: list[torch.Tensor] = []
-        """The first recorded tensor of each value, detached. A value is one storage at one version. A tensor without
-        elements stands for each value in `_checksums`."""
         self._checksums: dict[int, Checksum] = {}
         """Checksums of the results that autograd has not saved, by value."""
         self._num_examined = 0
         """Number of values of which `_release_results` has kept the tensor or a checksum."""
-        self._storages: list[int] = []
-        """The storage key of each value. A value is one storage at one version."""
         self._alive: list[torch.UntypedStorage | StorageWeakRef] = []
-        """Storages that no tensor in `bases` keeps alive, such as the storages of tensors that wrap other tensors, and
-        weak references to freed ones. Otherwise a new storage could get the same key."""
-        self.operators: list[TapeOperator] = []
-        self.slots: list[TensorRef] = []
-        self._written: dict[int, TensorRef] = {}
-        """For each value that an in-place operator made, the part of the storage's previous version that the operator
-        overwrote."""
+        """Storages that no tensor in `bases` keeps alive (of tensors that wrap others), and weak references to freed
+        ones. Otherwise a new storage could get the same key."""
         has_cache = any(isinstance(argument, Cache) for argument in (*args, *kwargs.values()))
         self.untrusted: str | None = CACHE if has_cache and only_reads_cache(block) else None
         """The reason why the tape must not be used, or None."""
-        self.reads: list[Read] = []
-        self._in_operator = False
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-        self._current: dict[int, int] = {}
-        """The latest value (version) of each storage, by storage key."""
         self._stand_in = torch.empty(0)
         """Tensor that is recorded in place of a tensor without a storage."""
         self._modules: list[str] = []
         """Paths of the submodules that are running, the innermost last."""
-        self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
-        """(tensor, source) of each tensor that existed before the call and that the block may read, by storage key. The
-        source says where a call finds the tensor."""
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
-        """Sources and geometries of further existing tensors that share a storage with a tensor in `_externals`, by
-        storage key."""
+        """Sources and geometries of further existing tensors on the storages of `_externals`, by storage key."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
         self._is_fake = any(map(is_fake, block.parameters()))
@@ -140,47 +129,36 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         devices = [tensor.device for tensor, _ in self._externals.values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
-        """The random generator's state when the last tensor was saved, or when the call began. None if an operator has
-        drawn random numbers since then. A call that follows a plan does not see operators, so it captures the state at
-        these moments too."""
+        """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
+        random numbers since then. A call under a plan, which sees no operators, captures it at these moments too."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """The random generator's state if the block's tensors are fake, else None. With fake tensors, the state never
-        changes."""
+        """The random generator's state if the block's tensors are fake, so that it never changes. None otherwise."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled code stays compiled in recorded calls.
-
-        By default, torch disables compiled code under a dispatch mode.
-        """
+        """Return True, so that compiled code stays compiled. By default, torch disables it under a dispatch mode."""
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return a reference to `tensor` for the tape: a view of the latest value (version) of the tensor's storage.
-
-        If the storage is new to the tape, add a value for the storage.
-        """
+        """Return a reference to `tensor` for the tape: a view of the latest value (version) of its storage. If the
+        storage is new to the tape, add a value for it."""
         if not has_storage(tensor):
-            self.untrusted = (
-                self.untrusted or "a tensor is sparse or quantized, so its storage does not show its elements"
-            )
+            self.untrusted = self.untrusted or SPARSE
             tensor = self._stand_in
         key = storage_key(tensor.untyped_storage())
         if key not in self._current and key not in self._externals:
             self._note_cached_cast(tensor)
         if key not in self._current:
             base, source = self._externals.get(key, (tensor, Source("unknown", ())))
-            self._current[key] = self._add(
-                base, source, None, str(source)
-            )  # before `detach`, which gives some tensors another storage
+            # Before `detach`, which gives some tensors another storage.
+            self._current[key] = self._add(base, source, None, str(source))
         if self.untrusted is None and (tensor.is_conj() or tensor.is_neg()):
             self.untrusted = "a tensor is conjugated or negated lazily, so its storage does not show its elements"
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of the value that `tensor` views, or None if the storage existed before the call or is not
-        recorded."""
+        """Return the value that `tensor` views, or None if its storage existed before the call or is not recorded."""
         key = storage_key(local_of(tensor).untyped_storage())
         return None if key in self._externals else self._current.get(key)
 
@@ -196,10 +174,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return len(self.slots) - 1
 
     def was_written_later(self, ref: TensorRef) -> bool:
-        """Return True if the block has changed elements of the tensor `ref` in place since `ref` was recorded.
-
-        Return False if the tensor's storage existed before the call.
-        """
+        """Return True if the block has changed elements of the tensor `ref`, which it has made, in place since then."""
         value = self.values[ref.value]
         if not value.overwritten or value.source is not None:
             return False
@@ -234,8 +209,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
-        """Yield (value, source, geometry) for each tensor that existed before the call, is no argument, and shares a
-        storage with one on the tape. A call finds it at `source`, and it covers `geometry` of the storage."""
+        """Yield the items of `Tape.sharing`."""
         for value in self.values if self._sharing else ():
             if value.source is not None:
                 for source, geometry in self._sharing.get(self._storages[value.index], ()):
@@ -288,7 +262,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         is_random: bool = False,
         is_collective: bool = False,
     ) -> None:
-        """Add an operator that has run to the tape, with a value for each storage that the operator created or
+        """Add an operator or Function that has run to the tape, with a value for each storage that it created or
         changed."""
         index = len(self.operators)
         is_dropout = is_random and func is torch.ops.aten.native_dropout.default
@@ -296,7 +270,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         if is_dropout or func in _READ_NO_ELEMENT:  # dropout's mask reads no element of its input
             args = (Blank(args[0].geometry, args[0].dtype, self.values[args[0].value].device), *args[1:])
         module = self._modules[-1] if self._modules else ""
-        name = f"{module or 'block'}:{op_name(func).strip('_')}"
+        name = f"{module or 'block'}:{short_name(func)}"
         mutations = [self._next_version(tensor, index, name) for tensor in written]
         fresh = [
             (position, self._make(tensor, index, name))
@@ -374,10 +348,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return constant
 
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return True if a cast of `tensor` may come from autocast, which caches casts of parameters of the block.
-
-        `kwargs` are the keyword arguments of the cast operator.
-        """
+        """Return True if a cast of `tensor`, with the arguments `kwargs`, may come from autocast, which caches it."""
         is_own = bool(self._autocast) and id(tensor) in self._parameters
         return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
 
@@ -387,11 +358,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
             parameter = self.refer(self.block.get_parameter(name))
-            index = len(self.operators)
-            module = self._modules[-1] if self._modules else ""
-            value = self._make(tensor, index, f"{module or 'block'}:to_copy")
-            kwargs = {"dtype": tensor.dtype}
-            self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
+            self._note(TO_COPY, (parameter,), {"dtype": tensor.dtype}, [], tensor)
 
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
         """Split a recorded dropout in two, because only the mask is random (rule R5): `dropout` keeps the mask as its
@@ -421,17 +388,11 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Record that the data of `tensor` was read by `by`, the name of an operator or of a tensor method.
-
-        The data was converted to Python numbers, or it determined the size of a result.
-        """
+        """Record that `by` (an operator or tensor method) converted data of `tensor` to Python numbers or to a size."""
         self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
-        """Register an existing tensor that the block may read, with the `source` at which a call finds the tensor.
-
-        The tensor gets a value on the tape when it is first read, so unused arguments are not on the tape.
-        """
+        """Register an existing tensor that the block may read. It gets a value on the tape when it is first read."""
         local = local_of(tensor)
         if has_storage(local):
             key = storage_key(local.untyped_storage())
@@ -441,20 +402,15 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
                 self._externals[key] = local.detach(), source
 
     def _has_memory(self, leaf: Any) -> bool:
-        """Return False if `leaf` is a meta or fake tensor, but the block's own tensors are not fake.
-
-        DTensors run operators on meta and fake tensors to infer shapes.
-        """
+        """Return False if `leaf` is a meta or fake tensor, with which DTensors infer shapes, but the block is not."""
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Set the source of each attached tensor (on a module, but neither parameter nor buffer) to "unknown" if the
-        recorded call has replaced it."""
-        externals = [(value, value.source) for value in self.values if value.source is not None]
-        attached = [(value, source) for value, source in externals if source.place in PLACES]
-        current = dict(attached_tensors(self.block)) if attached else {}
-        for value, source in attached:
-            tensor = current.get(source)
+        """Set the source of each attached tensor that the recorded call has replaced to "unknown"."""
+        attached = [value for value in self.values if value.place in PLACES]
+        current: dict[Any, torch.Tensor] = dict(attached_tensors(self.block)) if attached else {}
+        for value in attached:
+            tensor = current.get(value.source)
             if tensor is None or storage_key(tensor.untyped_storage()) != self._storages[value.index]:
                 value.source = Source("unknown", ())
 
@@ -465,8 +421,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
-        """Add a value for the storage of `tensor`, which the operator with this index has created, and return its
-        index."""
+        """Add a value for the storage of `tensor`, which the `operator` has created, and return its index."""
         if self.untrusted is None and wraps_others(tensor):
             self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)
@@ -502,11 +457,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
         """Record reads of tensors into Python, and detect draws from Python's and numpy's generators, inside the `with`
-        block.
-
-        These reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded,
-        because replay runs the whole operator again and compares the results.
-        """
+        block. Reads inside a user-defined operator, which replay runs again as a whole, are not recorded."""
         before = RandomStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
             yield
@@ -515,10 +466,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """Record, for each operator inside the `with` block, the path of the submodule that runs the operator.
-
-        Compiled submodules get no hooks inside, because hooks would trigger a recompilation.
-        """
+        """Record the path of the submodule that runs each operator inside the `with` block. Hooks inside of compiled
+        submodules would trigger a recompilation."""
         modules = dict(self.block.named_modules())
         compiled = tuple(f"{name}." for name, module in modules.items() if _is_compiled_module(name, module))
         with ExitStack() as stack:
@@ -541,8 +490,7 @@ def _local_leaves(result: Any) -> list[Any]:
 def _dropout_scale(probability: float, dropped: TapeValue) -> float:
     """Return the factor by which dropout multiplies the elements that it does not zero.
 
-    CUDA computes the reciprocal in its accumulation dtype, float32 for half precision and float32. The float32 result
-    differs from the double-precision result for one rate in seven.
+    CUDA computes the reciprocal in float32, except for float64. For one rate in seven, it differs from the double.
     """
     if probability >= 1.0:
         return 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from adacc_hf.artifacts.block_walk import DECODED_CACHE_UNPACKS
-from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
+from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 from adacc_hf.torch_glue.private import schema_of
 from adacc_hf.torch_glue.rng_state import draw_from_state
 from adacc_hf.torch_glue.tensors import copy_with_storage
@@ -21,11 +21,8 @@ value. None for a value that is not available."""
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return the tensor that the recorded reference `ref` describes, as a view of `base`, a tensor on the same value.
-
-    The tensor has the size, stride, offset and dtype of `ref`. Every restored tensor must have those of the saved
-    tensor (rule R2).
-    """
+    """Return the tensor that the recorded reference `ref` describes, with its size, stride, offset and dtype (rule R2),
+    as a view of `base`, a tensor on the same value."""
     if base.dtype is ref.dtype:
         return base.as_strided(*ref.geometry)
     size, stride, offset = ref.geometry
@@ -46,17 +43,12 @@ def share_elements(first: TensorRef, second: TensorRef) -> bool:
 
 
 def takes_device(operator: TapeOperator) -> bool:
-    """Return True if an operator on the tape has a `device` argument.
-
-    If the operator does not read the elements of a tensor argument (a `Blank`), replay can then pass a meta tensor and
-    the device in its place.
-    """
+    """Return True if an operator has a `device` argument. Replay can then pass a meta tensor in place of a `Blank`."""
     return any(argument.name == "device" for argument in schema_of(operator.target).arguments)
 
 
 def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
-    """Return an uninitialized tensor with the layout of `blank`, an operator's argument whose elements the operator
-    does not read."""
+    """Return an uninitialized tensor with the layout of `blank`."""
     size, stride, offset = blank.geometry
     if not offset:
         return torch.empty_strided(size, stride, dtype=blank.dtype, device=device)
@@ -73,9 +65,8 @@ class PreparedOperator:
         self._target: Callable[..., Any] = operator.target
         self._args = list(operator.args)
         self._kwargs = operator.kwargs
-        self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
-        """(position, reference, geometry) of each tensor argument. The geometry is None if the argument is a value's
-        first recorded tensor itself, and not another view."""
+        self._tensors: list[tuple[int, TensorRef, bool]] = []
+        """(position, reference, True if it is the value's first recorded tensor, no other view) of each tensor."""
         has_nested_tensors = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
         self._has_nested_tensors = has_nested_tensors or _holds_tensor(operator.kwargs)
         self._blanks: list[tuple[int, Blank]] = []
@@ -83,7 +74,7 @@ class PreparedOperator:
             if isinstance(argument, TensorRef):
                 base = tape.values[argument.value].ref
                 is_base = base.geometry == argument.geometry and base.dtype is argument.dtype
-                self._tensors.append((position, argument, None if is_base else argument.geometry))
+                self._tensors.append((position, argument, is_base))
             elif isinstance(argument, Blank) and takes_device(operator):
                 self._args[position] = stand_in(argument, "meta")
                 self._kwargs = operator.kwargs | {"device": operator.kwargs.get("device") or argument.device}
@@ -95,10 +86,7 @@ class PreparedOperator:
         self._expected = tuple((position, tape.values[value].ref) for position, value in expected_outputs)
 
     def run(self, bases: list[torch.Tensor]) -> Sequence[Any]:
-        """Run the operator and return its flattened results.
-
-        `bases` contains the available tensor of each value of the tape, by value index.
-        """
+        """Run the operator on `bases`, the available tensors by value index, and return its flattened results."""
         if self.operator.generator is None:
             result = self._call(bases)
         else:
@@ -120,24 +108,15 @@ class PreparedOperator:
             )
             return self._target(*args, **kwargs)
         args = self._args.copy()
-        for position, ref, geometry in self._tensors:
-            base = bases[ref.value]
-            if geometry is None:
-                args[position] = base
-            elif base.dtype is ref.dtype:
-                args[position] = base.as_strided(*geometry)
-            else:
-                args[position] = view(base, ref)
+        for position, ref, is_base in self._tensors:
+            args[position] = bases[ref.value] if is_base else view(bases[ref.value], ref)
         for position, blank in self._blanks:
             args[position] = stand_in(blank, blank.device)
         return self._target(*args, **self._kwargs)
 
 
 class ReplayStep:
-    """Replay of one operator of a tape, as one step of a schedule.
-
-    The step lists the values to fetch and to copy before the operator runs, and the values to free afterwards.
-    """
+    """Replay of one operator of a tape, as one step of a schedule."""
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator, self._tape = operator, tape
@@ -147,14 +126,12 @@ class ReplayStep:
         """Values to copy before the operator runs, because the operator overwrites them in place. Replay must not
         change a version of a storage that is needed later (rule R6)."""
         self.loads: tuple[int, ...] = ()
-        """Stored values to fetch immediately before this operator. Fetching decodes a value, and earlier decoding would
-        raise the peak of other steps."""
+        """Stored values to fetch, and so decode, immediately before this operator, not before other steps."""
         self.frees: tuple[int, ...] = ()
         """Values to free after this operator has run."""
 
     def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """Return a copy of this step for `tape`, whose operator `operator` differs from this step's only in numbers
-        such as sizes."""
+        """Return a copy of this step for `tape`, whose operator `operator` differs only in numbers such as sizes."""
         step = copy(self)
         step.operator, step._tape = operator, tape
         return step
@@ -225,11 +202,9 @@ class StorageMap:
     persistent: frozenset[int]
     """Parameters, buffers, tensors attached to the block, and inputs shared with other blocks, which always exist."""
     retained: frozenset[int]
-    """Values stored as tensors until backward. Replay fetches a tensor for one unpack of a saved tensor at a time. At
-    other times, only the objects that autograd stores for the saved tensors refer to it."""
+    """Values stored as tensors until backward. Replay fetches a tensor for one unpack of a saved tensor at a time."""
     compressed: frozenset[int]
-    """Values stored encoded until backward. A value is decoded when autograd unpacks a saved tensor that needs it. The
-    decoded tensor is kept if another unpack needs it soon."""
+    """Values stored encoded until backward. A decoded tensor is kept if another unpack needs it soon."""
 
     def __contains__(self, value: int) -> bool:
         return value in self.persistent or value in self.retained or value in self.compressed
@@ -253,11 +228,8 @@ class ReplayProgram:
 
 
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Return (operators, inputs) with which a value of a tape can be recomputed.
-
-    `operators` are the indices of the operators to run, in order. `inputs` are the values from which the operators
-    start: values for which `is_available` returns True, or that no operator computes.
-    """
+    """Return (indices of the operators to run, in order, to recompute a value of a tape, the values from which they
+    start). The latter are available, or no operator computes them."""
     operators: set[int] = set()
     leaves: dict[int, None] = {}
     pending = [value]
@@ -296,18 +268,15 @@ def schedule(
 
 
 def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequence[ReplayProgram]) -> ReplayProgram:
-    """Return a copy of `program` that also frees its decoded values. Values that one of `next_programs` reads too are
-    not freed."""
+    """Return a copy of `program` that also frees the decoded values that none of `next_programs` reads."""
     soon = {value for later in next_programs for value in later.fetched()}
     dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
 def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
-    """Return the replay program for unpacking the saved tensor `slot` out of the scheduled order.
-
-    `available` contains the values whose tensors are available now. The program frees no recomputed value.
-    """
+    """Return the replay program for unpacking the saved tensor `slot` out of the scheduled order, from the `available`
+    values. It frees no recomputed value."""
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, available)
     never = (1, 0)
@@ -356,10 +325,7 @@ def _replay_program(
 def _replay_step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
-    """Return the step that replays operator `number` of the tape at the place `moment` in backward.
-
-    `uses` contains the place of each value's last use. Places are in the form that `_last_uses` describes.
-    """
+    """Return the step that replays operator `number` at the place `moment` in backward (see `_last_uses`)."""
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)
     step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)

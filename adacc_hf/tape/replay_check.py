@@ -18,10 +18,8 @@ from adacc_hf.torch_glue.tensors import bytes_in_order, copy_with_storage
 
 
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-    """Replay the whole tape, and return the values for which replay gave the recorded bits. In training, replay
-    recomputes no other values (rule R7).
-
-    A value is one storage at one version. `bases` contains the recorded tensors, indexed by value.
+    """Replay the whole tape, and return the values for which replay gave the recorded bits. `bases` contains the
+    recorded tensors, indexed by value.
 
     If replay of a value gives different bits, the next operators read the recorded tensor in its place. If the recorded
     tensor is freed or overwritten, this is impossible, and the values that depend on it are not recomputable.
@@ -31,7 +29,7 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
-        if tape_value.source is not None and tape_value.source.place != "unknown" and not tape_value.overwritten:
+        if tape_value.place not in (None, "unknown") and not tape_value.overwritten:
             environment[tape_value.index] = bases[tape_value.index]
     exact_values: set[int] = set()
     last_reader = {tape_value.index: max(tape.consumers(tape_value.index), default=-1) for tape_value in tape.values}
@@ -92,8 +90,8 @@ def _is_gone(tape: Tape, value: int) -> bool:
 
 
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
-    """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits, so that memory which
-    no operator fills cannot compare equal by chance."""
+    """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits: memory that no
+    operator fills must not compare equal by chance."""
     for _, value in operator.outputs:
         replayed = environment[value]
         if replayed is None or replayed.untyped_storage().nbytes() != bases[value].untyped_storage().nbytes():
@@ -102,7 +100,7 @@ def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes, to compare a replayed storage with the recorded storage."""
+    """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -140,7 +138,7 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
     if operator.target.namespace == "aten":
-        inputs = [value for value in inputs if _is_buffer_value(tape, value)]
+        inputs = [value for value in inputs if tape.values[value].place == "buffer"]
     originals = {value: tensor for value in inputs if (tensor := environment[value]) is not None}
     copies = {value: copy_with_storage(original) for value, original in originals.items()}
     for value, copy in copies.items():
@@ -165,11 +163,6 @@ def _can_replay(operator: TapeOperator, tape: Tape, environment: Environment) ->
     return True
 
 
-def _is_buffer_value(tape: Tape, value: int) -> bool:
-    source = tape.values[value].source
-    return source is not None and source.place == "buffer"
-
-
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two tensors, such as a recorded tensor and its replay, have the same dtype, layout and bits."""
     if first.dtype is not second.dtype or first.shape != second.shape or first.stride() != second.stride():
@@ -189,7 +182,7 @@ def is_reproducible(tape: Tape) -> bool:
     Random operators count as reproducible, because torch's checkpoint restores the generators. A block is not
     reproducible if it reads a tensor of unknown source or overwrites one of its inputs.
     """
-    reads_unknown = any(value.source is not None and value.source.place == "unknown" for value in tape.values)
+    reads_unknown = any(value.place == "unknown" for value in tape.values)
     overwrites = any(value.overwritten and tape.is_block_input(value.index) for value in tape.values)
     operators = (operator for operator in tape.operators if not operator.random)
     return not reads_unknown and not overwrites and all(tape.verified.issuperset(op.results()) for op in operators)
@@ -200,22 +193,16 @@ def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterabl
     values in `stored`."""
     saved = set(stored)
     recomputable: set[int] = set()
+
+    def is_obtainable(value: int) -> bool:
+        tape_value = tape.values[value]
+        exists = tape_value.place != "unknown" if tape_value.source is not None else value in saved
+        return (exists and not tape_value.overwritten) or value in recomputable
+
     for operator in tape.operators:
-        are_inputs_obtainable = all(
-            _is_replay_readable(tape, value, saved, recomputable) for value in operator.inputs()
-        )
-        if are_inputs_obtainable and operator.may_run_again:
+        if operator.may_run_again and all(map(is_obtainable, operator.inputs())):
             recomputable.update(value for value in operator.results() if value in exact_values)
     return frozenset(recomputable)
-
-
-def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
-    """Return True if replay can read a value on the tape: an existing, saved or recomputable tensor that is not
-    overwritten."""
-    tape_value = tape.values[value]
-    if tape_value.source is not None:
-        return tape_value.source.place != "unknown" and not tape_value.overwritten
-    return (value in saved and not tape_value.overwritten) or value in recomputable
 
 
 # Equal values: results of the same operator on the same input, so one storage can serve them all.
@@ -225,11 +212,10 @@ def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: s
 
 
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
-    """Find values with the same bits. Return a dict from each duplicate to the first saved value with the same bits.
+    """Return a dict from each value that duplicates another to the first saved value with the same bits.
 
     Two values have the same bits if the same operator computed both from the same arguments. Both must also have the
-    same layout, be in `recomputable`, and never be changed in place. Replay of a recomputable value gave the recorded
-    bits, so the value depends only on the arguments.
+    same layout, be in `recomputable`, so that they depend only on the arguments, and never be changed in place.
 
     The saved value must come before the duplicate on the tape. Autograd must also have saved it first, because the
     first saved tensor decides which storage is kept.
@@ -238,9 +224,12 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     first: dict[int, int] = {}
     """First value with the same bits, by duplicate value."""
     for operator in tape.operators:
-        if not _is_verified_operator(tape, operator, recomputable):
+        may_repeat = operator.may_run_again and not operator.random and not operator.mutations
+        results = operator.results()
+        if not may_repeat or not all(v in recomputable and not tape.values[v].overwritten for v in results):
             continue
-        producer = producers.setdefault(_call_key(operator, first), operator)
+        key = operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
+        producer = producers.setdefault(key, operator)
         if producer is not operator and _have_equal_layouts(tape, producer, operator):
             pairs = zip(operator.outputs, producer.outputs, strict=True)
             first.update({value: earlier for (_, value), (_, earlier) in pairs})
@@ -248,8 +237,7 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 
 
 def merge_equal_values(tape: Tape, equal: Mapping[int, int]) -> Tape:
-    """Return a copy of `tape` in which operators and saved tensors refer to the value `equal[v]` in place of the value
-    `v`."""
+    """Return a copy of `tape` that refers to the value `equal[v]` in place of the value `v`."""
     operators = [substitute_values(operator, equal) for operator in tape.operators]
     slots = [_with_equal_values(slot, equal) for slot in tape.slots]
     return replace(tape, operators=operators, slots=slots, _consumers={})
@@ -259,23 +247,6 @@ def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeO
     """Return a copy of `operator` whose arguments refer to the value `equal[v]` in place of the value `v`."""
     args, kwargs = _with_equal_values((operator.args, operator.kwargs), equal)
     return replace(operator, args=args, kwargs=kwargs, _inputs=None)
-
-
-def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
-    """Return True if a replay has verified that equal arguments give equal results of `operator`."""
-    results = operator.results()
-    return (
-        operator.may_run_again
-        and not operator.random
-        and not operator.mutations
-        and all(value in recomputable and not tape.values[value].overwritten for value in results)
-    )
-
-
-def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
-    """Return a key of the operator and its arguments: equal for operators with equal results. `first` maps each value
-    that duplicates another to the first one with the same bits."""
-    return operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
 
 
 def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -113,9 +114,7 @@ def _is_state_of(tape: Tape, value: int, path: str) -> bool:
     """Return True if the value is a parameter or buffer of the module at `path`, or a tensor attached to one of them or
     to the module, such as the scales of a 4-bit weight."""
     source = tape.values[value].source
-    if source is None or source.place not in ("parameter", "buffer", "attached", "module"):
-        return False
-    return f"{source.path[0]}.".startswith(f"{path}.")
+    return source is not None and tape.is_module_state(value) and f"{source.path[0]}.".startswith(f"{path}.")
 
 
 class _Rows:
@@ -171,42 +170,38 @@ class _Rows:
             return False
         splits = [self.split(ref) for ref in refs]
         row_splits = [split for split in splits if split is not None]
-        if len(row_splits) != len(splits) or not _is_row_wise(operator, refs, row_splits, self._results(operator)):
+        check = _CHECKS.get(operator.short_name)
+        if check is None and torch.Tag.pointwise in operator.target.tags:
+            check = _is_pointwise
+        results = [self._tape.values[value].ref for value in operator.results()]
+        if check is None or len(row_splits) != len(splits) or not check(_Call(operator, refs, row_splits, results)):
             return False
         return all(map(self._add, operator.results()))
 
-    def _results(self, operator: TapeOperator) -> list[TensorRef]:
-        return [self._tape.values[value].ref for value in operator.results()]
+
+class _Call(NamedTuple):
+    """A call of an operator that reads rows."""
+
+    operator: TapeOperator
+    refs: list[TensorRef]
+    """Operands with rows."""
+    splits: list[int]
+    """Number of row dimensions of each of `refs`."""
+    results: list[TensorRef]
 
 
-Check = Callable[[TapeOperator, Sequence[TensorRef], Sequence[int], Sequence[TensorRef]], bool]
-"""Function of (operator, its operands with rows, the number of row dimensions of each, its results) that returns True
-if the operator is row-wise."""
-
-
-def _is_row_wise(
-    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
-) -> bool:
-    check = _CHECKS.get(op_name(operator.target).strip("_"))
-    if check is None and torch.Tag.pointwise in operator.target.tags:
-        check = _is_pointwise
-    return check is not None and check(operator, refs, splits, results)
-
-
-def _is_pointwise(
-    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
-) -> bool:
+def _is_pointwise(call: _Call) -> bool:
     """Return True if each row of a pointwise operator's result depends only on the same row of each operand.
 
     An operand that does not consist of rows, such as a bias, must be the same for all rows.
     """
-    size = results[0].geometry[0] if results else ()
-    ends = {len(size) - (len(ref.geometry[0]) - split) for ref, split in zip(refs, splits, strict=True)}
+    size = call.results[0].geometry[0] if call.results else ()
+    ends = {len(size) - (len(ref.geometry[0]) - split) for ref, split in zip(call.refs, call.splits, strict=True)}
     if len(ends) > 1:
         return False
     end = ends.pop() if ends else None
-    row_refs = {id(ref) for ref in refs}
-    for ref in _operands(operator):
+    row_refs = {id(ref) for ref in call.refs}
+    for ref in _operands(call.operator):
         lengths = (1,) * (len(size) - len(ref.geometry[0])) + ref.geometry[0]
         if id(ref) not in row_refs and end is not None and any(length != 1 for length in lengths[:end]):
             return isinstance(ref, Blank) and ref.geometry[0] == size
@@ -219,47 +214,46 @@ def _operands(operator: TapeOperator) -> Iterator[TensorRef | Blank]:
     return (leaf for leaf in leaves(operator.args, operator.kwargs) if isinstance(leaf, (TensorRef, Blank)))
 
 
-def _is_product(
-    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
-) -> bool:
-    place = 1 if len(operator.args) > 2 else 0
-    return len(refs) == 1 and operator.args[place] is refs[0] and splits[0] == 1 and len(refs[0].geometry[0]) == 2
+def _is_product(call: _Call) -> bool:
+    place = 1 if len(call.operator.args) > 2 else 0
+    return _reads_rows_at(call, place) and call.splits[0] == 1 and len(call.refs[0].geometry[0]) == 2
 
 
-def _is_over_columns(
-    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
-) -> bool:
+def _reads_rows_at(call: _Call, place: int) -> bool:
+    """Return True if the only operand with rows is the argument at `place`."""
+    return len(call.refs) == 1 and call.operator.args[place] is call.refs[0]
+
+
+def _is_over_columns(call: _Call) -> bool:
     """Return True for a reduction or a softmax whose dimensions (the second argument) are not row dimensions."""
-    if len(refs) != 1 or operator.args[0] is not refs[0] or len(operator.args) < 2:
+    args = call.operator.args
+    if not _reads_rows_at(call, 0) or len(args) < 2:
         return False
-    num_dimensions = len(refs[0].geometry[0])
-    dimensions = [operator.args[1]] if isinstance(operator.args[1], int) else operator.args[1] or [0]
-    return all(dimension % num_dimensions >= splits[0] for dimension in dimensions)
+    num_dimensions = len(call.refs[0].geometry[0])
+    dimensions = [args[1]] if isinstance(args[1], int) else args[1] or [0]
+    return all(dimension % num_dimensions >= call.splits[0] for dimension in dimensions)
 
 
-def _is_norm(
-    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
-) -> bool:
+def _is_norm(call: _Call) -> bool:
     """Return True for a norm over the last dimensions, whose sizes are the second argument."""
-    is_first = len(refs) == 1 and operator.args[0] is refs[0]
-    return is_first and len(operator.args[1]) <= len(refs[0].geometry[0]) - splits[0]
+    if not _reads_rows_at(call, 0):
+        return False
+    return len(call.operator.args[1]) <= len(call.refs[0].geometry[0]) - call.splits[0]
 
 
-def _is_cat(
-    operator: TapeOperator, refs: Sequence[TensorRef], splits: Sequence[int], results: Sequence[TensorRef]
-) -> bool:
+def _is_cat(call: _Call) -> bool:
     """Return True if all tensors consist of rows, and are joined along another dimension."""
-    tensors = operator.args[0]
-    dimension = (operator.args[1] if len(operator.args) > 1 else 0) % len(refs[0].geometry[0])
-    return len(refs) == len(tensors) and len(set(splits)) == 1 and dimension >= splits[0]
+    args = call.operator.args
+    dimension = (args[1] if len(args) > 1 else 0) % len(call.refs[0].geometry[0])
+    return len(call.refs) == len(args[0]) and len(set(call.splits)) == 1 and dimension >= call.splits[0]
 
 
-_CHECKS: dict[str, Check] = {
+_CHECKS: dict[str, Callable[[_Call], bool]] = {
     **dict.fromkeys(PRODUCTS, _is_product),
     **dict.fromkeys(("mean", "sum", "amax", "var_mean", "var", "softmax", "log_softmax"), _is_over_columns),
     **dict.fromkeys(("native_layer_norm", "fused_rms_norm"), _is_norm),
     **dict.fromkeys(("to_copy", "copy", "native_dropout", "empty_like", "bernoulli"), _is_pointwise),
     "cat": _is_cat,
 }
-"""Function that checks an operator, by the operator's name without underscores at the ends. Operators that torch tags
-as pointwise are not listed."""
+"""Function that returns True if a call is row-wise, by the operator's name. Operators that torch tags as pointwise are
+not listed."""

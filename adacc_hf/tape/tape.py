@@ -27,8 +27,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
-    """Reference to a tensor of the recorded call: a value (one storage at one version), and the size, strides, offset
-    and dtype with which the tensor views the value."""
+    """Reference to a tensor of the recorded call: a view of a value (one storage at one version)."""
 
     value: int
     geometry: Geometry
@@ -39,19 +38,14 @@ class TensorRef:
         return is_index(str(self.dtype).removeprefix("torch."), self.geometry[0])
 
     def __repr__(self) -> str:
-        """Return the same text as the method that `dataclass` would generate. Digests of tapes contain this text.
-
-        In contrast to the generated method, this method does not check for recursion, and is faster.
-        """
+        """Return the text of `dataclass`, which digests of tapes contain, faster: without a check for recursion."""
         return f"TensorRef(value={self.value!r}, geometry={self.geometry!r}, dtype={self.dtype!r})"
 
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Layout of a tensor argument, recorded in its place because the operator does not read the argument's elements.
-
-    Replay passes another tensor of the same layout.
-    """
+    """Layout of a tensor argument whose elements the operator does not read. Replay passes another tensor of this
+    layout."""
 
     geometry: Geometry
     dtype: torch.dtype
@@ -59,15 +53,14 @@ class Blank:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes from the first element of the tensor argument to the last, including both."""
+        """Bytes from the first element of the argument to the last, including both."""
         size, stride, _ = self.geometry
         return self.dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Place where a call of the block finds a tensor that no operator on the tape computes, such as an argument (rule
-    R12)."""
+    """Place where a call finds a tensor that no operator on the tape computes (rule R12)."""
 
     place: str
     """Kind of the place: "argument", "parameter" or "buffer"; "attached" or "module" for a tensor that is stored on a
@@ -90,17 +83,20 @@ class TapeValue:
     nbytes: int
     """Bytes of the whole storage."""
     ref: TensorRef
-    """The first recorded tensor on the storage: returned by an operator, or existing before the call. Replay represents
-    the value by a tensor of this layout, the value's base."""
+    """The first recorded tensor on the storage. Replay represents the value by a tensor of this layout, its base."""
     device: torch.device
     source: Source | None
-    """Where a call finds a value that existed before the call. None for a value that an operator of the block
-    computes."""
+    """Where a call finds a value that existed before it. None for a value that an operator of the block computes."""
     producer: int | None = None
     """Index of the operator that computes the value, or None."""
     name: str = ""
     overwritten: bool = False
     """True if a later operator of the block changed the storage in place, so that this version no longer exists."""
+
+    @property
+    def place(self) -> str | None:
+        """Kind of the place where a call finds the value (`Source.place`). None if an operator computes it."""
+        return None if self.source is None else self.source.place
 
     def is_freed(self, base: torch.Tensor) -> bool:
         """Return True if the memory of the recorded tensor `base` was freed: its storage is smaller than recorded."""
@@ -108,10 +104,8 @@ class TapeValue:
 
     @property
     def is_encodable(self) -> bool:
-        """True if a codec that encodes the value's first recorded tensor stores the whole value.
-
-        The tensor must be dense, fill its storage, and never be overwritten.
-        """
+        """True if a codec that encodes the value's first recorded tensor stores the whole value: the tensor is dense,
+        fills its storage, and is never overwritten."""
         size, stride, offset = self.ref.geometry
         return (
             not self.overwritten
@@ -156,8 +150,7 @@ class TapeOperator:
     @property
     def short_name(self) -> str:
         """Name of the ATen operator without overload and underscores: "softmax" for aten::_softmax.out."""
-        name = op_name(self.target) if isinstance(self.target, OpOverload) else self.target.__name__
-        return name.strip("_")
+        return short_name(self.target)
 
     @property
     def is_attention(self) -> bool:
@@ -240,19 +233,13 @@ class Tape:
     order: tuple[int, ...] | None = None
     """Order in which backward unpacks the saved tensors, as indices into `slots`. None if no backward was observed."""
     is_unchecked: bool = False
-    """True if the next call is checked: replay's bits are compared with the call's (rule R7).
-
-    A recorded tape needs no check. A tape that was evaluated from a symbolic tape (one tape for all sizes) does, unless
-    calls at enough other sizes were checked.
-    """
+    """True if the next call is checked (rule R7): the tape was evaluated from a symbolic tape, at a size that is not
+    covered by checks at other sizes."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """Key by which a policy finds the plan of a block. Blocks whose tapes have equal keys may share one plan.
-
-        The key consists of digests joined by "-": structure, sizes, identity, and inputs.
-        """
+        """Key by which a policy finds the plan of a block: digests of structure, sizes, identity, and inputs."""
         sizes = _tape_digest([value.nbytes for value in self.values])
         input_values = [value for value in self.values if self.is_block_input(value.index)]
         inputs = _tape_digest([(str(value.source), value.ref) for value in input_values])
@@ -263,24 +250,18 @@ class Tape:
         return any(operator.is_collective for operator in self.operators)
 
     def is_block_input(self, value: int) -> bool:
-        source = self.values[value].source
-        return source is not None and source.place == "argument"
+        return self.values[value].place == "argument"
 
     def is_module_state(self, value: int) -> bool:
-        source = self.values[value].source
-        return source is not None and source.place in ("parameter", "buffer", "attached", "module")
+        return self.values[value].place in ("parameter", "buffer", "attached", "module")
 
     def is_generator_state(self, value: int) -> bool:
-        source = self.values[value].source
-        return source is not None and source.place == "generator"
+        return self.values[value].place == "generator"
 
     def is_held_elsewhere(self, value: int) -> bool:
-        """Return True if the tensor of `value` exists independently of the call, such as a parameter or buffer.
-
-        Tensors that are stored on modules without being registered, and tensors of unknown source, also count.
-        """
-        source = self.values[value].source
-        return source is not None and source.place not in ("argument", "generator")
+        """Return True if the tensor of `value` exists independently of the call, such as a parameter or a tensor of
+        unknown source."""
+        return self.values[value].place not in (None, "argument", "generator")
 
     def generator_states(self) -> list[tuple[int, int, torch.device]]:
         """Return (num_saved, value, device) of each state of a random generator from which replay draws random numbers.
@@ -327,9 +308,7 @@ class Tape:
         self.digest = _tape_digest([self.structure, constants, slots, outside, sharing])
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """Match the values of this tape with the values of `other`.
-
-        Return (dict from this tape's values to matching values, True if all operators match).
+        """Return (dict from this tape's values to the matching values of `other`, True if all operators match).
 
         Two values match only if the operators that computed them match: a product with a mask does not match a product
         with a sigmoid. The saved tensors, and the order in which values were first recorded, may differ.
@@ -367,17 +346,20 @@ class Tape:
         return [operators, sources, [slot.value for slot in self.slots]]
 
 
+def short_name(target: Any) -> str:
+    """Return the name of an ATen operator without overload and underscores, or of an `autograd.Function`."""
+    name: str = op_name(target) if isinstance(target, OpOverload) else target.__name__
+    return name.strip("_")
+
+
 def tensor_refs(tree: Any) -> Iterator[TensorRef]:
     """Return an iterator over the `TensorRef`s in nested tuples, lists and dicts."""
     return (leaf for leaf in leaves(tree) if isinstance(leaf, TensorRef))
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """Return the items of nested tuples, lists and dicts that are not containers themselves, in order.
-
-    torch's `tree_leaves` looks up each container in a registry, and is slower. This function runs for each operator of
-    a recorded call.
-    """
+    """Return the items of nested tuples, lists and dicts that are not containers themselves, in order. This is faster
+    than torch's `tree_leaves`, which looks up each container in a registry."""
     items: list[Any] = []
     _collect_leaves(trees, items)
     return items
@@ -409,8 +391,7 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return True if one storage holds all data of the tensor, as tapes require. Return False for sparse and quantized
-    tensors."""
+    """Return True if one storage holds all data of the tensor: it is neither sparse nor quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 

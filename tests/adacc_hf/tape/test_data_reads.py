@@ -6,7 +6,7 @@ import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.data_reads import deciding_tensors, watched_reads
+from adacc_hf.tape.operator_effects import deciding_tensors, watched_reads
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 aten = torch.ops.aten
