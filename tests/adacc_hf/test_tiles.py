@@ -187,16 +187,6 @@ def test_state_that_changes_before_backward_ends_the_step_with_an_error(one_thre
             loss.backward()
 
 
-def test_an_adapter_that_is_off_in_backward_is_noticed(one_thread, few_rows, tiny_gpt2, tiny_llama):
-    model, batch = build("lora", tiny_gpt2, tiny_llama), batch_of(2, 16)
-    policy = tiled_policy(profile_model(model, batch, LOSSLESS), 4)
-    with apply_policy(model, policy):
-        gradients_of(model, batch)
-        loss = model(**batch).loss
-        with model.disable_adapter(), pytest.raises(TilesError, match="an adapter was switched"):
-            loss.backward()
-
-
 def test_hooks_on_parameters_run_once_for_the_whole_gradient(one_thread, few_rows, tiny_llama):
     model, batch = tiny_llama(intermediate_size=128), batch_of(2, 16)
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -215,14 +205,6 @@ def test_a_module_with_hooks_inside_runs_whole(few_rows, tiny_llama):
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *call: None)
     profile = profile_model(model, batch, LOSSLESS)
     assert all(kind.tiled is None for kind in profile.kinds), "both blocks are of one kind"
-
-
-def test_evaluation_and_frozen_modules_run_plainly(few_rows, tiny_llama):
-    model, batch = tiny_llama(intermediate_size=128), batch_of(2, 16)
-    policy = tiled_policy(profile_model(model, batch, LOSSLESS), 4)
-    with apply_policy(model, policy), torch.no_grad():
-        assert torch.equal(model(**batch).loss, model(**batch).loss)
-    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_a_policy_for_a_module_that_the_block_lacks_is_refused(few_rows, tiny_llama):

@@ -89,19 +89,6 @@ def test_other_tensors_that_lie_alike_are_no_other_layout(block):
     assert known_shapes.with_current_layout(key, block) == key
 
 
-def test_a_layout_is_known_again(block):
-    known_shapes = KnownShapes()
-    key = known_shapes.with_current_layout(key_of(known_shapes, torch.ones(2), block=block), block)
-    table = block.table
-    block.table = torch.ones(9)
-    moved_key = known_shapes.with_current_layout(key, block)
-    block.table = table
-    assert known_shapes.with_current_layout(moved_key, block) == key
-    assert key_of(known_shapes, torch.ones(2), block=block) == key
-    block.table = torch.ones(9)
-    assert known_shapes.with_current_layout(key, block) == moved_key
-
-
 def test_blocks_of_one_kind_have_keys_in_common(block):
     one, other, third = block, Adding(), Adding()
     for each in (other, third):

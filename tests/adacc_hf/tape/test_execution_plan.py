@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
-from adacc_hf.tape.execution_plan import ExecutionPlan, encode_view
+from adacc_hf.tape.execution_plan import ExecutionPlan, encode_view, least_memory
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.replay_check import verify
 
@@ -47,3 +47,25 @@ def test_codecs_see_dimensions_in_the_order_of_memory(record_call):
     assert ref.geometry == ((2, 3, 4), (12, 4, 1), 0)
     assert torch.equal(view(base, ref), base)
     assert view(base, ref).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("draw", "is_mask"),
+    [
+        (lambda x: torch.empty_like(x).bernoulli_(0.9), True),
+        (lambda x: torch.empty_like(x).bernoulli_(0.9).div_(0.9), True),
+        (lambda x: torch.empty_like(x).bernoulli_(0.9).div_(-0.9), False),
+        (lambda x: torch.empty_like(x).bernoulli_(0.9).mul_(2).sub_(1), False),
+        (torch.rand_like, False),
+    ],
+    ids=["bits", "dropout", "negative zeros", "signs", "noise"],
+)
+def test_masks_that_are_drawn_become_bits_and_other_draws_do_not(record_call, draw, is_mask):
+    """Random masks become bits, and other random values do not. A CPU's dropout has float masks of 0 and 1/(1-p)."""
+    x = torch.randn(4, 16, requires_grad=True)
+    tape, _ = record_call(lambda _, x: x * draw(x), nn.Identity(), x)
+    (noise,) = [value for value in tape.saved_values() if tape.values[value].source is None]
+    expected = Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
+    if noise in tape.recomputable:
+        pytest.fail("what is drawn must not be replayed")
+    assert least_memory(tape, noise) == expected

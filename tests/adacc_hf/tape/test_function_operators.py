@@ -199,17 +199,15 @@ REPLAYED = {
 
 
 @pytest.mark.parametrize(("function", "cls"), REPLAYED.values(), ids=REPLAYED)
-def test_what_a_function_makes_is_recomputed(toy_model, toy_batch, assert_exact, function, cls):
-    profile = assert_exact(toy_model(through(function)), toy_batch())
+def test_what_a_function_makes_is_recomputed_within_the_predicted_peak(
+    toy_model, toy_batch, assert_exact, peak_of, function, cls
+):
+    model, batch = toy_model(through(function)), toy_batch(64)
+    profile = assert_exact(model, batch, num_policies=2)
     assert tanh_of(profile).recomputable
     assert names_of(profile).count(str(FunctionTarget(cls))) == 1
     assert not any("Scale" in name for name in names_of(profile)) or cls is not Outer
-
-
-@pytest.mark.parametrize(("function", "cls"), REPLAYED.values(), ids=REPLAYED)
-def test_the_peak_of_a_replay_is_predicted(toy_model, toy_batch, peak_of, function, cls):
-    model, batch = toy_model(through(function)), toy_batch(64)
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile, "recompute")
     with apply_policy(model, policy, CONFIG):
         for _ in range(3):
             model(**batch).loss.backward()
@@ -327,18 +325,6 @@ class Varying(Scale):
     """A Function with a factor from outside."""
 
     factor = 3.0
-
-
-def test_another_number_is_noticed(toy_model, toy_batch):
-    model = toy_model(lambda block, x: x + block.down(Varying.apply(block.up(x), Varying.factor).tanh()))
-    try:
-        with model_with_symbolic_tape(model, toy_batch) as handle:
-            Varying.factor = 5.0
-            with_policy = gradients_of(model, toy_batch(21))
-            handle.remove()
-            assert all(map(torch.equal, with_policy, gradients_of(model, toy_batch(21))))
-    finally:
-        Varying.factor = 3.0
 
 
 class Hiding(Scale):

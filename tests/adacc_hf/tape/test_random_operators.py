@@ -5,8 +5,6 @@ test_recorder.py tests how recorders detect random operators.
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from adacc_hf.tape.replay_check import verify
@@ -106,30 +104,3 @@ def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
     assert draw_operator.may_run_again
     (mask,) = [value for value in tape.saved_values() if tape.values[value].source is None]
     assert mask not in verify(tape, recorder.bases)
-
-
-@settings(max_examples=60)
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    order=st.randoms(use_true_random=False),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    rate=st.sampled_from([0.1, 0.5, 1.0]),
-    offset=st.integers(0, 5),
-    is_native=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_masks_of_all_layouts_are_drawn_again(record_call, sizes, order, dtype, rate, offset, is_native, seed):
-    """Masks of all layouts are redrawn, because the tensor that replaces dropout's input has the same strides."""
-    places = [*range(len(sizes))]
-    order.shuffle(places)
-    numbers = torch.arange(offset + torch.Size(sizes).numel(), dtype=torch.float64).to(dtype).requires_grad_()
-    torch.manual_seed(seed)
-
-    def forward(block, x):
-        y = (x * 2)[offset:].reshape(sizes).permute(places)
-        return torch.native_dropout(y, rate, True)[0] if is_native else nn.functional.dropout(y, rate)
-
-    tape, recorder = record_call(forward, nn.Identity(), numbers)
-    refused = verify(tape, recorder.bases)
-    assert random_operators(tape) or rate == 1.0
-    assert all(not refused.isdisjoint(operator.results()) for operator in random_operators(tape))

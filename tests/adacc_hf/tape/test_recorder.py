@@ -90,20 +90,6 @@ def test_sources_say_where_a_value_is_found(record, x):
     assert not tape.is_module_state(indices["unknown"])
 
 
-def test_random_operators_are_told_by_the_generator(record, x):
-    def forward(block, x):
-        y = nn.functional.dropout(x, 0.5)
-        z = nn.functional.dropout(x, 0.5, training=False)
-        return y + z + torch.rand(4) + torch.rand(4, generator=torch.Generator().manual_seed(1))
-
-    tape, _ = record(forward, x)
-    assert [name for name, operator in zip(names(tape), tape.operators, strict=True) if operator.random] == [
-        "bernoulli_",
-        "rand",
-        "rand",
-    ]
-
-
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [

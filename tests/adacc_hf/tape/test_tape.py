@@ -92,10 +92,3 @@ def test_the_kind_names_structure_sizes_identity_and_call():
     wider = record(nn.Linear(4, 5), torch.randn(2, 4, requires_grad=True)).kind.split("-")
     assert [a == b for a, b in zip(base, longer, strict=True)] == [True, False, True, False]
     assert [a == b for a, b in zip(base, wider, strict=True)] == [False, False, False, True]
-
-
-def test_precision_belongs_to_the_identity():
-    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    plain = record(module, x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert record(module, x).identity != plain.identity

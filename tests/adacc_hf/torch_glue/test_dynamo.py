@@ -1,15 +1,8 @@
 """Dynamo traces: the coverage of guards, its gaps, and that a trace leaves no state behind."""
 
-import collections
-import dataclasses
-import enum
 import gc
-import math
 import random
-import types
 import weakref
-from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import pytest
@@ -52,39 +45,6 @@ def trace_block(block, *args, **kwargs):
 # Coverage of guards
 
 
-@dataclasses.dataclass
-class Settings:
-    scale: float = 1.0
-
-
-class Mode(enum.Enum):
-    FIRST = 1
-    SECOND = 2
-
-
-class Plain:
-    scale = 1.0
-
-
-def scaling(hidden):
-    return hidden * scaling.scale
-
-
-def by_closure(number):
-    return lambda hidden: hidden * number
-
-
-SCALE = 1.0
-
-
-def set_global(number):
-    return lambda block: globals().update(SCALE=number)
-
-
-def set_factor(number):
-    return lambda block: setattr(scaling, "scale", number)
-
-
 def attribute(value):
     """Return a change that sets an attribute of a block to `value`."""
     return lambda block: setattr(block, "value", value)
@@ -98,79 +58,29 @@ def layer_alone(block, hidden):
     return block.layer(hidden)
 
 
-def value_of_layer(block, hidden):
-    return block.value(block.layer(hidden))
-
-
-def keep(block): ...
-def rescale(block):
-    block.value.scale = 2.0
-
-
-BY_SCALE = multiply(lambda value: value.scale)
 CHANGES = {
-    "attribute": (multiply(lambda value: value), attribute(1.0), attribute(2.0)),
+    "float": (multiply(lambda value: value), attribute(1.0), attribute(2.0)),
     "type": (multiply(lambda value: value), attribute(1), attribute(1.0)),
     "truth": (multiply(lambda value: value), attribute(1), attribute(True)),
-    "element": (multiply(lambda value: value[0]), attribute([1.0]), lambda block: block.value.__setitem__(0, 2.0)),
-    "entry": (multiply(lambda value: value["a"]), attribute({"a": 1.0}), lambda block: block.value.update(a=2.0)),
-    "counter": (
-        multiply(lambda value: value["a"]),
-        attribute(collections.Counter(a=1)),
-        lambda block: block.value.update("a"),
-    ),
-    "tuple": (multiply(lambda value: value[1]), attribute((1, 2.0)), attribute((1, 3.0))),
-    "range": (multiply(len), attribute(range(3)), attribute(range(4))),
-    "dataclass": (BY_SCALE, attribute(Settings()), attribute(Settings(2.0))),
-    "namespace": (BY_SCALE, attribute(types.SimpleNamespace(scale=1.0)), rescale),
-    "configuration": (BY_SCALE, attribute(PretrainedConfig(scale=1.0)), rescale),
-    "enumeration": (multiply(lambda value: value.value), attribute(Mode.FIRST), attribute(Mode.SECOND)),
-    "member": (
-        multiply(lambda value: 2.0 if value is Mode.FIRST else 3.0),
-        attribute(Mode.FIRST),
-        attribute(Mode.SECOND),
-    ),
-    "complex": (multiply(lambda value: value.real), attribute(1 + 2j), attribute(2 + 2j)),
-    "function of a number": (multiply(math.sqrt), attribute(4.0), attribute(9.0)),
-    "slice": (lambda block, hidden: block.layer(hidden)[:, block.value], attribute(slice(2)), attribute(slice(3))),
-    "dtype": (
-        lambda block, hidden: block.layer(hidden).to(block.value),
-        attribute(torch.float64),
-        attribute(torch.half),
-    ),
-    "device": (
-        lambda block, hidden: block.layer(hidden) * torch.ones(8, device=block.value),
-        attribute(torch.device("cpu")),
-        attribute(torch.device("meta")),
-    ),
-    "function": (value_of_layer, attribute(lambda hidden: hidden.tanh()), attribute(lambda hidden: hidden.sigmoid())),
-    "default": (
-        value_of_layer,
-        attribute(lambda hidden, by=2.0: hidden * by),
-        attribute(lambda hidden, by=3.0: hidden * by),
-    ),
-    "closure": (value_of_layer, attribute(by_closure(1.0)), attribute(by_closure(2.0))),
-    "partial": (value_of_layer, attribute(partial(torch.mul, other=2.0)), attribute(partial(torch.mul, other=3.0))),
-    "function attribute": (lambda block, hidden: scaling(block.layer(hidden)), set_factor(1.0), set_factor(2.0)),
-    "class attribute": (BY_SCALE, attribute(Plain()), rescale),
-    "global": (lambda block, hidden: block.layer(hidden) * SCALE, set_global(1.0), set_global(2.0)),
-    "absent attribute": (
-        lambda block, hidden: block.layer(hidden) * getattr(block, "value", 1.0),
-        keep,
-        attribute(2.0),
-    ),
-    "mode": (lambda block, hidden: nn.functional.dropout(hidden, 0.5, block.training), nn.Module.train, nn.Module.eval),
-    "frozen parameter": (layer_alone, keep, lambda block: block.layer.weight.requires_grad_(False)),
+    "frozen parameter": (layer_alone, nn.Module.train, lambda block: block.layer.weight.requires_grad_(False)),
     "hook": (
         layer_alone,
-        keep,
+        nn.Module.train,
         lambda block: block.layer.register_forward_hook(lambda module, args, output: output * 2),
     ),
-    "patched forward": (layer_alone, keep, lambda block: setattr(block.layer, "forward", lambda hidden: hidden)),
-    "another module": (layer_alone, keep, lambda block: setattr(block, "layer", nn.Bilinear(8, 8, 8))),
+    "patched forward": (
+        layer_alone,
+        nn.Module.train,
+        lambda block: setattr(block.layer, "forward", lambda hidden: hidden),
+    ),
 }
+"""Changes that Dynamo notices with our settings alone. tape/test_python_values.py trains with many others."""
 if GUARDS_PARAMETERS:  # else the layout is in the key
-    CHANGES["transposed parameter"] = layer_alone, keep, lambda b: setattr(b.layer.weight, "data", torch.ones(8, 8).t())
+    CHANGES["transposed parameter"] = (
+        layer_alone,
+        nn.Module.train,
+        lambda block: setattr(block.layer.weight, "data", torch.ones(8, 8).t()),
+    )
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -184,30 +94,6 @@ def test_what_a_block_reads_is_guarded(what):
     after(block)
     assert not guards.hold(scope_of(block))
     assert guards.first_failure(scope_of(block))
-
-
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: default_dtype(torch.float64)],
-    ids=["no_grad", "autocast", "default dtype"],
-)
-def test_modes_are_guarded(mode):
-    block = Block(lambda block, hidden: block.layer(hidden))
-    guards = trace_block(block)
-    with mode():
-        assert not guards.hold(scope_of(block))
-        assert trace_block(block).hold(scope_of(block))
-    assert guards.hold(scope_of(block))
 
 
 def test_sizes_are_symbols():
@@ -224,16 +110,6 @@ def test_sizes_that_are_equal_by_chance_are_different_symbols():
     block = Block(lambda block, hidden, other: hidden + other.sum(1, keepdim=True))
     guards = trace_block(block, text(4, 4), text(4, 4))
     assert guards.hold(scope_of(block, text(4, 4), text(4, 9)))
-
-
-def test_arguments_are_guarded():
-    block = Block(lambda block, hidden, scale=1.0, names=(): block.layer(hidden) * scale * len(names))
-    guards = trace_block(block, text(), scale=2.0, names=["a"])
-    assert guards.hold(scope_of(block, text(), scale=2.0, names=["a"]))
-    for scale, names in ((3.0, ["a"]), (2.0, ["a", "b"]), (2.0, ("a",)), (torch.tensor(2.0), ["a"])):
-        assert not guards.hold(scope_of(block, text(), scale=scale, names=names))
-    assert not guards.hold(scope_of(block, text()))
-    assert not guards.hold(scope_of(block, text().double(), scale=2.0, names=["a"]))
 
 
 def test_a_view_and_a_copy_with_its_strides_take_one_path():
@@ -297,19 +173,9 @@ def test_a_storage_offset_is_noticed_by_the_plan_alone(offset):
     assert not has_all()
 
 
-QUESTIONS = {
-    "compiler": torch.compiler.is_compiling,
-    "dynamo": torch.compiler.is_dynamo_compiling,
-    "by module": lambda: torch._dynamo.is_compiling(),
-    "transformers": is_torchdynamo_compiling,
-    "negated": lambda: torch.compiler.is_compiling() is not False,
-}
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(question):
+@pytest.mark.parametrize("is_compiling", [torch.compiler.is_compiling, is_torchdynamo_compiling])
+def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(is_compiling):
     """Code that asks if it is being compiled takes its eager branch, which is the branch that runs."""
-    is_compiling = QUESTIONS[question]
 
     def code(block, hidden):
         scale = block.compiled if is_compiling() else block.eager
