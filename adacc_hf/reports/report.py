@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
@@ -23,7 +23,6 @@ from adacc_hf.reports.explain import (
     format_shape,
     plan_groups,
 )
-from adacc_hf.reports.memory_bars import draw_memory_bars, peak_memory
 from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
 from adacc_hf.reports.step_times import first_steps_parts
 from adacc_hf.reports.timeline import timeline_parts
@@ -66,10 +65,7 @@ def policy_report(
     installed.
     """
     check_belongs(policy, profile)
-    steps = _simulated_steps(profile, policy)
-    outcomes = {name: step.outcome for name, step in steps.items()}
-    bars = {name: peak_memory(step.profile, step.plans, step.outcome) for name, step in steps.items()}
-    bars_png = draw_memory_bars(bars, profile.available_bytes, _peak_budget(policy))
+    outcomes = _simulated_steps(profile, policy)
     figures = [
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
@@ -78,7 +74,6 @@ def policy_report(
     overview = (
         *remarks,
         *_summary_section(profile, policy, outcomes),
-        Figure("memory_bars.png", "Memory at the peak of the step, by purpose", bars_png),
         f"Available on {profile.device}: {format_bytes(profile.available_bytes)}.",
         *_solver_section(policy),
         *_comparison_section(comparison),
@@ -101,16 +96,7 @@ def policy_report(
     return Report(title=TITLE, overview=overview, details=(*_actions_section(profile, policy), *event_parts(history)))
 
 
-class SimulatedStep(NamedTuple):
-    """Result of a simulated step, with the profile and the blocks' plans for which the step was simulated."""
-
-    profile: Profile
-    plans: list[Plan]
-    outcome: Outcome
-
-
-def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
-
+def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     plain = {
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
         for kind in profile.kinds
@@ -121,7 +107,7 @@ def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, SimulatedSte
         "full recomputation": (profile, [full.plan_of(block.name) for block in profile.blocks]),
         "this policy": (profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks]),
     }
-    return {name: SimulatedStep(*inputs, simulate(*inputs)) for name, inputs in plans.items()}
+    return {name: simulate(*inputs) for name, inputs in plans.items()}
 
 
 def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], history: Sequence[Record]) -> bytes:
@@ -190,7 +176,9 @@ def percent(part: float, total: float) -> str:
 
 
 def _comparison_section(records: Sequence[Record] | None) -> list[Part]:
-    return ["## Comparison of methods", _record_table(records)] if records else []
+    if not records:
+        return []
+    return ["## Comparison of methods", _record_table(records)]
 
 
 def _actions_section(profile: Profile, policy: Policy) -> list[Part]:

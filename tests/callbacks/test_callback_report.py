@@ -17,7 +17,6 @@ def test_a_finished_run_shows_its_pictures(run_callback, tmp_path):
     report = run_callback.report()
     names = [figure.file_name for figure in report.figures]
     assert names == [
-        "memory_bars.png",
         "policy_map.png",
         "memory.png",
         "frontier.png",

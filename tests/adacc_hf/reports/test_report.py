@@ -14,7 +14,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.report import policy_report
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
-PICTURES = ("policy_map.png", "memory_bars.png", "memory.png", "frontier.png")
+PICTURES = ("policy_map.png", "memory.png", "frontier.png")
 FILES = {"report.md", "report.html", *PICTURES}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
