@@ -242,7 +242,7 @@ def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
 def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
     if not path.is_file():
         return ()
-    from adacc_hf.adapt.first_steps import RECORD_KEYS
+    from adacc_hf.adapt.events import RECORD_KEYS
 
     records = read_json(path, AdaccError, "file of first steps")
     if not isinstance(records, list) or not all(isinstance(r, dict) and r.keys() >= RECORD_KEYS for r in records):

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint
-from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.first_policy import PolicySource
+from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import RESUMES_ANEW
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter

@@ -6,9 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.events import COMPILED, COMPILING
 from adacc_hf.adapt.fallback_stats import UNCOMPILED
-from adacc_hf.adapt.first_steps import COMPILED, COMPILING
+from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import Phase, RunState
 
 NO_NESTED_REGIONS = "leave torch.utils.checkpoint and nested compiled regions out of the model"

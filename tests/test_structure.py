@@ -26,7 +26,6 @@ LIMITS = TESTS / "limits.txt"
 
 WITHOUT_TESTS: dict[str, str] = {
     "callbacks/startup/sitecustomize.py": "Python runs it at its start; test_launched.py starts processes",
-    "adacc_hf/adapt/size_policy.py": "fields alone; test_policy_choice.py has what changes them",
 }
 """Files of the product without a test file of their name, each with the reason. At most MAX_WITHOUT_TESTS."""
 MAX_WITHOUT_TESTS = 5

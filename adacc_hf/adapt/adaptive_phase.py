@@ -20,21 +20,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
-from adacc_hf.adapt.codec_guard import LossGuard
-from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.coverage import refuse_fallbacks
-from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
-from adacc_hf.adapt.first_steps import CHECKING, FOLLOWING, MEASURING, TRACKING
+from adacc_hf.adapt.events import CHECKING, FOLLOWING, MEASURING, TRACKING, MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.fallback_stats import describe_costs
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
+from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.policy_selection import distinct
-from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
+from adacc_hf.adapt.policy_fit import distinct
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.tracking import Tracking, is_tracking_step, lossy_blocks
+from adacc_hf.adapt.size_policy import RECORDED_STEPS
+from adacc_hf.adapt.tracking import Tracking, lossy_blocks
 from adacc_hf.artifacts.call_names import block_of_call
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
@@ -42,7 +39,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import describe, from_profile_shapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
-from adacc_hf.torch_glue.progress import SOLVING, SlowReport, announce, interruption
+from adacc_hf.torch_glue.progress import SOLVING, announce, interruption
 
 log = logging.getLogger(__name__)
 
@@ -58,35 +55,19 @@ FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "wit
 """Reasons to profile a batch again and replace all policies (a restart), and how block calls without a plan run until
 then."""
 
-TASKS = {
-    TRACKING: "which measures outliers and gradient errors",
-    MEASURING: "whose memory is measured",
-    CHECKING: "the first under a new policy, which checks the records of the blocks",
-}
-"""Names of a step's tasks besides training, which the log line about a slow step lists."""
-
 
 class AdaptivePhase(FixedPolicyPhase):
     """Phase of a run that adapts its policies to the data and to the batch sizes: the controller of the run."""
 
-    def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int, saved: Saved | None = None) -> None:
-        """Create the phase without a policy, which `begin_after_step` adds.
-
-        `policy_step` is the number of finished steps when the run's first policy was set. `saved` is the state of the
-        run that this one resumes.
-        """
+    def __init__(self, run: RunState, handle: PolicyHandle, profile: Profile, policy: Policy) -> None:
+        """Begin to follow the run's first `policy`, made for `profile`, after the end of the profiled step."""
         super().__init__(run, handle)
-        guard = LossGuard(run.config, () if saved is None else saved.losses)
-        corrections = corrections_of(run, saved)
-        self.context = RunContext(run.config, policy_step, run.note, guard, corrections, run.loop.num_micro)
-        self.context.step = run.step
-        self.choice = PolicyChoice(handle, self.context)
-        self._tracking = Tracking(self.choice, self.context)
-        num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
-        self._peaks = PeakCheck(self.choice, self.context, num_uncounted)
-        self._profiler, self._batches = run.profiler, run.batches
-        self._report: SlowReport | None = None
-        """Object that logs the current step if the step is slow. None in normal steps."""
+        self.choice = PolicyChoice(handle, run)
+        self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
+        self._peaks = PeakCheck(self.choice, run)
+        self._profiler = run.profiler
+        self._num_micro = run.loop.num_micro
+        """Micro-batches per step that the predictions count."""
         self._started = 0.0
         self._has_recorded = False
         """True if a micro-batch of the current step is, or was, recorded."""
@@ -98,31 +79,21 @@ class AdaptivePhase(FixedPolicyPhase):
         """Reasons for which a restart was tried. They do not lead to another one."""
         self._num_begun = 0
         """Number of the current step's micro-batches so far."""
-        if saved is not None:
-            guard.suspicion = saved.suspicion
-            self.context.extra_ms, self._tracking.num_tracked = saved.tracking_ms, saved.num_tracked
-
-    def begin_after_step(self, profile: Profile, policy: Policy) -> None:
         record = self.choice.add(profile, policy)
-        limits_peak = self.context.budget(record.profile).limits_peak
-        self.context.is_provisional = limits_peak and not self.context.corrections.counted_elements
-        self.context.must_measure |= limits_peak
+        limits_peak = run.budget(record.profile).limits_peak
+        self.choice.is_provisional = limits_peak and not run.corrections.counted_elements
+        self.choice.must_measure = limits_peak
         record.num_waiting = int(limits_peak and self._profiler.inner_steps.has_detected)
-        self._run.stats.estimate_early_overheads(profile, record.shapes)
 
     def begin_step(self, step: int) -> None:
         self._started = time.perf_counter()
-        run, context = self._run, self.context
-        context.step = step + 1
         self.choice.begin_step()
         self._num_begun = 0
-        self._count_accumulation(run.loop.num_micro)
-        is_due = is_tracking_step(context.step - context.policy_step, run.config.tracking)
-        if is_due or context.guard.suspicion is not None:
+        self._count_accumulation(self._run.loop.num_micro)
+        if self._tracking.is_due(step + 1):
             self._tracking.start()
-        if context.must_measure and context.step > context.measure_after and not self._tracking.is_on:
-            self._peaks.start(run.model, run.optimizer, self.handle.installation)
-        self._report_slow_step()
+        if self._peaks.is_due and not self._tracking.is_on:
+            self._peaks.start(self.handle)
 
     @property
     def activity(self) -> str:
@@ -137,42 +108,13 @@ class AdaptivePhase(FixedPolicyPhase):
             return CHECKING
         return FOLLOWING
 
-    def _report_slow_step(self) -> None:
-        """Begin a report on the current step, which does more than train.
-
-        The report is logged only if the step takes more than twice as long as a normal step.
-        """
-        self._end_report()
-        task, current = TASKS.get(self.activity), self.choice.current
-        if task is None:
-            return
-        normal_ms = current.times.median_ms if current is not None else None
-        if normal_ms is None and current is not None:
-            normal_ms = current.profile.step_ms * self._run.loop.num_micro
-        phase = f"step {self.context.step}, {task}"
-        self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
-
-    def _end_report(self, has_failed: bool = False) -> None:
-        """End the report that `_report_slow_step` began for the current step, if there is a report."""
-        if self._report is not None:
-            self._report.end(has_failed)
-            self._report = None
-
     def begin_micro_batch(self, inputs: Any) -> None:
-        self._batches.begin()
+        self.choice.begin_micro_batch()
         super().begin_micro_batch(inputs)
         self._num_begun += 1
         if num_ranks() == 1:
             self._count_accumulation(self._num_begun)
-        self._choose(inputs)
-
-    def _choose(self, inputs: Any) -> None:
-        """Choose the policy for a micro-batch with the shapes of `inputs`, and apply the policy.
-
-        Do nothing if the shapes of the micro-batch are known already, or if `inputs` is not a mapping.
-        """
-        if self._batches.read_shapes(inputs):
-            self.choice.choose(self._batches.shapes, self._batches.nbytes)
+        self.choice.read(inputs)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run` and return its result. If memory runs out, call `run` again under a policy that needs less
@@ -187,24 +129,24 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         self._cancel()
-        record, step = self.choice.current, self.context.step
+        record, step = self.choice.current, self._run.current_step
         if num_ranks() > 1:
             return "the other ranks are in the middle of it"
         if record is None:
             return "it ran under full recomputation already"
-        budget = tighter_budget(record.policy, record.profile, self.context.budget(record.profile))
+        budget = tighter_budget(record.policy, record.profile, self._run.budget(record.profile))
         try:
             with interruption(SOLVING, f"step {step}: solving for memory_budget={budget}, because memory ran out"):
                 policy = self.choice.tighten(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         reason = f"out of memory: from now on memory_budget={budget}"
-        self.context.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
+        self._run.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
         self.show()
         return None
 
     def advice(self) -> str:
-        return advice(self.choice.shown.policy, self.context.corrections.memory_budget)
+        return advice(self.choice.shown.policy, self._run.corrections.memory_budget)
 
     def end_micro_batch(self) -> None:
         self._end_recorded()
@@ -214,7 +156,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def begin_forward(self, inputs: Any) -> None:
         super().begin_forward(inputs)
-        self._choose(inputs)
+        self.choice.read(inputs)
         profiler, run = self._profiler, self._run
         if self._has_recorded:
             profiler.enter_forward(inputs)
@@ -241,8 +183,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler.remove()
 
     def _cancel(self) -> None:
-        """Stop the measurements of a step that has failed, and log how long the step took if it was slow."""
-        self._end_report(has_failed=True)
+        """Stop the measurements of a step that has failed."""
         self._profiler.cancel()
         self._has_recorded = False
         self._tracking.cancel()
@@ -267,44 +208,39 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_optimizer_step(self) -> None:
         if self._profiler.optimizer.meter is not None:
             self._profiler.optimizer.end()
-        # The optimizer may step outside the session's contexts. Then the step ends with the next one, and what the
-        # loop does until then, such as an evaluation, is not part of the step.
-        self._end_report()
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
-        context, choice, history = self.context, self.choice, self._run.history
+        run, choice, history = self._run, self.choice, self._run.history
         started, num_events = time.perf_counter(), len(history)
         self._add_time((started - self._started) * 1e3)
         is_busy = self._tracking.is_on or self._peaks.is_on
         if self._tracking.is_on:
             self._tracking.finish(step)
-        self._end_report()  # what follows has reports of its own
         if self._peaks.is_on:
             self._peaks.compare(step)
             self._peaks.close()
-        if self._run.num_without_state:
+        if run.num_without_state:
             self._count_state()
         if self._has_recorded or self._is_due or self._num_tries:
             self._end_recording(step)
-        num_steps = step - context.policy_step
+        num_steps = step - self._tracking.policy_step
         is_regular = num_steps % LOOK_STEPS == 0
         if is_regular or num_steps <= FIRST_LOOKS:
             self._look(is_regular)
         if choice.has_changed:
             self.show()
-        if choice.has_changed or len(history) > num_events:
-            self._run.save(choice.has_changed)
+            run.save()
         if is_busy or len(history) > num_events:
-            context.extra_ms += (time.perf_counter() - started) * 1e3
+            run.extra_ms += (time.perf_counter() - started) * 1e3
 
     def _count_accumulation(self, num_micro: int) -> None:
         """Count the gradients and batches of earlier micro-batches if steps have more micro-batches than before."""
-        before = self.context.num_micro
+        before = self._num_micro
         if num_micro <= before:
             return
-        self.context.num_micro = num_micro
-        batch_bytes = max(self.choice.batch_bytes, self._batches.nbytes)
+        self._num_micro = num_micro
+        batch_bytes = max(self.choice.batch_bytes, self.choice.nbytes)
         extra_bytes = (num_micro - before) * batch_bytes + (self._run.gradient_bytes if before == 1 else 0)
         self.add_static(extra_bytes, f"steps have {num_micro} micro-batches, and not {before}")
 
@@ -321,8 +257,8 @@ class AdaptivePhase(FixedPolicyPhase):
     def add_static(self, extra_bytes: int, reason: str, must_fit: bool = False) -> None:
         """Count bytes that live throughout training from now on. Raise InfeasibleBudgetError if `must_fit` and no
         policy for the latest size fits the budget with them."""
-        self.context.corrections.static_bytes += extra_bytes
-        self.context.corrections.changed(reason)
+        self._run.corrections.static_bytes += extra_bytes
+        self._run.corrections.changed(reason)
         self.choice.refresh(self.choice.shown, must_fit)
         self.show()
 
@@ -334,11 +270,11 @@ class AdaptivePhase(FixedPolicyPhase):
             if record is not None:
                 record.num_steps += 1
         if current is None or not self.choice.ran_alone() or current.num_steps <= RECORDED_STEPS:
-            self.context.extra_ms += self._peaks.counting_ms if self._peaks.is_on else 0.0
+            self._run.extra_ms += self._peaks.counting_ms if self._peaks.is_on else 0.0
         elif self._tracking.is_on or self._peaks.is_on or current.is_fresh:
-            self.context.extra_ms += current.times.add_other(step_ms)
+            self._run.extra_ms += current.times.add_other(step_ms)
         else:
-            self.context.extra_ms += current.times.add_normal(step_ms)
+            self._run.extra_ms += current.times.add_normal(step_ms)
         if current is not None:
             current.is_fresh = False
 
@@ -350,7 +286,7 @@ class AdaptivePhase(FixedPolicyPhase):
         idle, blocks = self.choice.idle_blocks, self.handle.installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
         if is_regular:
-            reasons[OTHER_OPERATORS] = self.choice.diverged.most_diverged()
+            reasons[OTHER_OPERATORS] = self.choice.most_diverged()
         for reason, is_mine in reasons.items():
             if reason not in self._tried and any(gather_from_all_ranks(is_mine)):
                 self._restart_reason, self._num_tries = reason, MOST_TRIES
@@ -394,7 +330,7 @@ class AdaptivePhase(FixedPolicyPhase):
             return
         self._num_tries = 0
         try:
-            policy = self.choice.fit.solved(profile, self.context.corrections.memory_budget)
+            policy = self.choice.fit.solved(profile, self._run.corrections.memory_budget)
         except InfeasibleBudgetError as error:
             self._report_failed_restart(step, str(error))
             return
@@ -427,39 +363,28 @@ class AdaptivePhase(FixedPolicyPhase):
         """
         if is_on_all_ranks:
             is_lossy = any(lossy_blocks(record.policy) for record in self.choice.records.values())
-            self.context.guard.logged(logs, is_lossy)
+            self._tracking.guard.logged(logs, is_lossy)
         shown = self.choice.shown
         is_exact, peak = not lossy_blocks(shown.policy), shown.measured_peak_bytes
         own = {
             "adacc/measured_peak_gib": None if peak is None else peak / 2**30,
             "adacc/error": 0.0 if is_exact else shown.error,
             "adacc/gradient_error": 0.0 if is_exact else shown.gradient_error,
-            "adacc/tracking_ms": self.context.extra_ms,
+            "adacc/tracking_ms": self._run.extra_ms,
         }
         figures = super().figures(logs, is_on_all_ranks)
         return figures | {name: value for name, value in own.items() if value is not None}
 
     def _saved(self) -> Saved:
-        context, guard, shown = self.context, self.context.guard, self.choice.shown
+        shown = self.choice.shown
         policies = [shown.policy, *(record.policy for record in self.choice.records.values() if record is not shown)]
         return replace(
             super()._saved(),
             policies=distinct(policies),
-            corrections=context.corrections.to_json(),
-            policy_step=context.policy_step,
-            num_tracked=self._tracking.num_tracked,
-            losses=guard.losses,
-            suspicion=guard.suspicion,
-            tracking_ms=context.extra_ms,
+            corrections=self._run.corrections.to_json(),
         )
 
     def remove(self) -> None:
         self._cancel()
         self._profiler.remove()
         super().remove()
-
-
-def corrections_of(run: RunState, saved: Saved | None) -> Corrections:
-    """Return the corrections of the run that `run` resumes, or none."""
-    record = None if saved is None else saved.corrections
-    return Corrections(run.config) if record is None else Corrections.from_json(run.config, record)

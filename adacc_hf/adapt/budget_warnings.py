@@ -1,5 +1,4 @@
-"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget, logged once per batch
-size."""
+"""BudgetWarnings: warnings on micro-batches that may take more memory than the budget."""
 
 from __future__ import annotations
 
@@ -25,6 +24,8 @@ class BudgetWarnings:
         self._note_memory = note_memory
         self._sizes: set[BatchShapes | None] = set()
         """Batch sizes for which a warning was logged."""
+        self._diverged: set[bool] = set()
+        """Warnings on batches that did not follow their policy: True for one with a predicted excess."""
 
     def add(self, sizes: BatchShapes | None) -> None:
         """Record that another module has logged a warning for batches of `sizes`."""
@@ -54,5 +55,21 @@ class BudgetWarnings:
                 f"avoid this, set memory_budget={peak} or more, or use a smaller batch"
             )
         self._sizes.add(sizes)
+        log.warning("Adacc: %s", text)
+        self._note_memory(text)
+
+    def after(self, shapes: BatchShapes, record: SizePolicy, budget: Budget, ran_planned: bool) -> None:
+        """Warn, once per run, if a micro-batch of `shapes`, which did not follow the policy of its `record`, may have
+        exceeded the budget: its blocks ran under torch's checkpoint or, if `ran_planned`, also operators under plans
+        that were made for others, whose memory is not predicted."""
+        excess = recomputing_peak_bytes(shapes, record) - budget.nbytes if budget.limits_peak else 0
+        if not budget.limits_peak or not (excess > 0 or ran_planned) or (excess > 0) in self._diverged:
+            return
+        self._diverged |= {excess > 0, False}
+        amount = f"takes up to about {excess} bytes" if excess > 0 else "may take"
+        text = (
+            f"a batch of {describe(shapes)} did not follow a policy, and {amount} more than memory_budget="
+            f"{budget.setting!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one length"
+        )
         log.warning("Adacc: %s", text)
         self._note_memory(text)

@@ -1,18 +1,18 @@
 """Files of a run: policy, profile and history in the run's folder, and the state for resuming in each checkpoint.
 
 A resumed run records its first step anew, as every run does. From the checkpoint it keeps the policies that fit this
-profile, what measured and tracked steps have corrected, and the history.
+profile, the corrections with the switched-off codecs, and the history. Tracking starts over.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.policy_limits import excluded_action
+from adacc_hf.adapt.policy_checks import excluded_action
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
@@ -31,7 +31,7 @@ from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,6 @@ class Saved:
     history: list[dict[str, Any]]
     corrections: dict[str, Any] | None = None
     """`Corrections.to_json()` of the run, or None if its policy was passed in."""
-    policy_step: int = 0
-    """Number of the step from which tracking steps are counted."""
-    num_tracked: int = 0
-    losses: list[float] = field(default_factory=list)
-    suspicion: str | None = None
-    """Reason to check gradients in the next step (see `LossGuard.suspicion`). None if no check is due."""
-    tracking_ms: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of all fields."""

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 PROOF = "codecs that degraded gradients were switched off"
 """Value of `LossGuard.suspicion` if gradients are to be checked because the policy is new, not because a loss was
-suspicious. Checkpoints contain this string."""
+suspicious."""
 
 
 WINDOW = 16
@@ -51,16 +51,11 @@ class LossGuard:
     codecs to switch off.
     """
 
-    def __init__(self, config: AdaccConfig, losses: Iterable[float] = ()) -> None:
+    def __init__(self, config: AdaccConfig) -> None:
         self.suspicion: str | None = None
         """Reason to check the gradients of all kinds of blocks in the next step. None if no check is due."""
         self._is_on = config.tracking != "off"
-        self._detector = LossSpikeDetector(losses)
-
-    @property
-    def losses(self) -> list[float]:
-        """Latest logged losses."""
-        return self._detector.losses
+        self._detector = LossSpikeDetector()
 
     def logged(self, logs: Mapping[str, float], is_lossy: bool) -> None:
         """Check the loss and the gradient norm in `logs`.

@@ -1,4 +1,4 @@
-"""FallbackStats: counts fallback steps during a run. DivergedBatches: counts micro-batches that did not follow plans.
+"""FallbackStats: counts fallback steps during a run. Texts on a policy's costs, and on how much of a run followed it.
 
 A fallback step is a step in which at least one call of a block did not follow a policy. The counts are stored in
 records of the run's history. The functions at the end of this module read the counts for the Trainer's log and the
@@ -7,21 +7,19 @@ reports.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.config import Budget
-from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
+from adacc_hf.artifacts.policy import Action, BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.size_policy import SizePolicy
-
-log = logging.getLogger(__name__)
 
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which has no budget"
@@ -47,14 +45,8 @@ class FallbackStats:
         """Number of fallback calls (calls of blocks that did not follow their plans) in the current step, by reason."""
         self._overheads_ms: list[float] = []
         """Predicted overhead of each micro-batch since the last log."""
-        self._early_shapes: list[BatchShapes | None] = []
-        """Shapes of the micro-batches that ran since the last log and before the first policy was set."""
         self._last_ms: float | None = None
         """Value of `overhead_ms` in the last log, or None before the first log."""
-
-    def add_early(self, shapes: BatchShapes | None) -> None:
-        """Record a micro-batch that ran under full recomputation, before there was a policy."""
-        self._early_shapes.append(shapes)
 
     def add(self, overhead_ms: float, reasons: Mapping[str, int]) -> None:
         """Record a micro-batch: its predicted overhead, and the number of block calls that did not follow their plans,
@@ -62,38 +54,22 @@ class FallbackStats:
         self._overheads_ms.append(overhead_ms)
         self.reasons.update(reasons)
 
-    def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
-        """Add estimates for the early micro-batches, which ran before the first policy, to the overheads of the run.
-
-        The estimates come from `profile`, which was made for a batch of `shapes`. If `profile` is None, the early
-        micro-batches are left out of the run's mean overhead.
-        """
-        if self._early_shapes and profile is not None:
-            profiled_ms = full_recomputation(profile).predicted_overhead_ms
-            self._overheads_ms += [profiled_ms * ratio(early, shapes) for early in self._early_shapes]
-        self._early_shapes.clear()
-
-    def end_step(self, step: int, history: list[dict[str, Any]]) -> bool:
-        """If the finished step was a fallback step, add it to the counts in `history`.
-
-        Return True if the step was a fallback step.
-        """
+    def end_step(self, step: int, history: list[dict[str, Any]]) -> None:
+        """Add the finished step to the counts in `history` if it was a fallback step."""
         if not self.reasons:
-            return False
+            return
         ((reason, _),) = self.reasons.most_common(1)
         self.reasons.clear()
         for record in history:
             if record["event"] == FALLBACK and record["reason"] == reason:
                 record[STEPS] += 1
-                return True
+                return
         history.append({"step": step, "event": FALLBACK, "reason": reason, STEPS: 1})
-        return True
 
     def logged(self) -> None:
         """Start a new mean of `overhead_ms`, because the previous mean was just logged."""
         self._last_ms = self.overhead_ms
         self._overheads_ms.clear()
-        self._early_shapes.clear()
 
     @property
     def overhead_ms(self) -> float | None:
@@ -102,71 +78,6 @@ class FallbackStats:
         If no micro-batch has run since the last log, this is the mean at the last log, or None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
-
-
-class DivergedBatches:
-    """Counts and cost estimates of micro-batches whose block calls diverged from their plans during the run.
-
-    A call diverges if it runs under torch's checkpoint instead of its plan, or if it runs operators that were not
-    profiled. The time of a diverged call is estimated as the time of full recomputation. In the methods, `reference` is
-    the policy (SizePolicy) whose profile is closest to a micro-batch of `shapes`, and `say` is a function that adds a
-    sentence to the run's history.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.has_diverged = False
-        """True if most calls of the most recent micro-batch diverged."""
-        self._say = say
-        self._num_batches = self._num_diverged = 0
-        """Numbers of micro-batches since the last call of `most_diverged`: of all, and of those in which most block
-        calls did not follow their plan."""
-        self._reported = 0
-        """Largest report that `_report_excess` has logged in this run. 1: a batch under torch's checkpoint may exceed
-        the budget. 2: a batch of operators that were not profiled may exceed the budget. 3: a batch is predicted to
-        exceed the budget."""
-
-    def add(self, share: float) -> None:
-        """Record a micro-batch in which the fraction `share` of the block calls diverged from their plans."""
-        self.has_diverged = share > 0.5
-        self._num_batches += 1
-        self._num_diverged += self.has_diverged
-
-    def most_diverged(self) -> bool:
-        """Return True if, in most micro-batches since the last call of this method, most block calls diverged from
-        their plans."""
-        is_majority = 2 * self._num_diverged > self._num_batches
-        self._num_batches = self._num_diverged = 0
-        return is_majority
-
-    def overhead_ms(
-        self, shapes: BatchShapes, reference: SizePolicy, budget: Budget, ran_planned: bool = False
-    ) -> float:
-        """Return the predicted overhead in ms of a micro-batch whose block calls all diverged from the policy.
-
-        Once per run, report that such batches may exceed the budget. If `ran_planned`, the report is a warning: some
-        calls ran under plans that were made for operators outside the profile, and the memory of these operators is not
-        predicted. If this batch is predicted to exceed the budget, report the excess, also once per run.
-        """
-        if budget.limits_peak:
-            peak = recomputing_peak_bytes(shapes, reference)
-            self._report_excess(shapes, max(0, peak - budget.nbytes), budget.setting, ran_planned)
-        return full_recomputation(reference.profile).predicted_overhead_ms * ratio(shapes, reference.shapes)
-
-    def _report_excess(
-        self, shapes: BatchShapes, excess_bytes: int, memory_budget: str | float | int, ran_planned: bool
-    ) -> None:
-        has_excess = excess_bytes > 0
-        report = 3 if has_excess else 2 if ran_planned else 1
-        if report <= self._reported:
-            return
-        self._reported = report
-        amount = f"takes up to about {excess_bytes} bytes" if has_excess else "may take"
-        text = (
-            f"a batch of {describe(shapes)} did not follow a policy, and {amount} more than memory_budget="
-            f"{memory_budget!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one length"
-        )
-        log.log(logging.INFO if report == 1 else logging.WARNING, "Adacc: %s", text)
-        self._say(text)
 
 
 def full_recomputation(profile: Profile) -> Policy:
@@ -237,3 +148,40 @@ def describe_fallbacks(history: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["All steps followed their policies."]
     first = f"{number} {'step' if number == 1 else 'steps'} did not follow the policy, or not in all calls:"
     return [first, *(f"{steps}: {reason}" for reason, steps in reasons.items())]
+
+
+def describe_costs(policy: Policy, profile: Profile | None) -> str:
+    """Describe the actions of `policy` and, if a profile is given, memory and time relative to plain training."""
+    if profile is None or not profile.plain_stored_bytes:
+        return policy.summary()
+    share = policy.predicted_stored_bytes / profile.plain_stored_bytes
+    blocks_ms = plain_blocks_ms(profile)
+    slowdown = f" (about {policy.predicted_overhead_ms / blocks_ms:+.0%} of the blocks' time)" if blocks_ms > 0 else ""
+    host = f" and {format_bytes(policy.predicted_host_bytes)} in host memory" if policy.predicted_host_bytes else ""
+    return (
+        f"stores {format_bytes(policy.predicted_stored_bytes)}, {share:.0%} of plain training's "
+        f"{format_bytes(profile.plain_stored_bytes)}{host}; predicted peak "
+        f"{format_bytes(policy.predicted_peak_bytes)}, "
+        f"{policy.predicted_overhead_ms:+.2f} ms per micro-batch{slowdown}; {policy.describe_actions()}"
+    )
+
+
+def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence[Mapping[str, Any]]) -> str:
+    """Describe how many block calls have an action for each activation, and how many steps followed `policy`.
+
+    If a profile is given, also give the reason for block calls that run under torch's checkpoint.
+    """
+    counts = policy.block_counts()
+    parts = [
+        f"{counts[action.value]} {text}"
+        for action, text in (
+            (BlockAction.REPLAY, "with an action for each activation"),
+            (BlockAction.CHECKPOINT, "under torch's checkpoint"),
+            (BlockAction.PLAIN, "unchanged"),
+        )
+        if counts[action.value]
+    ]
+    parts += [f"{len(policy.idle_blocks)} without gradients"] if policy.idle_blocks else []
+    reasons = sorted({kind.untrusted for kind in profile.kinds if kind.untrusted}) if profile is not None else []
+    why = f" (not replayable: {'; '.join(reasons)})" if reasons else ""
+    return " ".join([f"block calls per micro-batch: {', '.join(parts)}{why}.", *describe_fallbacks(history)])

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adacc_hf.adapt.corrections import Corrections
+from adacc_hf.adapt.policy_checks import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
 from adacc_hf.adapt.policy_fit import suitable_policy, uses_up
-from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, as_sentence
 from adacc_hf.artifacts.policy import Policy
@@ -32,17 +31,17 @@ log = logging.getLogger(__name__)
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
-def first_policy(run: RunState, profile: Profile, corrections: Corrections, saved: Sequence[Policy] = ()) -> Policy:
+def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) -> Policy:
     """Return the policy for the run's first profile. The result is the same on all ranks.
 
-    `profile` includes the `corrections` of a resumed run, and one of the `saved` policies of its checkpoint is used if
+    `profile` includes the corrections of a resumed run, and one of the `saved` policies of its checkpoint is used if
     it fits well. If an optimizer steps within the backward, a profile cannot predict the peak, and the policy needs the
     least memory of all. Raises InfeasibleBudgetError if no policy fits the budget.
     """
-    config, source = run.config, run.source
+    config, source, corrections = run.config, run.source, run.corrections
     _warn_fragments(profile, config)
     has_inner_steps = any(gather_from_all_ranks(run.profiler.inner_steps.has_detected))
-    budget = Budget.resolve(corrections.memory_budget, profile, config)
+    budget = run.budget(profile)
 
     def solve() -> Policy:
         if callable(source):

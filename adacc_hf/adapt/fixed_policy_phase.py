@@ -6,13 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.announcements import describe_coverage
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
-from adacc_hf.adapt.coverage import refuse_fallbacks
+from adacc_hf.adapt.fallback_stats import describe_coverage
 from adacc_hf.adapt.oom_retry import memory_reported
+from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
-from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.progress import announce
@@ -34,10 +32,6 @@ class FixedPolicyPhase(Phase):
         """
         with memory_reported(self._run.memory_report):
             return run()
-
-    def begin_after_step(self, profile: Profile, policy: Policy) -> None:
-        """Begin to follow `policy`, made for `profile`, after the end of a step."""
-        self._run.stats.estimate_early_overheads(profile, None)
 
     def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True
@@ -76,6 +70,7 @@ class FixedPolicyPhase(Phase):
 
     def save(self, folder: Path) -> None:
         save_in_checkpoint(folder, self._saved(), self._run.profile)
+        self._run.save()
 
     def _saved(self) -> Saved:
         run = self._run
@@ -89,7 +84,7 @@ class FixedPolicyPhase(Phase):
 
     def ends(self) -> None:
         run = self._run
-        run.save_rest()
+        run.save()
         announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
 
     def remove(self) -> None:

@@ -1,50 +1,125 @@
-"""PeakCheck: measures the memory of steps, and corrects the run's predictions if a step took more than predicted."""
+"""PeakCheck: corrects the run's predictions if a step took more memory than predicted. StepMeter: peak of a step."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from adacc_hf.adapt.events import MemoryNoted
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.policy_selection import current_policy
-from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
-from adacc_hf.adapt.size_policy import SizePolicy
-from adacc_hf.adapt.step_timer import StepMeter
+from adacc_hf.adapt.policy_fit import current_policy
+from adacc_hf.adapt.run_state import RunState
+from adacc_hf.adapt.size_policy import RECORDED_STEPS, SizePolicy
+from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.memory_profile import missing_bytes
-from adacc_hf.run.blocks import Installation
+from adacc_hf.price.memory_profile import StepMarker, missing_bytes, moment_peaks
+from adacc_hf.run.blocks import BlockFunction, LaterCall
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import num_elements
+from adacc_hf.torch_glue.memory import static_bytes
+from adacc_hf.torch_glue.meters import MemoryMeter
+from adacc_hf.torch_glue.private import is_profiling
 
 PEAK_TOLERANCE = 0.01
 """Fraction by which a later measured peak may exceed the predicted peak without a correction, as long as the budget is
 not exceeded. Rounding by allocators, and a few small tensors of the Trainer, stay below this fraction."""
 
 
+class StepMeter:
+    """A meter of a training step's peak memory. Call `begin`, `count_memory` and, after backward, `end_backward`."""
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        """Peak memory of the last measured step, without the optimizer's step. None if no step was measured."""
+        self.counting_ms = 0.0
+        """Overhead of the last measurement in ms: the time to begin and to end the measurement."""
+        self.moments: dict[str, int] = {}
+        """Peak memory of each part of the step (see `StepMarker`), such as a block's forward. Empty if `count_memory`
+        was called without `functions`."""
+        self._marks: StepMarker | None = None
+        self._memory: MemoryMeter | None = None
+        self.static_bytes = 0
+        """Live bytes before the last measured step: parameters, buffers, gradients and optimizer state."""
+
+    def begin(self) -> None:
+        self.peak_bytes = None
+        self.moments = {}
+        self.counting_ms = 0.0
+
+    def count_memory(
+        self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
+    ) -> None:
+        """Begin to measure the memory of the step. If `functions` (the block calls) is not None, also measure the peak
+        in each part of the step.
+
+        On a CPU, do nothing while another profiler is active.
+        """
+        device = next(model.parameters()).device
+        if device.type == "cpu" and is_profiling():
+            return
+        started = time.perf_counter()
+        self.static_bytes = static_bytes(model, {}, optimizer)
+        self._memory = MemoryMeter.for_device(device)
+        self._memory.__enter__()
+        self._memory.mark(("step",))
+        if functions is not None:
+            self._marks = StepMarker(functions, self._memory)
+        self.counting_ms += (time.perf_counter() - started) * 1e3
+
+    def end_backward(self) -> None:
+        """End the measurement, and set the attributes with its results. The optimizer's step is left out, because
+        policies do not affect its memory."""
+        if self._memory is not None:
+            started, memory, marks = time.perf_counter(), self._memory, self._marks
+            self.close()
+            if memory.points:
+                self.peak_bytes = self.static_bytes + memory.peak_bytes
+                if marks is not None:
+                    self.moments = {m: self.static_bytes + peak for m, peak in moment_peaks(memory.points).items()}
+            self.counting_ms += (time.perf_counter() - started) * 1e3
+
+    def close(self) -> None:
+        """End the measurement of memory without a result. Do nothing if memory is not being measured."""
+        if self._memory is not None:
+            with suppress(ProfilerConflictError):  # another profiler was started within the step: no result
+                self._memory.__exit__(None, None, None)
+        if self._marks is not None:
+            self._marks.remove()
+        self._memory = self._marks = None
+
+
 class PeakCheck:
-    """Measurement of the peak memory of chosen steps of this rank, and its comparison with the predicted peak.
+    """Measurement of the peak memory of chosen steps of this rank, and its comparison with the predicted peak."""
 
-    `num_uncounted` is the number of batches that are on the device before a step begins. A measurement does not include
-    their bytes.
-    """
-
-    def __init__(self, choice: PolicyChoice, context: RunContext, num_uncounted: int) -> None:
+    def __init__(self, choice: PolicyChoice, run: RunState) -> None:
         self.is_on = False
         """True during a step whose memory is measured."""
-        self._choice, self._context, self._num_uncounted = choice, context, num_uncounted
+        self._choice, self._run = choice, run
         self._meter = StepMeter()
+        self._num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
+        """Number of batches that are on the device before a step begins. A measurement does not include them."""
+        self._pause = self._measure_after = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if the memory of the step that begins is to be measured."""
+        is_recorded = self._choice.shown.num_steps >= RECORDED_STEPS
+        return self._choice.must_measure and is_recorded and self._run.current_step > self._measure_after
 
     @property
     def counting_ms(self) -> float:
         """Time in ms that beginning and ending the last measurement took."""
         return self._meter.counting_ms
 
-    def start(self, model: nn.Module, optimizer: Any, installation: Installation) -> None:
+    def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
         self.is_on = True
         self._meter.begin()
-        self._meter.count_memory(model, optimizer, installation.functions)
+        self._meter.count_memory(self._run.model, self._run.optimizer, handle.installation.functions)
 
     def end_backward(self) -> None:
         """End the measurement. The optimizer's step is not measured, because policies have no effect on its memory."""
@@ -58,8 +133,12 @@ class PeakCheck:
     def compare(self, step: int) -> None:
         """Compare the measured peak of `step` with the predicted peak. If it is higher, correct the run's predictions,
         and replace the policy if it then exceeds the budget."""
-        record, context = self._measured_record(), self._context
-        context.end_measurement(in_vain=record is None)
+        record, run = self._measured_record(), self._run
+        # If no profile predicts the step's memory, or another profiler was active, the measurement is repeated, after a
+        # growing pause of 0, 1, 3, 7, ... steps.
+        self._choice.must_measure = record is None
+        self._pause = 0 if record is not None else 2 * self._pause + 1
+        self._measure_after = step + self._pause // 2
         if record is None or self._meter.peak_bytes is None:
             return
         unmeasured_bytes = self._num_uncounted * self._choice.batch_bytes
@@ -69,17 +148,17 @@ class PeakCheck:
         record.measured_peak_bytes, record.must_measure = peak, False
         profile = self._step_profile(record)
         excess = missing_bytes(profile, current_policy(profile, record.policy), moments)
-        budget = context.budget(record.profile)
+        budget = run.budget(record.profile)
         is_above = peak > predicted * (1 + PEAK_TOLERANCE) or (
             peak > predicted and budget.limits_peak and peak > budget.nbytes
         )
-        is_corrected = bool(excess) and (is_above or context.is_provisional)
-        context.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=is_corrected))
+        is_corrected = bool(excess) and (is_above or self._choice.is_provisional)
+        run.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=is_corrected))
         if is_corrected:
             above = max(excess.values())
             reason = f"a measured step took up to {above} bytes more than predicted"
-            context.corrections.add_missing(excess, num_elements(self._choice.largest), reason)
-        context.is_provisional = False
+            run.corrections.add_missing(excess, num_elements(self._choice.largest), reason)
+        self._choice.is_provisional = False
         self._choice.refresh(record)
 
     def _measured_record(self) -> SizePolicy | None:
@@ -97,4 +176,4 @@ class PeakCheck:
             return record.profile
         names = {shape.name for shape in record.shapes or ()}
         sizes = tuple(shape for shape in largest if shape.name in names)
-        return self._context.corrections.applied(self._choice.fit.predicted(sizes), sizes)
+        return self._run.corrections.applied(self._choice.fit.predicted(sizes), sizes)

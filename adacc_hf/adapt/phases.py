@@ -13,20 +13,18 @@ NOTE [Phases of a run]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.adaptive_phase import AdaptivePhase, corrections_of
-from adacc_hf.adapt.announcements import describe_costs
-from adacc_hf.adapt.checkpoint_files import Saved
-from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
-from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.adaptive_phase import AdaptivePhase
+from adacc_hf.adapt.events import CHECKPOINT, MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.fallback_stats import describe_costs
 from adacc_hf.adapt.first_policy import first_policy
-from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
+from adacc_hf.adapt.policy_checks import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError
@@ -60,10 +58,10 @@ class WarmUpPhase(Phase):
     """Phase of a run before the first policy. Blocks run under torch's checkpoint, except in the micro-batch that is
     recorded for the profile (price/live_step.py)."""
 
-    def __init__(self, run: RunState, saved: Saved | None = None) -> None:
-        """Begin a run, or resume the run whose checkpoint has the state `saved`."""
+    def __init__(self, run: RunState, saved: Sequence[Policy] = ()) -> None:
+        """Begin a run. A resumed run has `saved` policies in its checkpoint."""
         self._run, self._saved = run, saved
-        self._profiler, self._batches = run.profiler, run.batches
+        self._profiler = run.profiler
         self._checkpointing = FullRecompute(run.model, run.config)
         self._num_begun = 0
         """Number of micro-batches that have begun in the current step."""
@@ -92,10 +90,8 @@ class WarmUpPhase(Phase):
         self._num_begun, self._is_retry = 0, False
 
     def begin_micro_batch(self, inputs: Any) -> None:
-        self._batches.begin()
         self._checkpointing.begin_step()
         self._profiler.inner_steps.open()
-        self._batches.read_shapes(inputs)
         self._num_begun += 1
         if inputs is None and self._is_to_be_recorded():  # a loop of the user's may call blocks before the model
             self._record(None)
@@ -125,10 +121,8 @@ class WarmUpPhase(Phase):
     def end_micro_batch(self) -> None:
         self._profiler.end_backward()
         self._profiler.inner_steps.close()
-        self._run.stats.add_early(self._batches.known_shapes)
 
     def begin_forward(self, inputs: Any) -> None:
-        self._batches.read_shapes(inputs)
         self._has_forward = True
         if self._profiler.is_recording:
             self._profiler.enter_forward(inputs)
@@ -210,10 +204,9 @@ class WarmUpPhase(Phase):
                     checkpointing.remove()
                     raise self._infeasible
                 return
-        corrections, policies = corrections_of(run, self._saved), [] if self._saved is None else self._saved.policies
         shapes = from_profile_shapes(profile.measured[0][0])
         try:
-            policy = first_policy(run, corrections.applied(profile, shapes), corrections, policies)
+            policy = first_policy(run, run.corrections.applied(profile, shapes), self._saved)
         except BaseException as error:
             is_refused = isinstance(error, InfeasibleBudgetError)
             if is_refused and self._infeasible is None and self._profiler.begin_tiles(profile, checkpointing):
@@ -223,11 +216,9 @@ class WarmUpPhase(Phase):
             checkpointing.remove()
             raise
         checkpointing.remove()
-        policy_step = step - 1 if self._saved is None else self._saved.policy_step  # it counts from the profiled step
-        run.phase = following = follow(run, policy, profile, policy_step, self._saved)
-        following.begin_after_step(profile, policy)
+        run.phase = follow(run, policy, profile)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
-        run.save(changed=True)
+        run.save()
 
     def abandon_step(self) -> None:
         self._profiler.remove()
@@ -312,13 +303,10 @@ def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[st
     return []
 
 
-def follow(
-    run: RunState, policy: Policy, profile: Profile | None, policy_step: int, saved: Saved | None = None
-) -> FixedPolicyPhase:
+def follow(run: RunState, policy: Policy, profile: Profile | None) -> FixedPolicyPhase:
     """Apply `policy` to the model, and return the phase that trains under this policy.
 
-    `policy_step` is the number of finished steps when the policy was set, and `saved` the state of the run that this
-    one resumes. If the user passed the policy, or `profile` is None, the policy never changes. Raises
+    If the user passed the policy, or `profile` is None, the policy never changes. Raises
     UncoveredBlockError if the config requires a policy for all blocks and `policy` does not cover all blocks.
     """
     if profile is not None:
@@ -327,5 +315,5 @@ def follow(
     run.show(policy, profile)
     announce("Adacc: policy set: %s", describe_costs(policy, profile))
     if run.source is None and profile is not None:
-        return AdaptivePhase(run, handle, policy_step, saved)
+        return AdaptivePhase(run, handle, profile, policy)
     return FixedPolicyPhase(run, handle)

@@ -17,23 +17,32 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from adacc_hf.adapt.announcements import describe_costs
-from adacc_hf.adapt.coverage import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
+import torch
+
+from adacc_hf.adapt.corrections import with_static_memory
 from adacc_hf.adapt.events import PolicyChanged, PolicySet, predictions
-from adacc_hf.adapt.fallback_stats import NO_POLICY, DivergedBatches, ratio
-from adacc_hf.adapt.policy_fit import PolicyFit
-from adacc_hf.adapt.policy_selection import NOTHING_FITS, current_policy, distinct, num_changes, replan
-from adacc_hf.adapt.profile_updates import with_static_memory
-from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
-from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.adapt.fallback_stats import NO_POLICY, describe_costs, full_recomputation, ratio
+from adacc_hf.adapt.policy_checks import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
+from adacc_hf.adapt.policy_fit import NOTHING_FITS, PolicyFit, current_policy, distinct
+from adacc_hf.adapt.run_state import RunState
+from adacc_hf.adapt.size_policy import RECORDED_STEPS, SizePolicy
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.entries import OTHER_OPERATORS
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, fits_in, from_profile_shapes, num_elements
+from adacc_hf.torch_glue.batch_shapes import (
+    BatchShapes,
+    batch_shapes,
+    describe,
+    fits_in,
+    from_profile_shapes,
+    num_elements,
+)
+from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import SOLVING, announce, interruption
 
 log = logging.getLogger(__name__)
@@ -48,22 +57,33 @@ predict all others, and the number up to which sizes are recorded that do not fi
 class PolicyChoice:
     """Policies of a run by batch size, the active policy, and the sizes of the current step's micro-batches."""
 
-    def __init__(self, handle: PolicyHandle, context: RunContext) -> None:
+    def __init__(self, handle: PolicyHandle, run: RunState) -> None:
         self.records: OrderedDict[BatchShapes | None, SizePolicy] = OrderedDict()
         """Record of each size class, the least recently used first."""
-        self.fit = PolicyFit(context, lambda: distinct(record.policy for record in self.records.values()))
+        self.fit = PolicyFit(run, lambda: distinct(record.policy for record in self.records.values()))
         self.current: SizePolicy | None = None
         """Record that the blocks follow now. None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
         """Sizes of the most recent micro-batch."""
+        self.nbytes = 0
+        """Bytes of the tensors in the most recent micro-batch."""
+        self._has_shapes = False
+        """False from the begin of a micro-batch until its tensors are known."""
+        self._sizes: list[tuple[str, torch.Size]] = []
         self.largest: BatchShapes = ()
         """Sizes of the largest micro-batch of the step."""
         self.batch_bytes = 0
         """Bytes of the largest micro-batch of the step."""
         self.has_changed = False
         """True if a policy was set or replaced in the current step."""
-        self.diverged = DivergedBatches(context.note_memory)
-        self.context = context
+        self.is_provisional = False
+        """True if the budget limits the peak, until the memory of a first step has been measured."""
+        self.must_measure = False
+        """True if the memory of a step is to be measured as soon as possible, once after each change of a policy."""
+        self._num_batches = self._num_diverged = 0
+        """Numbers of micro-batches since the last call of `most_diverged`: of all, and of those in which most block
+        calls did not follow their plan."""
+        self._run = run
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
         """Records of the step's micro-batches by `id`. None stands for torch's checkpoint."""
@@ -88,11 +108,31 @@ class PolicyChoice:
         self._used.clear()
         self.largest, self.batch_bytes, self.has_changed = (), 0, False
 
+    def begin_micro_batch(self) -> None:
+        """Begin the next micro-batch, whose sizes are not known yet."""
+        self._has_shapes = False
+
+    def read(self, inputs: Any) -> None:
+        """Apply the policy for a micro-batch with the tensors of the mapping `inputs`. Do nothing if the sizes of the
+        micro-batch are known already, or if `inputs` is not a mapping.
+
+        In reinforcement learning, the tensors are sampled within the step, so they do not always exist when the
+        micro-batch begins.
+        """
+        if self._has_shapes or not isinstance(inputs, Mapping):
+            return
+        self._has_shapes = True
+        sizes = [(name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+        shapes = self.shapes
+        if sizes != self._sizes:  # skipped for equal sizes: `batch_shapes` takes time
+            self._sizes, shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
+        self.choose(shapes, self.nbytes)
+
     def choose(self, shapes: BatchShapes, nbytes: int) -> None:
         """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of the micro-batch's tensors."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
         current = self.current
-        is_stale = current is None or current.version != self.context.corrections.version
+        is_stale = current is None or current.version != self._run.corrections.version
         if is_stale or not self._lasts or shapes != self.shapes:
             self._choose(shapes)
         self._used[id(self.current)] = self.current
@@ -111,9 +151,9 @@ class PolicyChoice:
             self._put(record)
         if record is None:
             reason = f"no profile predicts batches of {describe(shapes)}"
-            refuse_uncovered(self.context.config, ALL_BLOCKS, reason, SAME_SIZE)
+            refuse_uncovered(self._run.config, ALL_BLOCKS, reason, SAME_SIZE)
         if record is not None or not self.is_unpredicted:  # a batch that is recorded gets a policy right away
-            self.context.warnings.before(shapes, record, self.shown, self.context.budget(self.shown.profile))
+            self._run.warnings.before(shapes, record, self.shown, self._run.budget(self.shown.profile))
         self._lasts = record is not None and not record.num_waiting and not self.is_unpredicted
 
     def _around(self, shapes: BatchShapes) -> SizePolicy | None:
@@ -151,13 +191,13 @@ class PolicyChoice:
     def _measure_if_larger(self, record: SizePolicy) -> None:
         """Request a measurement of a step's memory if batches of this size are larger than every recorded batch."""
         record.must_measure = self.fit.is_larger(record.shapes)
-        self.context.must_measure |= record.must_measure
+        self.must_measure |= record.must_measure
 
     def _record(self, shapes: BatchShapes | None, base: Profile, policy: Policy) -> SizePolicy:
-        corrections = self.context.corrections
+        corrections = self._run.corrections
         profile = corrections.applied(base, shapes)
         plans = self._handle.prepare(policy, self._handle.plans)
-        record = SizePolicy(shapes, base, profile, policy, plans, corrections.version, searched=profile)
+        record = SizePolicy(shapes, base, profile, policy, plans, corrections.version)
         if shapes is None:
             self.records.clear()
         put_latest(self.records, shapes, record, MAX_SIZES)
@@ -167,7 +207,7 @@ class PolicyChoice:
     def add(self, measured: Profile, policy: Policy | None = None) -> SizePolicy:
         """Add a record for the sizes of the profile `measured`, and follow it. Without a `policy`, one is solved: if
         none fits the budget, that with the least memory."""
-        corrections = self.context.corrections
+        corrections = self._run.corrections
         base = self.fit.add(with_static_memory(measured, -corrections.static_bytes))  # it counts what was added since
         shapes = from_profile_shapes(base.measured[0][0]) or None
         if policy is None:
@@ -179,7 +219,6 @@ class PolicyChoice:
         record = self._record(shapes, base, policy)
         self.num_profiles += 1
         self._put(record)
-        self.context.measure_after_steps(RECORDED_STEPS)
         return record
 
     def clear(self) -> None:
@@ -190,35 +229,32 @@ class PolicyChoice:
     # Replacement of policies.
 
     def refresh(self, record: SizePolicy, must_fit: bool = False) -> None:
-        """Apply the run's corrections to the profile of `record`. If its policy then exceeds the budget, uses a codec
-        that is not allowed any more, or leaves much memory unused, solve again.
+        """Apply the run's corrections to the profile of `record`. If its policy then exceeds the budget, or uses a
+        codec that is not allowed any more, solve at once. If it leaves much memory unused, solve when that pays.
 
         If no policy fits, follow the one that needs the least memory, or raise InfeasibleBudgetError if `must_fit`.
         """
-        corrections, context = self.context.corrections, self.context
+        corrections, run = self._run.corrections, self._run
         if record.version == corrections.version:
             return
         record.version = corrections.version
         record.profile = corrections.applied(record.base, record.shapes)
-        allowed, searched = (corrections.allowed(profile) for profile in (record.profile, record.searched))
         started = time.perf_counter()
-        phase = f"step {context.step}: solving for a policy, because {corrections.reason}"
-        with interruption(SOLVING, phase):
-            result = replan(allowed, record.policy, corrections.memory_budget, context.config, searched, must_fit)
+        with interruption(SOLVING, f"step {run.current_step}: solving for a policy, because {corrections.reason}"):
+            policy, reason, may_improve = self.fit.adapted(record.profile, record.policy, must_fit)
         waited_ms = (time.perf_counter() - started) * 1e3
-        if result.has_solved:
-            record.searched = record.profile
-        if NOTHING_FITS in result.reason:
-            log.warning("Adacc: step %d: %s", context.step, result.reason)
-            context.warnings.add(record.shapes)
-            context.note_memory(result.reason)
-        if result.policy is not None:
-            self._change(record, result.policy, f"{corrections.reason}: {result.reason}", waited_ms)
+        record.num_waiting, self._lasts = max(record.num_waiting, 1) if may_improve else 0, False
+        if NOTHING_FITS in reason:
+            log.warning("Adacc: step %d: %s", run.current_step, reason)
+            run.warnings.add(record.shapes)
+            run.note_memory(reason)
+        if len(distinct([record.policy, policy])) > 1:
+            self._change(record, policy, f"{corrections.reason}: {reason}", waited_ms)
 
     def _solve_if_it_pays(self, record: SizePolicy) -> None:
         """Count a batch under a policy that a solver run may improve. Once the overhead of these batches has reached
         the time of a solver run, solve, and follow the new policy if it is faster."""
-        if not record.num_waiting or self.context.is_provisional:
+        if not record.num_waiting or self.is_provisional:
             return
         record.num_waiting += 1
         num_batches = record.num_waiting - 1
@@ -232,7 +268,6 @@ class PolicyChoice:
             except InfeasibleBudgetError:
                 return
         if policy.predicted_overhead_ms < current_policy(record.profile, record.policy).predicted_overhead_ms:
-            record.searched = record.profile
             self._measure_if_larger(record)
             self._note_set(f"for batches of {sizes}, which have come {num_batches} times", policy)
             self._follow(record, policy)
@@ -249,28 +284,27 @@ class PolicyChoice:
 
         Other sizes follow when they come. Raises InfeasibleBudgetError if no policy fits. The old one then remains.
         """
-        record, corrections = self.current, self.context.corrections
+        record, corrections = self.current, self._run.corrections
         assert record is not None
         policy = self.fit.solved(record.profile, memory_budget)
         corrections.tightened = memory_budget
         corrections.changed("memory ran out")
-        record.version, record.searched = corrections.version, record.profile
+        record.version = corrections.version
         self._follow(record, policy)
         return policy
 
     def _change(self, record: SizePolicy, policy: Policy, reason: str, waited_ms: float) -> None:
         """Replace the policy of `record`, and append the change to the history. Training has waited `waited_ms`."""
-        before, context = record.policy, self.context
-        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * context.num_micro
+        before, run = record.policy, self._run
+        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._run.loop.num_micro
         step_ms = record.times.median_ms
         record.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         num_actions, num_channels = num_changes(before, policy)
         if num_actions:
-            record.must_measure = context.must_measure = True
-            context.measure_after_steps(0)
-        context.note(
+            record.must_measure = self.must_measure = True
+        run.note(
             PolicyChanged(
-                step=context.step,
+                step=run.current_step,
                 reason=reason,
                 moved=f"{num_actions} actions, {num_channels} sets of channels",
                 waited_ms=waited_ms,
@@ -282,7 +316,7 @@ class PolicyChoice:
         self._follow(record, policy)
         if num_actions:
             costs = describe_costs(policy, record.profile)
-            announce("Adacc: policy changed at step %d (%s): %s", context.step, reason, costs)
+            announce("Adacc: policy changed at step %d (%s): %s", run.current_step, reason, costs)
 
     def _follow(self, record: SizePolicy, policy: Policy) -> None:
         """Replace the policy of `record` from the next micro-batch on, and drop the times of its steps."""
@@ -293,7 +327,7 @@ class PolicyChoice:
             self._put(record)
 
     def _note_set(self, reason: str, policy: Policy) -> None:
-        self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
+        self._run.note(PolicySet(step=self._run.current_step, reason=reason, **predictions(policy)))
 
     def _put(self, record: SizePolicy | None) -> None:
         self._handle.follow(None if record is None else record.plans)
@@ -320,25 +354,49 @@ class PolicyChoice:
 
         `fallbacks` contains the number of calls of blocks that did not follow their plans, by reason.
         """
+        self._num_batches += 1
         if self.current is None:
-            self.diverged.add(0.0)
             return self._fallback_ms(), {NO_POLICY: 1}
         policy = self.current.policy
         planned_ms = policy.predicted_overhead_ms * ratio(self.shapes, self.current.shapes)
-        share = min(1.0, sum(fallbacks.values()) / len(policy.blocks))
-        self.diverged.add(share)
         if not fallbacks:
             return planned_ms, {}
-        return (1 - share) * planned_ms + share * self._fallback_ms(OTHER_OPERATORS in fallbacks), dict(fallbacks)
+        share = min(1.0, sum(fallbacks.values()) / len(policy.blocks))
+        self._num_diverged += share > 0.5
+        budget = self._run.budget(self.current.profile)
+        self._run.warnings.after(self.shapes, self.current, budget, OTHER_OPERATORS in fallbacks)
+        return (1 - share) * planned_ms + share * self._fallback_ms(), dict(fallbacks)
 
-    def _fallback_ms(self, ran_planned: bool = False) -> float:
-        """Return the overhead that the most recent micro-batch would have under full recomputation. `ran_planned` as in
-        `DivergedBatches.overhead_ms`."""
-        budget = self.context.budget(self.shown.profile)
-        return self.diverged.overhead_ms(self.shapes, self.shown, budget, ran_planned)
+    def _fallback_ms(self) -> float:
+        """Return the overhead that the most recent micro-batch would have under full recomputation."""
+        return full_recomputation(self.shown.profile).predicted_overhead_ms * ratio(self.shapes, self.shown.shapes)
+
+    def most_diverged(self) -> bool:
+        """Return True if, in most micro-batches since the last call of this method, most block calls ran under torch's
+        checkpoint, or operators that were not profiled, instead of their plans."""
+        is_majority = 2 * self._num_diverged > self._num_batches
+        self._num_batches = self._num_diverged = 0
+        return is_majority
 
 
 def _smallest_around(shapes: BatchShapes, candidates: Iterable[BatchShapes | None]) -> BatchShapes | None:
     """Return the smallest of `candidates` in which a batch of `shapes` fits, or None."""
     fitting = (sizes for sizes in candidates if sizes is not None and fits_in(shapes, sizes))
     return min(fitting, key=num_elements, default=None)
+
+
+def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
+    """Count the activations of all blocks that a change of policy affects. Return (num_actions, num_channels).
+
+    `num_actions` counts the activations whose action or codec changed. `num_channels` counts the activations with the
+    same codec but other codec options, which in practice are other outlier channels.
+    """
+    num_actions = num_channels = 0
+    for block, _ in before.blocks:
+        old = dict(before.plan_of(block).choices)
+        for value, choice in after.plan_of(block).choices:
+            earlier = old.get(value, choice)
+            is_other = (earlier.action, earlier.codec) != (choice.action, choice.codec)
+            num_actions += is_other
+            num_channels += not is_other and earlier.options != choice.options
+    return num_actions, num_channels

@@ -1,22 +1,29 @@
-"""PolicyFit: finds a policy of the run that fits the budget at a batch size, or runs the solver, at once."""
+"""PolicyFit: finds a policy of the run that fits the budget at a batch size, or runs the solver, at once.
+
+The predictions of a profile (bytes, times and errors) change during the run, because codecs and memory are measured
+again.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from adacc_hf.adapt.policy_selection import current_policy, over_bound, with_margin
-from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.corrections import repriced_choice
+from adacc_hf.adapt.outlier_tracking import full_name
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
+from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO, SizeModel, joined
 from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.solve.simple_policies import policy_of_plans
 from adacc_hf.solve.solver import recomputing_policies, solve_policy
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
@@ -26,6 +33,9 @@ from adacc_hf.torch_glue.batch_shapes import (
     num_elements,
     to_profile_shapes,
 )
+
+if TYPE_CHECKING:
+    from adacc_hf.adapt.run_state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +49,11 @@ MAX_PROFILES = 12
 """Number of recorded profiles of different sizes that are kept to predict further sizes."""
 MAX_ABOVE = 64
 """Number of size classes that are remembered because no policy fits them."""
+ERROR_MARGIN = 0.05
+"""Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
+NOTHING_FITS = "no policy fits the budget any more"
+"""Text in log messages and in the history if no policy fits the budget with the current predictions."""
+SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 
 class PolicyFit:
@@ -47,8 +62,8 @@ class PolicyFit:
     `policies` returns the policies that the run has now.
     """
 
-    def __init__(self, context: RunContext, policies: Callable[[], list[Policy]]) -> None:
-        self._context, self._config, self._policies = context, context.config, policies
+    def __init__(self, run: RunState, policies: Callable[[], list[Policy]]) -> None:
+        self._run, self._config, self._policies = run, run.config, policies
         self._profiles: list[Profile] = []
         """Recorded profiles of different sizes, the latest last."""
         self._predictor: Profile | None = None
@@ -102,7 +117,7 @@ class PolicyFit:
 
     def is_above_budget(self, sizes: BatchShapes) -> bool:
         """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches."""
-        version = self._context.corrections.version
+        version = self._run.corrections.version
         return any(number == version and fits_in(smaller, sizes) for smaller, number in self._above_budget.items())
 
     # Policies.
@@ -112,7 +127,7 @@ class PolicyFit:
         try:
             return None if self.is_above_budget(sizes) else self._fitting(self._corrected(sizes), far=0.0)
         except InfeasibleBudgetError:
-            put_latest(self._above_budget, sizes, self._context.corrections.version, MAX_ABOVE)
+            put_latest(self._above_budget, sizes, self._run.corrections.version, MAX_ABOVE)
             return None
 
     def for_sizes(self, sizes: BatchShapes) -> tuple[Policy, bool]:
@@ -128,10 +143,10 @@ class PolicyFit:
             return self._without_room(sizes, profile), False
 
     def _corrected(self, sizes: BatchShapes) -> Profile:
-        return self._context.corrections.applied(self.predicted(sizes), sizes)
+        return self._run.corrections.applied(self.predicted(sizes), sizes)
 
     def _fitting(self, profile: Profile, far: float) -> tuple[Policy, bool]:
-        allowed, roomy = self._context.corrections.allowed(profile), self.with_room(profile)
+        allowed, roomy = self._run.corrections.allowed(profile), self.with_room(profile)
         budget = Budget.resolve(roomy, profile, self._config)
         current = (suitable_policy(policy, allowed, self._config) for policy in self._policies())
         candidates = [policy for policy in current if policy is not None]
@@ -145,9 +160,46 @@ class PolicyFit:
                 return fastest, not is_final
         return self.solved(profile, roomy, far), False
 
+    def adapted(self, profile: Profile, policy: Policy, must_fit: bool) -> tuple[Policy, str, bool]:
+        """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
+
+        The actions stay if they are allowed and fit the budget. If no policy fits, return the one that needs the least
+        memory, or raise InfeasibleBudgetError if `must_fit`.
+        """
+        allowed, budget = self._run.corrections.allowed(profile), self._run.budget(profile)
+        disallowed = over_bound(allowed, policy, self._config)
+        current = None if disallowed else current_policy(allowed, policy)
+        if current is None:
+            reason = f"the codec is no longer allowed for {', '.join(disallowed)}"
+        elif (needed := budget.needed_bytes(current)) <= budget.nbytes:
+            return current, SAME_ACTIONS, not uses_up(current, budget)
+        else:
+            reason = f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
+        try:
+            return self.within_budget(profile), reason, False
+        except InfeasibleBudgetError as error:
+            if must_fit:
+                raise
+            if current is not None and isinstance(budget.setting, float):
+                # Exceeding a fraction of the activations may still fit in memory.
+                return policy, f"{NOTHING_FITS}, the policy is unchanged: {error}", False
+            text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
+            return error.least or policy, text, False
+
+    def within_budget(self, profile: Profile) -> Policy:
+        """Return a solved policy, with room for the uncertainty of predicted peaks if one fits. Raise
+        InfeasibleBudgetError if none fits the whole budget."""
+        roomy, whole = self.with_room(profile), self._run.corrections.memory_budget
+        try:
+            return self.solved(profile, roomy)
+        except InfeasibleBudgetError:
+            if roomy == whole:
+                raise
+            return self.solved(profile, whole)
+
     def _without_room(self, sizes: BatchShapes, profile: Profile) -> Policy:
         """Return a policy within the whole budget, or the one that needs the least memory, with a warning."""
-        memory_budget = self._context.corrections.memory_budget
+        memory_budget = self._run.corrections.memory_budget
         try:
             policy = self.solved(profile, memory_budget, FAR_ABOVE)
         except InfeasibleBudgetError as error:
@@ -157,7 +209,7 @@ class PolicyFit:
             f"{policy.predicted_peak_bytes} bytes is exact to {self._sizes.uncertainty:.0%} only"
         )
         log.warning("Adacc: %s", text)
-        self._context.note_memory(text)
+        self._run.note_memory(text)
         return policy
 
     def least_of(self, sizes: BatchShapes, error: InfeasibleBudgetError) -> Policy:
@@ -171,8 +223,8 @@ class PolicyFit:
         if self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {error}", floor, error.bound_bytes)
         log.warning("Adacc: %s. Training continues with the least memory: %s", text, error)
-        self._context.warnings.add(sizes)
-        self._context.note_memory(f"{text}: {error}")
+        self._run.warnings.add(sizes)
+        self._run.note_memory(f"{text}: {error}")
         return least
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
@@ -188,7 +240,7 @@ class PolicyFit:
             if size_class is None:
                 return None
             profile = self._corrected(size_class)
-            budget, policy = self._context.budget(profile), suitable_policy(least, profile, self._config)
+            budget, policy = self._run.budget(profile), suitable_policy(least, profile, self._config)
             if policy is not None and budget.needed_bytes(policy) <= budget.nbytes:
                 return size_class
         return None
@@ -199,7 +251,7 @@ class PolicyFit:
         Raise InfeasibleBudgetError if no policy fits. Raise it without a solver run if the policy that needed the least
         memory at another size exceeds the budget by more than the fraction `far`.
         """
-        allowed = self._context.corrections.allowed(profile)
+        allowed = self._run.corrections.allowed(profile)
         least = None if self._least is None else suitable_policy(self._least, allowed, self._config)
         if least is not None and self._config.on_over_budget != "error":
             budget = Budget.resolve(memory_budget, allowed, self._config)
@@ -210,7 +262,9 @@ class PolicyFit:
                 raise InfeasibleBudgetError(text, needed, bound_bytes=0, least=least)
         start = time.perf_counter()
         try:
-            return solve_policy(allowed, memory_budget, with_margin(self._config))
+            bound = error_bound(self._config)
+            config = self._config if bound is None else self._config.with_overrides(max_error=bound)
+            return solve_policy(allowed, memory_budget, config)
         except InfeasibleBudgetError as error:
             self._least = error.least
             raise
@@ -219,10 +273,10 @@ class PolicyFit:
 
     def with_room(self, profile: Profile) -> str | float | int:
         """Return the run's budget for `profile`, reduced by the uncertainty of predicted peaks, if there are any."""
-        budget, uncertainty = self._context.budget(profile), self._sizes.uncertainty if self._predictor else 0.0
+        budget, uncertainty = self._run.budget(profile), self._sizes.uncertainty if self._predictor else 0.0
         if budget.limits_peak and uncertainty:
             return int(budget.nbytes / (1 + uncertainty))
-        return self._context.corrections.memory_budget
+        return self._run.corrections.memory_budget
 
 
 def uses_up(policy: Policy, budget: Budget) -> bool:
@@ -246,3 +300,50 @@ def suitable_policy(policy: Policy, profile: Profile, config: AdaccConfig) -> Po
         return None
     current = current_policy(profile, policy)
     return current if current.predicted_host_bytes <= config.host_limit(profile.host_free_bytes) else None
+
+
+def current_policy(profile: Profile, policy: Policy) -> Policy:
+    """Return a copy of `policy` with the same actions, and with the outlier channels and predictions of `profile`."""
+    plans = []
+    for block in profile.blocks:
+        plan = policy.plan_of(block.name)
+        kind = profile.kinds[profile.kind_index(block, plan)]
+        choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
+        plans.append(replace(plan, choices=choices))
+    facts = dict(policy.facts)
+    if "plain_stored_bytes" in facts:
+        facts["plain_stored_bytes"] = profile.plain_stored_bytes
+    return policy_of_plans(profile.with_head(policy.head), plans, facts)
+
+
+def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
+    """Return the names of the activations for which `policy` uses a codec that is no longer allowed.
+
+    A codec is allowed if it is an option in `profile`, and its error is at most `error_bound`.
+    """
+    bound = error_bound(config)
+    names: dict[str, None] = {}
+    for block in profile.blocks:
+        plan = policy.plan_of(block.name)
+        index = profile.kind_index(block, plan)
+        for value, choice in plan.choices:
+            options = profile.kinds[index].codec_options(value)
+            if choice.codec is not None and not _may_use_codec(options, choice.codec, bound):
+                names[full_name(profile, (index, value))] = None
+    return list(names)
+
+
+def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+    """Return True if `codec` is one of `options`, with an error of at most `bound`."""
+    option = next((option for option in options if option.codec == codec), None)
+    return option is not None and (bound is None or option.error <= bound)
+
+
+def error_bound(config: AdaccConfig) -> float | None:
+    """Return the largest round-trip error of a codec that a new policy may use, or None if `max_error` is None."""
+    return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
+
+
+def distinct(policies: Iterable[Policy]) -> list[Policy]:
+    """Return one of all `policies` that have the same plans, with the same outlier channels, and the same head."""
+    return list({(policy.plans, policy.blocks, policy.head): policy for policy in policies}.values())

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from adacc_hf.adapt.budget_warnings import BudgetWarnings
 from adacc_hf.adapt.checkpoint_files import save_files, save_first_steps, save_history
-from adacc_hf.adapt.events import Event
+from adacc_hf.adapt.corrections import Corrections
+from adacc_hf.adapt.events import FOLLOWING, Event, FirstSteps, MemoryNoted
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
 from adacc_hf.adapt.first_policy import PolicySource
-from adacc_hf.adapt.first_steps import FOLLOWING, FirstSteps
 from adacc_hf.adapt.memory_table import LiveMemory, memory_table
-from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
@@ -33,9 +33,6 @@ STATE_STEPS = 8
 UNWRITTEN = "Adacc: some files could not be written into %s (%s), and training continues. "
 REPORTS_LACK = UNWRITTEN + "Reports may be incomplete: free space on the disk, or choose a folder that can be written"
 RESUMES_ANEW = UNWRITTEN + "A run that resumes from there solves again. Later checkpoints get no further warning"
-HISTORY_PARTS = 64
-"""Divisor that limits how often a long history is saved: only when at least 1 / HISTORY_PARTS of its events are
-unsaved, because each save writes all events."""
 
 
 class Phase:
@@ -140,23 +137,25 @@ class RunState:
         self.history: list[dict[str, Any]] = []
         self.first_steps = FirstSteps()
         self.stats = FallbackStats()
-        self.batches = MicroBatches()
+        self.corrections = Corrections(config)
+        """What the run has learned about memory, codecs and its budget."""
+        self.warnings = BudgetWarnings(self.note_memory)
+        """Warnings on micro-batches that may exceed the budget."""
         self.profiler = RunProfiler(config, loop)
         self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
         """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0
         """Number of finished steps of this run, without `num_before`."""
+        self.current_step = 0
+        """Number of the current step, counted from 1."""
+        self.extra_ms = 0.0
+        """Overhead of the controller in ms: extra time of steps with tracking, solving, measuring or profiling."""
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
         self.num_without_state = STATE_STEPS
         """Number of further steps after which an optimizer may create its state."""
         self._warned: set[str] = set()
-        self._num_saved = 0
-        """Number of events in the run's history that are saved already."""
-        self._is_unsaved = False
-        self._is_uncounted = False
-        """True if counts of fallback steps in the history have changed since the history was last saved."""
 
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
@@ -191,6 +190,14 @@ class RunState:
         """Append `event` to the history."""
         self.history.append(event.to_record())
 
+    def note_memory(self, reason: str) -> None:
+        """Append an event about memory to the history at the current step. `reason` describes the event."""
+        self.note(MemoryNoted(step=self.current_step, reason=reason))
+
+    def budget(self, profile: Profile) -> Budget:
+        """Return the run's budget in bytes for policies of `profile`."""
+        return Budget.resolve(self.corrections.memory_budget, profile, self.config)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of all trained parameters on this rank."""
@@ -208,7 +215,7 @@ class RunState:
 
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if any of its block calls did not follow the policy."""
-        self._is_uncounted |= self.stats.end_step(step, self.history)
+        self.stats.end_step(step, self.history)
 
     def end_first_step(self, step: int, activity: str) -> None:
         """Record how long the finished `step` took and how its blocks ran, if it is one of the run's first steps.
@@ -222,27 +229,11 @@ class RunState:
         """Return a dict with one metric for the log: the number of fallback steps so far."""
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
-    def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the history into the run's folder. If `changed` is True, also write the policy.
-
-        A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
-        """
-        folder = self.loop.folder
-        if folder is None or not self.loop.is_first_rank:
-            return
-        self._is_unsaved |= changed
-        with self.warning_of_write_errors(folder):
-            if self._is_unsaved:
-                save_files(folder, self.active_policy, self.profile)
-                self._is_unsaved = False
-            if changed or is_last or (len(self.history) - self._num_saved) * HISTORY_PARTS >= len(self.history):
-                save_history(folder, self.history)
-                self._num_saved, self._is_uncounted = len(self.history), False
-
-    def save_rest(self) -> None:
-        """Write the policy and the events that `save` has not written yet."""
-        if self._num_saved < len(self.history) or self._is_uncounted:
-            self.save(self._is_unsaved, is_last=True)
+    def save(self) -> None:
+        """Write policy, profile and history into the run's folder: when a policy changes, with each checkpoint, and at
+        the end of the run."""
+        self.write(save_files, self.active_policy, self.profile)
+        self.write(save_history, self.history)
 
     @contextmanager
     def warning_of_write_errors(self, folder: str | Path, text: str = REPORTS_LACK) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,18 @@ import torch
 from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint
-from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
 from adacc_hf.adapt.phases import WarmUpPhase, follow
-from adacc_hf.adapt.policy_limits import refuse_above_budget, refuse_above_host_memory, refuse_other_actions
+from adacc_hf.adapt.policy_checks import (
+    ALL_BLOCKS,
+    refuse_above_budget,
+    refuse_above_host_memory,
+    refuse_other_actions,
+    refuse_uncovered,
+)
 from adacc_hf.adapt.run_state import RESUMES_ANEW, Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
@@ -59,6 +66,15 @@ RETRY = (
     "optimizer's step as a function step(batch), and call session.run(step, batch): if memory runs out, the function "
     "is called once more under a tighter policy"
 )
+
+
+class Place(Enum):
+    """Place of a user's own loop, or of an adapter, in the steps of a session."""
+
+    NEW = "before the first step"
+    BETWEEN_STEPS = "between steps"
+    IN_STEP = "in a step that ends with the optimizer's step, or with the adapter's event"
+    IN_BLOCK = "in the `with` block of `AdaccSession.step`"
 
 
 class AdaccSession:
@@ -126,15 +142,11 @@ class AdaccSession:
         """Number of micro-batches that have begun in the current step."""
         self.is_closed = False
         """True after `close` or `detach`, which restore the model."""
-        self._is_in_step = self._has_begun = False
-        self._is_explicit = False
-        """True inside the `with` block of `step`."""
+        self._place = Place.NEW
         self._num_unseen = 0
         """Number of the latest consecutive steps in which no optimizer step was observed."""
         self._untrained_step: str | None = None
         """Probable cause if the last step had no forward for training, else None."""
-        self._is_one = False
-        """True inside `step(batch)` or `run`, where the step consists of exactly one micro-batch."""
 
     def __repr__(self) -> str:
         state = " (closed)" if self.is_closed else ""
@@ -196,20 +208,19 @@ class AdaccSession:
         micro-batch for each `with micro_batch(...)` in the block. A step without a forward in train mode and with
         gradients on is not counted.
         """
-        if self._is_explicit or self.hooks.is_on:
+        if self._place is Place.IN_BLOCK or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
         self._end_last_step()
-        self._is_explicit, self._is_one = True, batch is not None
-        try:
-            with self._breaking_off():
-                self.begin_step()
-                if batch is None:
+        with self._breaking_off():
+            self.begin_step()
+            self._place = Place.IN_BLOCK
+            if batch is None:
+                yield
+            else:
+                with self._breaking_off():
+                    self._begin_micro_batch(batch, is_one=True)
                     yield
-                else:
-                    with self.micro_batch(batch):
-                        yield
-        finally:
-            self._is_explicit = self._is_one = False
+                self.end_micro_batch()
         self.end_step()
 
     @contextmanager
@@ -223,10 +234,10 @@ class AdaccSession:
         if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
         with self._breaking_off():
-            self._begin_micro_batch(batch)
+            self._begin_micro_batch(batch, is_one=False)
             yield
         self.end_micro_batch()
-        if self.state.has_stepped and not self._is_explicit:
+        if self.state.has_stepped and self._place is not Place.IN_BLOCK:
             self.end_step()
 
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -236,12 +247,12 @@ class AdaccSession:
         random state as in the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or
         if the optimizer's step had begun.
         """
-        self._is_one = not self._is_explicit
+        is_step = self._place is not Place.IN_BLOCK
         with self._breaking_off(may_try=False):
-            self._begin_micro_batch(batch)
+            self._begin_micro_batch(batch, is_one=is_step)
             result = self.phase.attempt(lambda: self._call(fn, batch))
         self.end_micro_batch()
-        if not self._is_explicit:
+        if is_step:
             self.end_step()
         return result
 
@@ -269,7 +280,7 @@ class AdaccSession:
         `memory_budget` and `host_memory`. Call this method before the first step. Raises FileNotFoundError if the
         folder does not exist.
         """
-        if self._has_begun:
+        if self._place is not Place.NEW:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, even if the others cannot see its files.
         saved = broadcast_from_first_rank(lambda: _loaded_session_state(folder, self.config))
@@ -315,36 +326,38 @@ class AdaccSession:
             log.warning("Adacc: the model's earlier policy or session is removed, because a model can have only one")
         if self._is_own:
             warn_of_model_checkpointing(run.model, self.config.memory_budget)
-        self._has_begun, run.num_before = True, step
+        self._place, run.num_before = Place.BETWEEN_STEPS, step
         if isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_other_actions(policy, self.config)
             refuse_above_budget(policy, self.config.memory_budget)
             if policy.predicted_host_bytes:
                 refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))
-            run.phase = follow(run, policy, None, step)
+            run.phase = follow(run, policy, None)
             run.note(PolicySet(step=step, **predictions(policy)))
-            run.save(changed=True)
+            run.save()
         else:
             if saved is None:
                 run.write(drop_files)  # of an earlier run, which would describe this one
             else:
                 run.history = list(saved.history)
-            run.phase = WarmUpPhase(run, saved)
+                if saved.corrections is not None:
+                    run.corrections = Corrections.from_json(run.config, saved.corrections)
+            run.phase = WarmUpPhase(run, () if saved is None else saved.policies)
         run.model.__dict__[APPLIED] = Applied(self, self.detach)
         if self._is_own:
             self.hooks.begin()
 
     def begin_with(self, phase: Phase) -> None:
         """Begin the run in `phase`, a phase that an adapter defines."""
-        self._has_begun, self.state.phase = True, phase
+        self._place, self.state.phase = Place.BETWEEN_STEPS, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """Begin a step. `step` is the number of finished steps, or None if the training loop does not count steps.
 
         `optimizer` replaces the session's optimizer, unless None.
         """
-        if not self._has_begun or (self.is_closed and self._is_own):  # an adapter may go on sending events
+        if self._place is Place.NEW or (self.is_closed and self._is_own):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
             self.state.optimizer = optimizer
@@ -352,10 +365,12 @@ class AdaccSession:
             with self._detaching():
                 self._refuse_untrained_step()
         self._untrained_step = None
-        self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
+        self._place, self.state.has_stepped, self._num_micro = Place.IN_STEP, False, 0
         self.hooks.num_forwards = 0
         self.state.first_steps.begin_step(self.state.history)
-        self.phase.begin_step(self.num_steps if step is None else step)
+        step = self.num_steps if step is None else step
+        self.state.current_step = step + 1
+        self.phase.begin_step(step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
         """Call `run`, which trains on the micro-batch `inputs`, and return its result.
@@ -386,7 +401,7 @@ class AdaccSession:
         """
         if optimizer is not None:
             self.state.optimizer = optimizer
-        self._is_in_step = False
+        self._place = Place.BETWEEN_STEPS
         with self._detaching():
             if self._is_own and not self._has_trained():
                 return
@@ -426,23 +441,23 @@ class AdaccSession:
         if why is not None:
             refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
 
-    def _begin_micro_batch(self, batch: Any) -> None:
-        if not self._is_explicit:
-            if self.state.has_stepped:
-                self._end_last_step()
-            if not self._is_in_step:
-                self.begin_step()
+    def _begin_micro_batch(self, batch: Any, is_one: bool) -> None:
+        """Begin a micro-batch, which is known to be the only one of its step if `is_one`."""
+        if self._place is Place.IN_STEP and self.state.has_stepped:
+            self.end_step()
+        if self._place in (Place.NEW, Place.BETWEEN_STEPS):
+            self.begin_step()
         self._num_micro += 1
-        if self._num_micro > MOST_MICRO and not self._is_explicit:
+        if self._num_micro > MOST_MICRO and self._place is Place.IN_STEP:
             self.state.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
         if self._is_own and self.state.num_steps == 0:
-            self.state.loop.num_micro = 1 if self._is_one else MANY
+            self.state.loop.num_micro = 1 if is_one else MANY
         self.hooks.begin_micro_batch(batch)
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
         """End the previous step if it is still open, because its optimizer stepped after its micro-batches."""
-        if self._is_in_step:
+        if self._place is Place.IN_STEP:
             self.end_step()
 
     @contextmanager
@@ -461,9 +476,9 @@ class AdaccSession:
             with self._detaching():
                 yield
         except BaseException as error:
-            is_first = self._is_in_step
-            self._is_in_step = self.state.has_stepped = False
-            self.hooks.is_on = False
+            is_first = self._place in (Place.IN_STEP, Place.IN_BLOCK)
+            self._place = Place.BETWEEN_STEPS if is_first else self._place
+            self.state.has_stepped = self.hooks.is_on = False
             self.phase.abandon_step()
             if is_first and may_try and isinstance(error, RuntimeError) and is_out_of_memory(error):
                 log.error("%s\n%s", RETRY, self.state.memory_report())

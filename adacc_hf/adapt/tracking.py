@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.corrections import lossy_options, with_outlier_counts
 from adacc_hf.adapt.events import GuardVerdict, OutliersTracked
 from adacc_hf.adapt.gradient_check import BlockSample, GradientError, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, Observation, OptionKey, full_name
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.policy_selection import find_culprits, gradient_bound, over_bound
-from adacc_hf.adapt.profile_updates import lossy_options, switched_off_options, with_outlier_counts
-from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.policy_fit import error_bound, over_bound
+from adacc_hf.adapt.run_state import RunState
 from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.kernels._host_names import encoding_of
@@ -52,16 +55,23 @@ class Tracking:
     `start` is called at the beginning of the step, and `finish` at its end, on all ranks at the same steps.
     """
 
-    def __init__(self, choice: PolicyChoice, context: RunContext) -> None:
+    def __init__(self, choice: PolicyChoice, run: RunState, policy_step: int) -> None:
         self.is_on = False
         """True during a tracking step."""
         self.num_tracked = 0
         """Number of tracking steps so far. The number decides which blocks are sampled next."""
-        self._choice, self._context, self._config = choice, context, context.config
+        self.policy_step = policy_step
+        """Number of finished steps when the policy was set. Tracking steps are counted from this step."""
+        self.guard = LossGuard(run.config)
+        self._choice, self._run, self._config = choice, run, run.config
         self._sizes: list[_TrackedSize] = []
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found one."""
         self._has_said: set[str] = set()
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the measurements are due in step number `step`."""
+        return self.guard.suspicion is not None or is_tracking_step(step - self.policy_step, self._config.tracking)
 
     def start(self) -> None:
         """Begin the measurements of the current step.
@@ -69,18 +79,19 @@ class Tracking:
         If a logged loss was suspicious, or a new policy is to be checked, gradients are compared in one block of each
         kind (blocks that run the same operators).
         """
-        every_kind = self._context.guard.suspicion is not None
+        every_kind = self.guard.suspicion is not None
         self._choice.refresh(self._choice.shown)
         for record in self._choice.records.values():
-            if lossy_blocks(record.policy):
+            # A policy that is not compared with the latest corrections yet may use codecs that are switched off.
+            if record.version == self._run.corrections.version and lossy_blocks(record.policy):
                 names = self._sample_names(record, every_kind)
-                self._sizes.append(_TrackedSize(record, self._context, names))
+                self._sizes.append(_TrackedSize(record, self._run, names))
         self.is_on = any(gather_from_all_ranks(bool(self._sizes)))
         self.num_tracked += self.is_on
         # On a CPU, measuring memory needs a profiler and takes as long as a step, so it is not repeated for unchanged
         # actions while tracking.
         must_measure = any(record.must_measure for record in self._choice.records.values())
-        self._context.must_measure = not self.is_on or must_measure
+        self._choice.must_measure = not self.is_on or must_measure
 
     def _sample_names(self, record: SizePolicy, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared: if `every_kind`, the block of each lossy kind
@@ -91,7 +102,7 @@ class Tracking:
             kinds = _kinds(record)
             suspects = [name for name in self._degraded_blocks if name in names]
             return list({kinds[name]: name for name in reversed([*suspects, *names])}.values())
-        budget = self._context.budget(record.profile)
+        budget = self._run.budget(record.profile)
         if budget.limits_peak:
             peaks, after = peaks_with_samples(record.profile, record.policy), comparison_peaks(record.profile)
             names = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
@@ -111,7 +122,7 @@ class Tracking:
         """Correct the run's predictions by the measurements, which hold for the same blocks at all batch sizes, and
         replace the policy in use where they require it. Return the results for each batch size."""
         sizes, self._sizes, self.is_on = self._sizes, [], False
-        guard, corrections = self._context.guard, self._context.corrections
+        guard, corrections = self.guard, self._run.corrections
         suspicion = guard.take_suspicion()
         own = Observation.merged([size.observed() for size in sizes])
         observed = Observation.merged(gather_from_all_ranks(own))
@@ -126,24 +137,24 @@ class Tracking:
         corrections.switch_off(observed.degrading_codecs)
         if blocks:  # the next policy is checked, and tracked as often as the first one
             guard.check_next()
-            self._context.policy_step = self._context.step
+            self.policy_step = self._run.current_step
         for size in sizes:
             tracked = self._tracked(size.record, observed)
             results.append(tracked)
             size.record.error = max(tracked.errors.values(), default=None)
             size.record.gradient_error = max((g.error for g in tracked.gradients.values()), default=None)
-            self._context.note(_event(step, size.record, tracked))
+            self._run.note(_event(step, size.record, tracked))
             doubt = suspicion or guard.doubt(tracked)
             if doubt is not None:
                 verdict = guard.judge(doubt, size.record.profile, tracked)
-                self._context.note(GuardVerdict(step=step, reason=doubt, verdict=verdict))
+                self._run.note(GuardVerdict(step=step, reason=doubt, verdict=verdict))
         self._choice.refresh(self._choice.shown)
         return results
 
     def _tracked(self, record: SizePolicy, observed: Observation) -> Tracked:
         profile = record.profile
         own = observed.for_profile(profile)
-        corrected = self._context.corrections.allowed(self._context.corrections.applied(record.base, record.shapes))
+        corrected = self._run.corrections.allowed(self._run.corrections.applied(record.base, record.shapes))
         disallowed = over_bound(corrected, record.policy, self._config)
         if disallowed:
             reason = f"errors above the bound: {', '.join(disallowed)}"
@@ -170,15 +181,15 @@ class _TrackedSize:
     """Measurements of one tracking step under the policy of one batch size. `names` are the blocks whose gradients are
     compared."""
 
-    def __init__(self, record: SizePolicy, context: RunContext, names: list[str]) -> None:
-        self.record, self._context = record, context
+    def __init__(self, record: SizePolicy, run: RunState, names: list[str]) -> None:
+        self.record, self._run = record, run
         self._plans, self._measurements = record.plans, Measurements()
         self._profile, self._policy = record.profile, record.policy
         self._kinds = _kinds(record)
         self.sampled = names
         self.unmeasured: set[str] = set()
         """Activations whose errors the budget had no room to measure in any block of a kind."""
-        room = _forward_room(record, context)
+        room = _forward_room(record, run)
         for name, kind in self._kinds.items():
             self._plans.strategies[name].wrap_codec = self._codec_wrapper(kind, room[name])
         self._samples = {name: BlockSample(self._plans.strategies[name]) for name in names}
@@ -188,7 +199,7 @@ class _TrackedSize:
 
         def wrap(value: int, codec: Codec) -> MeasuringCodec:
             options = values[value].codecs
-            return MeasuringCodec(codec, (kind, value), options, self._context.config, self._measurements, room_bytes)
+            return MeasuringCodec(codec, (kind, value), options, self._run.config, self._measurements, room_bytes)
 
         return wrap
 
@@ -222,32 +233,27 @@ class _TrackedSize:
             error = sample.compare()
             if error is not None:
                 errors_by_kind.setdefault(self._kinds[name], []).append(error)
-                if error.error > gradient_bound(self._context.config):
+                if error.error > gradient_bound(self._run.config):
                     degrading_codecs |= self._find_degrading(name, sample)
             sample.close()  # so that only one exact gradient is held at a time
         worst_errors = {kind: GradientError.worst(errors) for kind, errors in errors_by_kind.items()}
         return worst_errors, degrading_codecs
 
     def _find_degrading(self, name: str, sample: BlockSample) -> frozenset[OptionKey]:
-        """Return the codecs without which the gradient error of block `name` is at most `gradient_bound`, those
-        switched off already included while the policy uses them. If the search fails, warn and return all lossy codecs
-        of the kind."""
-        bound, kind = gradient_bound(self._context.config), self._kinds[name]
+        """Return the codecs without which the gradient error of block `name` is at most `gradient_bound`. If the
+        search fails, warn and return all lossy codecs of the kind."""
+        bound, kind = gradient_bound(self._run.config), self._kinds[name]
         lossy = {
             value: encoding_of(codec.name)
             for value, codec in _codecs(self._policy.plan_of(name)).items()
             if not codec.lossless
         }
-        off_options = switched_off_options(self._profile, self._context.corrections.switched_off)
-        off_values = frozenset(value for value, codec in lossy.items() if (kind, value, codec) in off_options)
 
         def error_without(values: frozenset[int]) -> float | None:
-            error = sample.compare(off_values | values)
+            error = sample.compare(values)
             return None if error is None else error.error
 
-        error_without_off = error_without(frozenset()) if off_values else None
-        is_explained = error_without_off is not None and error_without_off <= bound
-        values = off_values if is_explained else find_culprits(lossy.keys() - off_values, bound, error_without)
+        values = find_culprits(lossy.keys(), bound, error_without)
         if values is None:
             log.warning(
                 "Adacc: the codecs that degrade the gradient of %s cannot be determined: lossy compression is switched "
@@ -255,7 +261,7 @@ class _TrackedSize:
                 name,
             )
             return lossy_options(self._profile, [name])
-        return frozenset((kind, value, lossy[value]) for value in off_values | values)
+        return frozenset((kind, value, lossy[value]) for value in values)
 
 
 def lossy_blocks(policy: Policy) -> list[str]:
@@ -292,9 +298,9 @@ def _kinds(record: SizePolicy) -> dict[str, int]:
     return {block.name: profile.kind_index(block, policy.plan_of(block.name)) for block in profile.blocks}
 
 
-def _forward_room(record: SizePolicy, context: RunContext) -> dict[str, float]:
+def _forward_room(record: SizePolicy, run: RunState) -> dict[str, float]:
     """Return the bytes of the budget that are free in the forward of each block, by the block's name."""
-    budget = context.budget(record.profile)
+    budget = run.budget(record.profile)
     room = {block.name: math.inf for block in record.profile.blocks}
     names = {f"forward {name}": name for name in room} if budget.limits_peak else {}
     for label, live in simulate_policy(record.profile, record.policy).timeline if names else ():
@@ -316,3 +322,50 @@ def _event(step: int, record: SizePolicy, tracked: Tracked) -> OutliersTracked:
         step_ms=record.times.median_ms,
         predicted_step_ms=record.predicted_step_ms,
     )
+
+
+def gradient_bound(config: AdaccConfig) -> float:
+    """Return the largest allowed relative error of a block's gradient under compression."""
+    bound = error_bound(config)
+    return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
+
+
+# The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same
+# round-trip errors as other activations, but if backward recomputes attention's softmax from them, the error of the
+# gradient may exceed the gradient's norm.
+
+
+def find_culprits(
+    lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
+) -> frozenset[int] | None:
+    """Return the activations in `lossy` that must stay uncompressed to keep the error of a block's gradient within
+    `bound`.
+
+    The set is minimal: if any of its activations is compressed again, the error exceeds the bound.
+    `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
+    the error cannot be measured. The function is called at most 2 * len(lossy) + 1 times. Return None if a call returns
+    None, or if the error exceeds the bound even with all of `lossy` bypassed.
+
+    First, each activation is compressed on its own. If this alone makes the error exceed the bound, the activation is
+    in the result. The other activations are then compressed together: they are added one after the other, in the order
+    of the errors that they cause on their own. If the error exceeds the bound, the activation added last is left
+    uncompressed, and is in the result.
+    """
+    everything = bypassed = frozenset(lossy)
+    errors_alone: dict[int, float] = {}
+    for value in sorted(everything):
+        error = error_without(everything - {value})
+        if error is None:
+            return None
+        errors_alone[value] = error
+    harmless_alone = (value for value in errors_alone if errors_alone[value] <= bound)
+    for value in sorted(harmless_alone, key=errors_alone.__getitem__):
+        error = error_without(bypassed - {value})
+        if error is None:
+            return None
+        bypassed -= {value} if error <= bound else set()
+    if bypassed == everything:
+        error = error_without(everything)
+        if error is None or not error <= bound:
+            return None
+    return bypassed

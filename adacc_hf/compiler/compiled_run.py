@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from adacc_hf.adapt.checkpoint_files import save_history
-from adacc_hf.adapt.policy_limits import excluded_codec
-from adacc_hf.adapt.step_timer import StepMeter
+from adacc_hf.adapt.peak_check import StepMeter
+from adacc_hf.adapt.policy_checks import excluded_codec
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, read_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adacc_hf.adapt.first_steps import EVENTS
+from adacc_hf.adapt.events import EVENTS
 from adacc_hf.artifacts.tables import table
 from adacc_hf.reports.document import Figure, Part
 from adacc_hf.reports.plots import FONT, new_figure, plot_module, to_png

@@ -87,17 +87,15 @@ def interruptions_since(started: float) -> list[Interruption]:
 class SlowReport:
     """Reports of a phase, such as "solving for a policy", that are logged if the phase takes more than SLOW_SECONDS.
 
-    Reports are logged while the phase lasts, from another thread, and once more at its end. If `normal_seconds` is more
-    than SLOW_SECONDS, the first report is logged after `normal_seconds`.
+    Reports are logged while the phase lasts, from another thread, and once more at its end.
     """
 
-    def __init__(self, phase: str, normal_seconds: float = 0.0) -> None:
+    def __init__(self, phase: str) -> None:
         self._phase, self._started, self._ended = phase, time.monotonic(), threading.Event()
         self._is_slow = False
         self._thread: threading.Thread | None = None
         if is_first_rank():
-            first = max(SLOW_SECONDS, normal_seconds)
-            self._thread = threading.Thread(target=self._report, args=(first,), daemon=True)
+            self._thread = threading.Thread(target=self._report, args=(SLOW_SECONDS,), daemon=True)
             self._thread.start()
 
     def _report(self, seconds: float) -> None:

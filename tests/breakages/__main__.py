@@ -61,8 +61,8 @@ BREAKS: list[tuple[str, str, str]] = [
     # A run.
     ("adacc_hf/adapt/oom_retry.py", "return int(TIGHTER * min(", "return int(min("),
     ("adacc_hf/adapt/oom_retry.py", "            parameter.grad = gradient\n", "            pass\n"),
-    ("adacc_hf/adapt/policy_selection.py", "if gain <= MIN_GAIN * now_ms:", "if gain <= 0:"),
-    ("adacc_hf/adapt/fallback_stats.py", "2 * self._num_diverged >", "self._num_diverged >"),
+    ("adacc_hf/adapt/policy_fit.py", "SAME_ACTIONS, not uses_up(", "SAME_ACTIONS, uses_up("),
+    ("adacc_hf/adapt/policy_choice.py", "2 * self._num_diverged >", "self._num_diverged >"),
     ("adacc_hf/adapt/phases.py", "gather_from_all_ranks(installation", "(lambda value: [value])(installation"),
     # Annexes.
     ("adacc_hf/artifacts/exact_recompute_rules.py", "results if any(map(is_index, results)) else ()", "()"),
@@ -70,7 +70,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/estimate/planning.py", "fits = peak_bytes <= self.request.budget", "fits = True"),
     # Files whose tests were thinned.
     ("adacc_hf/adapt/policy_fit.py", "any(number == version and fits_in(", "any(False and fits_in("),
-    ("adacc_hf/adapt/policy_limits.py", "if needed > allowed:", "if needed > 2 * allowed:"),
+    ("adacc_hf/adapt/policy_checks.py", "if needed > allowed:", "if needed > 2 * allowed:"),
     ("adacc_hf/adapt/policy_fit.py", "host_bytes <= config.host_limit(", "host_bytes <= 10**15 + config.host_limit("),
     ("adacc_hf/adapt/outlier_tracking.py", "max(count, self.num_outliers.get(key, 0))", "count"),
     ("adacc_hf/adapt/session.py", "if self.hooks.num_forwards == 0:", "if False:"),

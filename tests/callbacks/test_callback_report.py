@@ -3,7 +3,7 @@
 import pytest
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.first_steps import COMPILED, COMPILING
+from adacc_hf.adapt.events import COMPILED, COMPILING
 
 
 @pytest.fixture

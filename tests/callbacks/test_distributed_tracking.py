@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 import adacc_hf.adapt.first_policy as maker_module
-import adacc_hf.adapt.policy_selection as selection_module
+import adacc_hf.adapt.policy_fit as fit_module
 from adacc_hf import AdaccCallback
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -69,7 +69,7 @@ def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
     adacc = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "tracking": 4})
     model = toys.tiny_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     with ExitStack() as stack:
-        for module in (maker_module, selection_module):  # replaces the solver, whose choice depends on measured times
+        for module in (maker_module, fit_module):  # replaces the solver, whose choice depends on measured times
             compress = mock.patch.object(
                 module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress")
             )

@@ -10,9 +10,8 @@ from run_builders import SpikeLoss, compress_first, events, failing, run_lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
-import adacc_hf.adapt.adaptive_phase as phases_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
-from adacc_hf import AdaccCallback, AdaccSession
+from adacc_hf import AdaccCallback
 from adacc_hf.adapt.adaptive_phase import AdaptivePhase
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run.call import Call, Recording
@@ -152,7 +151,7 @@ class SpoilCodec(TrainerCallback):
 @pytest.mark.parametrize("degraded", [True, False], ids=["degraded", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_trainer, monkeypatch, caplog, degraded):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("adapt.first_policy", "adapt.policy_selection"):
+    for module in ("adapt.first_policy", "adapt.policy_fit"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     spoilers = [SpoilCodec(monkeypatch, 8)] if degraded else []
     trainer = make_trainer([callback, *spoilers], trainer_class=SpikeLoss, max_steps=13)
@@ -175,7 +174,7 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens get a policy at their first appearance. Batches of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("adapt.first_policy", "adapt.policy_fit", "adapt.policy_selection"):
+    for module in ("adapt.first_policy", "adapt.policy_fit"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
@@ -194,18 +193,6 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
         codecs = Counter(choice.codec for plan in policy.plans for _, choice in plan.choices)
         assert not codecs["channel_int4"]
         assert codecs["outlier_int4"]
-
-
-def test_a_spike_before_a_checkpoint_is_looked_into_by_the_run_that_resumes(make_trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr("adacc_hf.adapt.first_policy.solve_policy", compress_first)
-    settings = {"trainer_class": SpikeLoss, "max_steps": 9, "save_strategy": "steps", "save_steps": 9}
-    make_trainer([AdaccCallback(**COMPRESS)], **settings).train()
-    resumed = AdaccCallback(**COMPRESS)
-    checkpoint = str(tmp_path / "run" / "checkpoint-9")
-    make_trainer([resumed], max_steps=11).train(resume_from_checkpoint=checkpoint)
-    (guard,) = events(resumed, "guard")
-    assert guard["step"] == 11, "the first step after the recorded one"
-    assert "times the median" in guard["reason"]
 
 
 class CountOperators(TorchDispatchMode):
@@ -243,49 +230,3 @@ def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trai
     assert len(tracked[5]) > len(off[5])
     assert tracked[3] == off[3]
     assert tracked[4] == off[4]
-
-
-def test_only_steps_that_do_more_than_train_may_be_reported(train, lossless, monkeypatch):
-    """A normal step starts no thread."""
-    reports = record_reports(monkeypatch)
-    train([AdaccCallback(**lossless, tracking="off")], max_steps=8)
-    task = "the first under a new policy, which checks the records of the blocks"
-    assert [report.phase for report in reports] == [f"step 2, {task}", f"step 3, {task}"]
-    assert all(report.normal_seconds > 0 for report in reports), "a longer time than a normal step's"
-    assert [report.ends for report in reports] == [[False], [False]]
-
-
-def record_reports(monkeypatch):
-    """Return a list to which the reports of later steps are added. `ends` has True for an end with an error."""
-    reports = []
-
-    class Recorded:
-        def __init__(self, phase, normal_seconds):
-            self.phase, self.normal_seconds, self.ends = phase, normal_seconds, []
-            reports.append(self)
-
-        def end(self, has_failed=False):
-            self.ends.append(has_failed)
-
-    monkeypatch.setattr(phases_module, "SlowReport", Recorded)
-    return reports
-
-
-def test_a_report_ends_with_the_optimizers_step_outside_the_session(tiny_gpt2, token_batch, monkeypatch):
-    """What the loop does until the next micro-batch, such as an evaluation, is not part of the step."""
-    model, batch = tiny_gpt2(layers=2), token_batch(8, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = AdaccSession(model, optimizer, memory_budget=0.6, actions=("retain", "recompute"))
-    with session.step(batch):
-        model(**batch).loss.backward()
-        optimizer.step()
-    reports = record_reports(monkeypatch)
-    with session.micro_batch(batch):
-        model(**batch).loss.backward()
-    assert [report.ends for report in reports] == [[]]
-    optimizer.step()
-    assert [report.ends for report in reports] == [[False]]
-    with pytest.raises(KeyError), session.micro_batch(batch):
-        raise KeyError
-    assert [report.ends for report in reports] == [[False], [True]]
-    session.close()

@@ -11,7 +11,10 @@ from run_builders import events, run_lengths
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt import policy_choice
 from adacc_hf.adapt.budget_warnings import BudgetWarnings
+from adacc_hf.adapt.fallback_stats import full_recomputation
+from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.config import Budget
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 SHORT, LONG = ((TensorShape("input_ids", (4, length)),) for length in (32, 64))
@@ -65,6 +68,24 @@ def test_a_size_that_another_warning_names_is_not_warned_of_again(warnings, note
 def test_a_fraction_of_the_activations_bounds_no_peak(warnings, notes):
     warnings.before(LONG, record(LONG, 10**9), None, budget_of(0.5))
     assert not notes
+
+
+@pytest.fixture
+def measured(gpt2_like_profile):
+    """Return the record of a profiled size under the policy that retains everything."""
+    profile = gpt2_like_profile()
+    return SizePolicy(
+        (TensorShape("input_ids", (8, 1024)),), profile, profile, uniform_policy(profile, "retain"), None, 0
+    )
+
+
+def test_a_batch_that_left_its_policy_is_warned_of_if_it_may_exceed_the_budget(warnings, notes, measured):
+    least = full_recomputation(measured.profile).predicted_peak_bytes
+    for excess, ran_planned in ((0, False), (0, True), (0, True), (1000, False), (1000, True)):
+        budget = Budget.resolve(least - excess, measured.profile, AdaccConfig())
+        warnings.after(measured.shapes, measured, budget, ran_planned)
+    assert ["may take more" in note for note in notes] == [True, False]
+    assert "input_ids 8x1024 did not follow a policy, and takes up to about 1000 bytes more" in notes[1]
 
 
 def test_a_batch_without_a_policy_is_warned_of_before_it_runs(make_trainer, late_policy, monkeypatch, caplog):

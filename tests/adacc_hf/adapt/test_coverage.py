@@ -13,7 +13,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, AdaccTrainerMixin
 from adacc_hf.adapt import run_profiler
-from adacc_hf.adapt.coverage import refuse_fallbacks
+from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.tape.tape_cache import Fallbacks
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.policy_selection import find_culprits
+from adacc_hf.adapt.tracking import find_culprits
 
 EACH = 0.1
 """Gradient error that each activation's codec adds, as INT4 does."""

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import first_steps as first_steps_module
-from adacc_hf.adapt.first_steps import (
+from adacc_hf.adapt import events as first_steps_module
+from adacc_hf.adapt.events import (
     CHECKING,
     CHECKPOINT,
     FOLLOWING,

@@ -7,12 +7,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.adapt.codec_guard import LossGuard
-from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.gradient_check import BlockSample, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.run_state import RunState
 from adacc_hf.adapt.tracking import Tracking
+from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step, static_bytes
@@ -37,11 +36,11 @@ def case():
 
 
 def tracking_of(handle, profile, policy, config):
-    context = RunContext(config, 0, [].append, LossGuard(config), Corrections(config))
-    choice = PolicyChoice(handle, context)
+    run = RunState(config, None, handle.installation.model, None, TrainingLoop())
+    choice = PolicyChoice(handle, run)
     choice.add(profile, policy)
     choice.refresh = lambda *_: None  # the policy stays
-    return Tracking(choice, context)
+    return Tracking(choice, run, 0)
 
 
 def settle(model, batch):

@@ -43,7 +43,8 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
             if state.global_step == state.max_steps:
                 phase = callback.session.phase
                 peaks = [record.policy.predicted_stored_bytes for record in phase.choice.records.values()]
-                recorded_budgets.append((phase.context.corrections.memory_budget, len(peaks)))
+                budget = callback.session.state.corrections.memory_budget
+                recorded_budgets.append((budget, len(peaks)))
 
     class Failing(failing((23, "forward")), InOrder):
         """Trainer that runs out of memory at 16 tokens."""
@@ -85,7 +86,7 @@ def test_sizes_that_no_policy_fits_after_memory_ran_out_take_the_least_memory(ma
     class Tighten(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 6:
-                corrections = callback.session.phase.context.corrections
+                corrections = callback.session.state.corrections
                 corrections.tightened = least // 2
                 corrections.changed("memory ran out")
 
@@ -193,5 +194,5 @@ def test_a_larger_accumulation_counts_from_its_first_step_on(make_trainer, lossl
         runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert runs[0] == runs[1]
     gradients = sum(parameter.nbytes for parameter in trainer.model.parameters())
-    assert static_bytes[-1] - static_bytes[0] == gradients + 3 * own[0].session.state.batches.nbytes
-    assert own[0].session.state.batches.nbytes > 0
+    assert static_bytes[-1] - static_bytes[0] == gradients + 3 * own[0].session.phase.choice.nbytes
+    assert own[0].session.phase.choice.nbytes > 0

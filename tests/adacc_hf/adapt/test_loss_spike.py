@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.codec_guard import MIN_LOSSES, WINDOW, LossSpikeDetector
+from adacc_hf.adapt.codec_guard import MIN_LOSSES, WINDOW, LossGuard, LossSpikeDetector
+from adacc_hf.artifacts.config import AdaccConfig
 
 STEADY = [3.0, 3.1, 2.9, 3.05, 2.95] * 4
 
@@ -51,3 +52,10 @@ def test_losses_below_zero_spike_upwards(loss, is_spike):
     (*_, reason) = reasons([-5.0, -5.1, -4.9, -5.05, loss])
     assert (reason == f"loss {loss:.4g} is far above -5.025, the median of the last 4") == is_spike
     assert (reason is not None) == is_spike
+
+
+@pytest.mark.parametrize("tracking", ["exponential", "off"])
+def test_gradients_are_checked_after_a_strange_loss_unless_nothing_is_tracked(tracking):
+    guard = LossGuard(AdaccConfig(tracking=tracking))
+    guard.logged({"loss": math.nan}, is_lossy=True)
+    assert (guard.suspicion is None) == (tracking == "off")

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.optimizer_hooks import InnerSteps
+from adacc_hf.adapt.run_profiler import InnerSteps
 from adacc_hf.solve.solver import least_policy
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}

@@ -6,7 +6,7 @@ import pytest
 from run_builders import InOrder, Lengths, events, refuse_profiles_of
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.step_timer import StepMeter
+from adacc_hf.adapt.peak_check import StepMeter
 from adacc_hf.price.live_step import LiveStep
 
 
@@ -37,7 +37,7 @@ def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_o
 @pytest.mark.parametrize("missed_bytes", [2**18, 2**14], ids=["much", "within-the-tolerance"])
 def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, late_policy, missed_bytes):
     """The profile is falsified by `missed` bytes in every phase of the step."""
-    from adacc_hf.adapt.profile_updates import with_more_memory
+    from adacc_hf.adapt.corrections import with_more_memory
 
     original = LiveStep.profile
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)

@@ -9,7 +9,7 @@ import pytest
 from profile_builders import in_all_blocks
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.adapt.profile_updates import (
+from adacc_hf.adapt.corrections import (
     lossy_options,
     switched_off_options,
     with_finer,

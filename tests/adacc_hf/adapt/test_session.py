@@ -841,14 +841,14 @@ def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, m
     settings = {**LOSSLESS, "memory_budget": "2MiB"}
     model, optimizer, session = begin(**settings)
     train_on(session, model, optimizer, BATCHES[:5])
-    before = session.phase.context.corrections
+    before = session.state.corrections
     assert (before.missing_bytes, before.counted_elements) == ({"forward": 1000}, 2 * 8 * 16)
     session.save(tmp_path)
     session.close()
     resumed = AdaccSession(model, optimizer, **settings)
     assert resumed.load(tmp_path)
     train_on(resumed, model, optimizer, BATCHES[:1])
-    after = resumed.phase.context.corrections
+    after = resumed.state.corrections
     assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
     resumed.close()
 

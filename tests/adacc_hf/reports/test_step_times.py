@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.adapt.first_steps import CHECKING, FOLLOWING, MEASURING, RECORD_KEYS
+from adacc_hf.adapt.events import CHECKING, FOLLOWING, MEASURING, RECORD_KEYS
 from adacc_hf.artifacts.tables import table
 from adacc_hf.reports import step_times
 from adacc_hf.reports.step_times import draw_first_steps, first_steps_parts, part_seconds

@@ -5,7 +5,7 @@ import torch
 from recomputed_models import recompute_all
 
 from adacc_hf import AdaccConfig
-from adacc_hf.adapt.coverage import refuse_fallbacks
+from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.artifacts.errors import PolicyMismatchError, UncoveredBlockError
 from adacc_hf.run import block_executor
 from adacc_hf.run.entries import FILLED_TABLE, VARYING

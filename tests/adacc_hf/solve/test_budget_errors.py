@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
-from adacc_hf.solve.budget_errors import infeasible_budget
 from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.solver import infeasible_budget
 
 
 @pytest.fixture

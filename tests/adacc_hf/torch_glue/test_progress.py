@@ -12,7 +12,6 @@ from adacc_hf.torch_glue import progress
 from adacc_hf.torch_glue.progress import (
     PROFILING,
     SOLVING,
-    SlowReport,
     announce,
     interruption,
     interruptions_since,
@@ -106,7 +105,6 @@ def test_a_slow_phase_is_reported_while_it_lasts_and_at_its_end(clock, caplog) -
 def test_a_fast_phase_is_not_reported(caplog) -> None:
     with reported_if_slow("solving"):
         pass
-    SlowReport("a step", normal_seconds=60.0).end()
     assert not caplog.messages
 
 

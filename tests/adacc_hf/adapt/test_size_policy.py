@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.step_timer import ENOUGH, MAX_STEPS, StepTimes
+from adacc_hf.adapt.size_policy import ENOUGH, MAX_STEPS, StepTimes
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 50.0)), max_size=40), st.integers(0, 40))

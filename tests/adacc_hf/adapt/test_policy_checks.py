@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from adacc_hf.adapt.policy_limits import excluded_action, refuse_above_budget, refuse_other_actions
+from adacc_hf.adapt.policy_checks import excluded_action, refuse_above_budget, refuse_other_actions
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.units import format_bytes
