@@ -84,44 +84,32 @@ class LossGuard:
         suspicion, self.suspicion = self.suspicion, None
         return None if suspicion == PROOF else suspicion
 
-    def doubt(self, tracked: Tracked) -> str | None:
-        """Return a message if a gradient measured in the tracking step is degraded, else None.
-
-        If no suspicious loss was the reason for the check, pass this message to `judge` as the reason.
-        """
-        largest_error = max((gradient.error for gradient in tracked.gradients.values()), default=0.0)
-        return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
-
-    def judge(self, suspicion: str, profile: Profile, tracked: Tracked) -> str:
-        """Judge the gradients measured in a tracking step. Return and log the verdict.
-
-        `suspicion` is the reason for the check.
-        """
+    def judge(self, suspicion: str | None, profile: Profile, tracked: Tracked) -> tuple[str, str] | None:
+        """Judge the gradients measured in a tracking step. Return (reason for the check, verdict) and log both, or
+        return None if no gradient is degraded, and no suspicious loss (`suspicion`) was the reason for the check."""
         errors = {kind: gradient.error for kind, gradient in tracked.gradients.items()}
         degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
+        reason = suspicion or ("a tracking step found a degraded gradient" if degraded else None)
+        if reason is None:
+            return None
         if degraded:
-            return self._switch_off(suspicion, profile, tracked, degraded)
+            culprits = sorted(key for key in tracked.degrading_codecs if key[0] in degraded)
+            names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
+            log.warning(
+                "Adacc: %s, and compression degrades gradients (relative error %.3g): it is switched off for %s",
+                reason,
+                max(degraded.values()),
+                names,
+            )
+            return reason, f"lossy compression is switched off for {names}"
         if errors:
             largest_error = max(errors.values())
             verdict = f"compression is not the cause: the relative error of gradients is at most {largest_error:.3g}"
-            log.info("Adacc: %s; %s", suspicion, verdict)
+            log.info("Adacc: %s; %s", reason, verdict)
         else:
             verdict = "no gradient was compared: the exact one is zero or not finite without compression too"
-            log.warning("Adacc: %s; %s", suspicion, verdict)
-        return verdict
-
-    def _switch_off(self, suspicion: str, profile: Profile, tracked: Tracked, degraded: Mapping[int, float]) -> str:
-        """Log which codecs are switched off because of the `degraded` gradients (relative errors by kind of block), and
-        return the message."""
-        culprits = sorted(key for key in tracked.degrading_codecs if key[0] in degraded)
-        names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
-        log.warning(
-            "Adacc: %s, and compression degrades gradients (relative error %.3g): it is switched off for %s",
-            suspicion,
-            max(degraded.values()),
-            names,
-        )
-        return f"lossy compression is switched off for {names}"
+            log.warning("Adacc: %s; %s", reason, verdict)
+        return reason, verdict
 
 
 class LossSpikeDetector:

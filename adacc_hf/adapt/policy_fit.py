@@ -176,7 +176,7 @@ class PolicyFit:
         else:
             reason = f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
         try:
-            return self.within_budget(profile), reason, False
+            return self.solved(profile, self._run.corrections.memory_budget), reason, False
         except InfeasibleBudgetError as error:
             if must_fit:
                 raise
@@ -185,17 +185,6 @@ class PolicyFit:
                 return policy, f"{NOTHING_FITS}, the policy is unchanged: {error}", False
             text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
             return error.least or policy, text, False
-
-    def within_budget(self, profile: Profile) -> Policy:
-        """Return a solved policy, with room for the uncertainty of predicted peaks if one fits. Raise
-        InfeasibleBudgetError if none fits the whole budget."""
-        roomy, whole = self.with_room(profile), self._run.corrections.memory_budget
-        try:
-            return self.solved(profile, roomy)
-        except InfeasibleBudgetError:
-            if roomy == whole:
-                raise
-            return self.solved(profile, whole)
 
     def _without_room(self, sizes: BatchShapes, profile: Profile) -> Policy:
         """Return a policy within the whole budget, or the one that needs the least memory, with a warning."""

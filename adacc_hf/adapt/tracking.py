@@ -144,10 +144,9 @@ class Tracking:
             size.record.error = max(tracked.errors.values(), default=None)
             size.record.gradient_error = max((g.error for g in tracked.gradients.values()), default=None)
             self._run.note(_event(step, size.record, tracked))
-            doubt = suspicion or guard.doubt(tracked)
-            if doubt is not None:
-                verdict = guard.judge(doubt, size.record.profile, tracked)
-                self._run.note(GuardVerdict(step=step, reason=doubt, verdict=verdict))
+            judged = guard.judge(suspicion, size.record.profile, tracked)
+            if judged is not None:
+                self._run.note(GuardVerdict(step=step, reason=judged[0], verdict=judged[1]))
         self._choice.refresh(self._choice.shown)
         return results
 
