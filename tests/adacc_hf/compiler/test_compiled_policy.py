@@ -42,5 +42,5 @@ def test_other_files_are_refused(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "policy.json"
     POLICY.save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(PolicyMismatchError, match="is not a complete compiled policy of version 3"):
+    with pytest.raises(PolicyMismatchError, match="is not a complete compiled policy of version 4"):
         CompiledPolicy.load(path)
