@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adacc_hf.kernels._layout import even_groups, peak_dtype
+from adacc_hf.kernels._symmetric import SIGNED_FACTOR
 from adacc_hf.kernels._triton import (
     THREAD_ELEMENTS,
     TILE_ELEMENTS,
@@ -27,7 +28,6 @@ from adacc_hf.kernels._triton import (
     stored_peak,
     widened,
 )
-from adacc_hf.kernels.outlier_int4 import FACTOR
 
 SUM_ROWS = 64  # rows per program of the sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
@@ -258,7 +258,7 @@ def encode(x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size
     launch(
         _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw[0] if raw else None, indices,
         raw[1] if raw else None, x_RC.numel(), groups // 2, channels,
-        *divmod(groups // 2 * group_size, channels), raw[1].shape[0] if raw else 0, FACTOR,
+        *divmod(groups // 2 * group_size, channels), raw[1].shape[0] if raw else 0, SIGNED_FACTOR,
         **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
         tile=larger * TILE_ELEMENTS, thread_elements=larger * THREAD_ELEMENTS,
     )  # fmt: skip
@@ -272,7 +272,7 @@ def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     tile = groups_per_program(group_size)
     launch(
         _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, *(raw or (None, None)), out_RC.numel(), rows,
-        channels, *divmod(rows * group_size, channels), raw[1].shape[0] if raw else 0, FACTOR,
+        channels, *divmod(rows * group_size, channels), raw[1].shape[0] if raw else 0, SIGNED_FACTOR,
         **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
     )  # fmt: skip
 
