@@ -24,7 +24,7 @@ from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.events import CHECKING, FOLLOWING, MEASURING, TRACKING, MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import describe_costs
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
-from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
+from adacc_hf.adapt.oom_retry import advice, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -119,11 +119,8 @@ class AdaptivePhase(FixedPolicyPhase):
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run` and return its result. If memory runs out, call `run` again under a policy that needs less
         memory."""
-        report = self._run.memory_report
-        if not self._run.config.retry_out_of_memory:
-            with memory_reported(report):
-                return run()
-        return run_with_retry(run, self._run.model, self.tighten, self.advice, report)
+        state, retries = self._run, self._run.config.retry_out_of_memory
+        return run_with_retry(run, state.model, self.tighten, self.advice, state.memory_report, retries)
 
     def tighten(self) -> str | None:
         if self._run.has_stepped:

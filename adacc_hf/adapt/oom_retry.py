@@ -80,8 +80,9 @@ def run_with_retry(
     tighten: Callable[[], str | None],
     advice: Callable[[], str],
     report: Callable[[], str],
+    retries: bool = True,
 ) -> Any:
-    """Call `run` and return its result. If memory runs out, call `run` once more with the same random numbers.
+    """Call `run` and return its result. If memory runs out, and `retries`, call it again with equal random numbers.
 
     Before the second attempt, `tighten` is called to apply a policy that needs less memory. `tighten` returns None, or
     the reason why there is no such policy. Raises torch.OutOfMemoryError, whose message includes the result of
@@ -89,6 +90,9 @@ def run_with_retry(
     the text returned by `report`, which describes the memory of the failed attempt, is logged. `report` is called while
     the tensors of this attempt are alive.
     """
+    if not retries:
+        with memory_reported(report):
+            return run()
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
     try:

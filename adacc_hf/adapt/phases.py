@@ -23,7 +23,7 @@ from adacc_hf.adapt.events import CHECKPOINT, MemoryNoted, PolicySet, prediction
 from adacc_hf.adapt.fallback_stats import describe_costs
 from adacc_hf.adapt.first_policy import first_policy
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
-from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
+from adacc_hf.adapt.oom_retry import run_with_retry
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
@@ -101,11 +101,8 @@ class WarmUpPhase(Phase):
 
         If memory runs out in a recorded micro-batch, call `run` again without recording.
         """
-        report = self._run.memory_report
-        if not self._run.config.retry_out_of_memory:
-            with memory_reported(report):
-                return run()
-        return run_with_retry(run, self._run.model, self.tighten, self.advice, report)
+        state, retries = self._run, self._run.config.retry_out_of_memory
+        return run_with_retry(run, state.model, self.tighten, self.advice, state.memory_report, retries)
 
     def tighten(self) -> str | None:
         if self._run.has_stepped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -86,6 +86,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     that autograd saves stay available to check that replay gives the same bits, as rule R7 requires. Of other results,
     which the block frees, only checksums stay. An `autograd.Function` may become one operator (function_recording.py).
     """
+
+    base_of: Callable[[Any], torch.Tensor] = staticmethod(torch.Tensor.detach)  # what is kept of a tensor
 
     def __init__(
         self,
@@ -440,7 +442,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
         self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
-        base = tensor.detach()
+        base = self.base_of(tensor)
         if storage_key(base.untyped_storage()) != storage_key(storage):
             self._alive.append(storage)
         self.bases.append(base)
