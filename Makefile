@@ -52,7 +52,7 @@ test: $(INSTALLED) ## Run the fast tests, some 4 minutes (WORKERS=N processes)
 	@$(PYTEST) -m "not slow and not gpu and not others"
 
 # One run, so that modules are imported and tests collected once. tests/conftest.py puts files with slow tests first.
-test-all: $(INSTALLED) ## Run the gate: all tests that a change must pass, some 11 minutes
+test-all: $(INSTALLED) ## Run the gate: all tests that a change must pass, some 9 minutes
 	@$(PYTEST) -m "not nightly and not gpu and not others"
 
 test-nightly: $(INSTALLED) ## Run all tests with all their cases, on new random examples (an hour)
