@@ -5,7 +5,7 @@ import torch
 from tape_builders import Block, key_of, record_block, record_of, sizes_of, text
 from torch import nn
 
-from adacc_hf.tape.symbolic_tape import AGREED, ENOUGH_RECORDS, MOST_RECORDS, SymbolicTape
+from adacc_hf.tape.symbolic_tape import AGREED, ENOUGH_RECORDS, MOST_RECORDS, SizeClassRecords, SymbolicTape
 from adacc_hf.tape.tape_cache import TapeCache
 
 # Size classes, which differ without any polynomial
@@ -155,6 +155,18 @@ def test_where_other_operators_run_unseen_each_size_is_recorded(library):
     for tokens in (5, 11, 21):
         record_block(block, text(3, tokens), library=library)
         assert not any(served(library, n, block=block) for n in range(3, 30))
+
+
+def test_records_of_other_operators_are_not_fitted_together():
+    """Records of a profile are merged without a comparison with the symbolic tape (`TapeCache.take`)."""
+    block = Untraced(lambda layer, hidden: even_or_odd(layer(hidden)))
+    class_records = SizeClassRecords(SymbolicTape.of)
+    for tokens in (4, 10, 20):
+        class_records.add(record_of(block, text(3, tokens)))
+    assert class_records.symbolic_tape is not None
+    class_records.add(record_of(block, text(3, 5)))
+    assert class_records.has_failed
+    assert class_records.symbolic_tape is None
 
 
 def rounding(layer, hidden):
