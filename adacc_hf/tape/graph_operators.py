@@ -39,7 +39,6 @@ def graph_operators(graph: Callable[..., Any], inputs: Sequence[Any]) -> Operato
     recorder = Recorder(_Inputs(fakes), tuple(fakes), {}, DeclaredRngUse)
     recorder.base_of = lambda tensor: tensor  # detaching takes a third of the time, and fakes have no memory
     save = partial(Recorder.save, weakref.proxy(recorder))
-
     # No backward follows. A hook that returned the tensor would make autograd's graph a cycle. Dynamo's graphs make one
     # themselves for an autograd.Function, which must not keep the recorder.
     with mode, more_operators(), saved_tensors_hooks(save, torch.Tensor.detach), recorder:

@@ -326,6 +326,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         may_run_again = is_fill or drawn.is_attention or drawn.is_function
         if state is None or device != self._device or has_own_generator or not may_run_again:
             return None
+        state = state.clone() if self._fake_state is not None and device.type == "cpu" else state  # own memory
         index = len(self.values)
         ref = TensorRef(index, geometry_of(state), state.dtype)
         source = Source("generator", (len(self.slots),))
