@@ -105,7 +105,7 @@ def encode_groups(
     """Encode a contiguous tensor in A groups of G = `group_size` elements. Return (codes, peaks).
 
     Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. Peaks have shape [A]. The result equals
-    `_symmetric.encode_ref`, bit for bit. `keep` is that of `outlier_int4.Outliers`, or None.
+    `_symmetric.encode_ref`, bit for bit. `keep` is `Outliers.keep` (0 for outlier channels, else -1), or None.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)

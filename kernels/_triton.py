@@ -26,9 +26,9 @@ CACHES_KERNELS = torch.version.hip is None  # on AMD's GPUs a kernel also depend
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-# Arguments that Triton must not specialize on: numbers that change during training (outliers, rows, groups and
-# their pairs), because compiling a kernel takes as long as some steps. The
-# contiguous lengths `numel` and `columns` are specialized on divisibility by 16, for 128-bit accesses.
+# Arguments that Triton must not specialize on: numbers that change during training (outliers, rows, groups and their
+# pairs), because compiling a kernel takes as long as some steps. The contiguous lengths `numel` and `columns` are
+# specialized on divisibility by 16, for 128-bit accesses.
 jit = triton.jit(do_not_specialize=["num_outliers", "rows", "groups", "pairs", "channels", "half_rows", "half_columns"])
 
 

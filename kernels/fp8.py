@@ -12,7 +12,7 @@ element. Groups are larger than in the other codecs, because each code has its o
 
 Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
 Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the
-interpreter. Triton's cast would also limit compiled graphs in the same way.
+interpreter.
 """
 
 import torch

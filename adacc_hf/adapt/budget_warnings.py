@@ -25,7 +25,7 @@ class BudgetWarnings:
         self._sizes: set[BatchShapes | None] = set()
         """Batch sizes for which a warning was logged."""
         self._diverged: set[bool] = set()
-        """Warnings on batches that did not follow their policy: True for one with a predicted excess."""
+        """Kinds of warnings logged after batches that did not follow a policy: True if an excess was estimated."""
 
     def add(self, sizes: BatchShapes | None) -> None:
         """Record that another module has logged a warning for batches of `sizes`."""
@@ -59,9 +59,9 @@ class BudgetWarnings:
         self._note_memory(text)
 
     def after(self, shapes: BatchShapes, record: SizePolicy, budget: Budget, ran_planned: bool) -> None:
-        """Warn, once per run, if a micro-batch of `shapes`, which did not follow the policy of its `record`, may have
-        exceeded the budget: its blocks ran under torch's checkpoint or, if `ran_planned`, also operators under plans
-        that were made for others, whose memory is not predicted."""
+        """Warn if a micro-batch of `shapes`, which did not follow the policy of its `record`, may have exceeded the
+        budget: at most once with an estimated excess, and before that once without. If `ran_planned`, some plans ran
+        operators that were not profiled, whose memory is not predicted. Other calls ran under torch's checkpoint."""
         excess = recomputing_peak_bytes(shapes, record) - budget.nbytes if budget.limits_peak else 0
         if not budget.limits_peak or not (excess > 0 or ran_planned) or (excess > 0) in self._diverged:
             return

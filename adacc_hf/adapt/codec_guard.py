@@ -86,7 +86,7 @@ class LossGuard:
 
     def judge(self, suspicion: str | None, profile: Profile, tracked: Tracked) -> tuple[str, str] | None:
         """Judge the gradients measured in a tracking step. Return (reason for the check, verdict) and log both, or
-        return None if no gradient is degraded, and no suspicious loss (`suspicion`) was the reason for the check."""
+        return None if no gradient is degraded and `suspicion`, the reason to expect a degraded one, is None."""
         errors = {kind: gradient.error for kind, gradient in tracked.gradients.items()}
         degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
         reason = suspicion or ("a tracking step found a degraded gradient" if degraded else None)

@@ -35,8 +35,8 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
     """Return the policy for the run's first profile. The result is the same on all ranks.
 
     `profile` includes the corrections of a resumed run, and one of the `saved` policies of its checkpoint is used if
-    it fits well. If an optimizer steps within the backward, a profile cannot predict the peak, and the policy needs the
-    least memory of all. Raises InfeasibleBudgetError if no policy fits the budget.
+    it fits well. If the budget limits the peak and an optimizer steps within backward, no profile predicts the peak:
+    the policy that needs the least memory is used. Raises InfeasibleBudgetError if no policy fits the budget.
     """
     config, source, corrections = run.config, run.source, run.corrections
     _warn_fragments(profile, config)

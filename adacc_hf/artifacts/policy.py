@@ -112,7 +112,7 @@ class Plan:
     places: tuple[tuple[int, Place], ...] = ()
     """(value index, argument place) of each compressed input of a checkpointed block."""
     tiling: Tiling | None = None
-    """Tiles in which modules of the block run, or None. `kind` is the digest of the tape in tiles."""
+    """Tiles in which modules of the block run, or None. With tiles, `kind` is the digest of the tape in tiles."""
 
     @property
     def is_idle(self) -> bool:

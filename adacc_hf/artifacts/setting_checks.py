@@ -39,7 +39,7 @@ def check_integer(name: str, value: int, low: int, high: int) -> None:
 
 def _quoted(value: Any) -> str:
     """Return a hint for the error message if a string looks like a number or a boolean, else "". YAML reads quoted
-    values as strings, and 1e-2, which lacks a point."""
+    values as strings, and also 1e-2 without quotes, because it has no decimal point."""
     if not isinstance(value, str):
         return ""
     truth = value.strip().capitalize()

@@ -97,7 +97,7 @@ class InputGroup:
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
-        """Drop the cached projection of `x` when `x` is freed. Afterwards, only autograd keeps it alive."""
+        """Drop the cached projection of `x` when `x` is freed. Afterwards, only autograd keeps the projection alive."""
         if self._last_projection is not None and self._last_projection.x is x:
             self._last_projection = None
 

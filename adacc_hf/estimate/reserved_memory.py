@@ -122,7 +122,7 @@ def _checkpointed_blocks(model: FakeModel) -> Iterator[None]:
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, **settings)
     try:
-        # `FakeBackward` is no run of torch's engine, by which checkpoints know that they were recomputed.
+        # Checkpoints identify a backward by its graph task in torch's engine. `FakeBackward` has no graph task.
         with GraphExecGroup(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*CUDA is not available")
             yield

@@ -32,8 +32,8 @@ def assemble(
 ) -> Profile:
     """Return the profile of a micro-batch of `step`, without blocks that were not recorded.
 
-    `layouts` is the memory by head, first with `Profile.head`, and `head_ms` is empty for one head. `resident_bytes`
-    are live between steps with one batch. `sizes` and `batch_bytes` are those of the micro-batch.
+    `layouts` contains the step's memory by head, the profile's head first, and `head_ms` the heads' times, or nothing
+    for a single head. `resident_bytes` are live between steps, with one micro-batch of `sizes` and `batch_bytes`.
     """
     shared, device = recording.shared, next(model.parameters()).device
     (head, own), *others = layouts.items()

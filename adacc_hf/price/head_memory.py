@@ -32,7 +32,7 @@ class HeadMeter:
         self.times: dict[str, float] = dict.fromkeys(PRICED_HEADS, 0.0)
         """Milliseconds of each head, forward and backward."""
         self._more = [0, 0, 0]
-        """Bytes that whole logits take more than chunks: stored, and at the peaks of forward and backward."""
+        """Additional bytes of whole logits compared with chunks: stored, and at the peaks of forward and backward."""
         self._before = head.num_losses, head.num_full_logits
         self._was_on, self._was_trial = head.is_on, head.is_trial
         head.is_on = head.is_trial = True

@@ -127,7 +127,7 @@ class ModelRecorder:
         return replace(recording, tile_memory=self.tile_memory)
 
     def note_freed(self) -> None:
-        """Note the inputs of blocks that only the recorded calls keep alive."""
+        """Store the keys of the blocks' input storages that nothing but the recorded calls keeps alive."""
         inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
         held_keys = self._outside_storages.keys() | self.kept_keys
         self._freed_keys = {note.key for note in inputs if note.key not in held_keys}

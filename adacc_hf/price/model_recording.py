@@ -42,7 +42,7 @@ class ModelRecording:
     cache: when the plan was chosen, autograd held tensors that it freed afterwards, and later calls did not share casts
     yet."""
     saved_bytes: dict[str, int]
-    """Bytes that autograd saved, by call that cannot be replayed."""
+    """Bytes that autograd saved in each call that cannot be replayed, by call name."""
     tape_cache: TapeCache
     freed_shared: frozenset[int]
     """Indices into `shared` of the tensors that only replays keep alive when the head runs."""

@@ -13,8 +13,8 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 V = TypeVar("V")
 
 SUMMARY_RATIO = 8
-"""Least ratio of an operand's elements to those of a summary, such as a mean. A codec would save few bytes on it, and
-each of its elements affects many others."""
+"""Minimum number of elements that an operator reads per element of a summary, such as a mean. Compressing the summary
+would save few bytes, and each of its elements affects many others."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
 """Operators whose backward takes the exponential of an input or a result, or uses an input as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")

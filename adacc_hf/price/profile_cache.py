@@ -58,7 +58,7 @@ class Row:
 
 
 def default_folder() -> Path:
-    """Return $ADACC_HF_PROFILES if it is set, else $XDG_CACHE_HOME (by default ~/.cache) and adacc_hf/profiles.
+    """Return the folder $ADACC_HF_PROFILES if it is set, else adacc_hf/profiles in $XDG_CACHE_HOME or ~/.cache.
 
     Raises ProfileCacheError for a user without a home folder, as in containers under an arbitrary user ID.
     """

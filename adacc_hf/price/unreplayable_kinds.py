@@ -47,7 +47,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, extra_bytes: int) -> KindProfile:
-    """Return a copy of `kind` whose forward stores all saved tensors in one event above `extra_bytes`."""
+    """Return a copy of `kind` whose forward needs `extra_bytes`, and at its end stores all saved tensors at once."""
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes), store_event))
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 class LargerBatches:
     """Forward hook that warns once, at the first batch with more elements than the profiled batch: a fixed policy is
-    correct at any size, but its predicted peak is for one."""
+    correct at any size, but its predicted peak is that of the profiled size."""
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._policy = policy

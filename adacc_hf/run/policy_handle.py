@@ -274,8 +274,8 @@ def _check_tiled_modules(policy: Policy, blocks: Mapping[str, nn.Module]) -> Non
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
-    """Raise PolicyMismatchError if the policy is for other blocks. Their order may differ, as in CLIP: a policy has
-    that of the forward, and `blocks` that of the modules."""
+    """Raise PolicyMismatchError if the policy is for other blocks. The order may differ, as in CLIP: `policy` lists
+    the blocks in the order of the forward, and `blocks` in the order of the model's modules."""
     call_names = [name for name, _ in policy.blocks]
     num_calls_by_block = calls_per_block(call_names)
     expected = sorted(call_name(block, i + 1) for block, number in num_calls_by_block.items() for i in range(number))

@@ -39,8 +39,8 @@ def graph_operators(graph: Callable[..., Any], inputs: Sequence[Any]) -> Operato
     recorder = Recorder(_Inputs(fakes), tuple(fakes), {}, DeclaredRngUse)
     recorder.base_of = lambda tensor: tensor  # detaching takes a third of the time, and fakes have no memory
     save = partial(Recorder.save, weakref.proxy(recorder))
-    # No backward follows. A hook that returned the tensor would make autograd's graph a cycle. Dynamo's graphs make one
-    # themselves for an autograd.Function, which must not keep the recorder.
+    # No backward follows, so `save` returns no tensor. A returned tensor would make autograd's graph a reference cycle.
+    # Dynamo's graphs of an `autograd.Function` are cycles anyway, so `save` refers to the recorder weakly.
     with mode, more_operators(), saved_tensors_hooks(save, torch.Tensor.detach), recorder:
         graph(*fakes)
     return operators_of(recorder.tape())

@@ -255,5 +255,5 @@ _CHECKS: dict[str, Callable[[_Call], bool]] = {
     **dict.fromkeys(("to_copy", "copy", "native_dropout", "empty_like", "bernoulli"), _is_pointwise),
     "cat": _is_cat,
 }
-"""Function that returns True if a call is row-wise, by the operator's name. Operators that torch tags as pointwise are
-not listed."""
+"""For each operator name, a function that returns True if a call of the operator is row-wise. Operators that torch
+tags as pointwise are not listed."""

@@ -30,8 +30,8 @@ from adacc_hf.tape.tape_template import TapeTemplate
 ENOUGH_RECORDS = 3
 """Number of recorded tapes needed for a fit. Two sizes determine a polynomial, and a third checks it."""
 MOST_RECORDS = 8
-"""Maximum number of recorded tapes for a fit. A number that still has none, such as a length rounded up to a multiple
-of a window, follows no polynomial."""
+"""Maximum number of recorded tapes for a fit. If no fit succeeds with them, a number on the tapes is no polynomial of
+the sizes, such as a length rounded up to a multiple of a window."""
 AGREED = 16
 """Number of new sizes at which calls of a symbolic tape are checked. A polynomial, a sum of at most three products of
 sizes, that is right there is assumed to be right at all sizes in between. A step function would differ at one."""

@@ -107,9 +107,9 @@ class AllocatorEvents:
         The first event of each session after the first one shows what was allocated between the sessions, by inner
         meters for example.
 
-        Storages from before the first event have no effect. The profiler does not know storages from between sessions,
-        and counts no free of theirs. But if such a storage has the address of one whose free it missed, it counts a
-        free, with the bytes of the latter: such frees are taken back.
+        Storages from before the first event have no effect. If an earlier session recorded such a storage, the profiler
+        subtracts its bytes when it is freed, and this method adds them back. The profiler misses frees between
+        sessions: it takes the free of a new storage at the same address for the free of the old one.
         """
         last_events = dict(zip(self._addresses, range(len(self._addresses)), strict=True))
         marks = {last_events[address] for address in mark_addresses}

@@ -34,7 +34,7 @@ class Interruption(NamedTuple):
 
     kind: str
     started: float
-    """Start as `time.perf_counter()`."""
+    """Start time, as a value of `time.perf_counter()`."""
     seconds: float
 
 
