@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels._host_sizes import aligned
+from adacc_hf.kernels._host_payloads import aligned
 from adacc_hf.kernels._pinned_memory import PinnedMemory
 
 log = logging.getLogger(__name__)

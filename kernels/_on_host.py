@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels._host_names import HOST, encoding_of
+from adacc_hf.kernels._host_payloads import HOST, encoding_of
 from adacc_hf.kernels._host_pool import HostBlock, host_pool
 from adacc_hf.kernels._layout import as_flat, is_dense, restore
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, without_gradients

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu
-from adacc_hf.kernels._host_names import is_on_host
+from adacc_hf.kernels._host_payloads import is_on_host
 from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
 _PACKAGE = "adacc_hf.kernels"

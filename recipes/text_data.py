@@ -36,6 +36,10 @@ def load_text_data(
         packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, "training")
         packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, "validation")
         first_validation = _first_sequences(packed_validation, args.max_eval_sequences)
+        if not len(first_validation):  # of a stream: `pack_documents` cannot know its length
+            raise ValueError(
+                f"--seq_len={seq_len} exceeds all validation text; lower it, or raise --validation_documents"
+            )
     return TextData(tokenizer=tokenizer, train=packed_train, validation=first_validation, held_out=validation)
 
 

@@ -117,8 +117,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self.choice.read(inputs)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run` and return its result. If memory runs out, call `run` again under a policy that needs less
-        memory."""
+        """Call `run` and return its result. If memory runs out, call it again under a policy that needs less."""
         state, retries = self._run, self._run.config.retry_out_of_memory
         return run_with_retry(run, state.model, self.tighten, self.advice, state.memory_report, retries)
 

@@ -26,10 +26,7 @@ class FixedPolicyPhase(Phase):
         self._has_forward = False
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, and return its result.
-
-        After an error, `run` is not called again, because the policy is fixed.
-        """
+        """Call `run`, which trains on the micro-batch, once, because the policy is fixed. Return its result."""
         with memory_reported(self._run.memory_report):
             return run()
 

@@ -15,7 +15,7 @@ import torch
 
 from adacc_hf.adapt.gradient_check import GradientError
 from adacc_hf.artifacts.call_names import numbered_names
-from adacc_hf.kernels._host_names import encoding_of
+from adacc_hf.kernels._host_payloads import encoding_of
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
 from adacc_hf.torch_glue.tensors import double_precision_bytes, relative_error
 

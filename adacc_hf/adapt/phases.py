@@ -97,10 +97,7 @@ class WarmUpPhase(Phase):
             self._record(None)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, and return its result.
-
-        If memory runs out in a recorded micro-batch, call `run` again without recording.
-        """
+        """Call `run` and return its result. If memory runs out while a call is recorded, call it again unrecorded."""
         state, retries = self._run, self._run.config.retry_out_of_memory
         return run_with_retry(run, state.model, self.tighten, self.advice, state.memory_report, retries)
 

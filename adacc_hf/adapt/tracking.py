@@ -25,7 +25,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Action, Plan, Policy
-from adacc_hf.kernels._host_names import encoding_of
+from adacc_hf.kernels._host_payloads import encoding_of
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.torch_glue.batch_shapes import describe
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks

@@ -39,8 +39,8 @@ class BlockOutcome:
     """Live bytes at each moment of the backward, without `BlockProfile.backward_base_bytes` and earlier blocks' stored
     bytes."""
     live_bytes: int
-    """Part of `stored_bytes` that adds to the live bytes of the model's forward. Casts in autocast's cache live until
-    the end of the forward anyway."""
+    """Part of `stored_bytes` that adds to the live bytes of the model's forward, without parameter casts in autocast's
+    cache, which live until the end of the forward anyway."""
     host_bytes: int = 0
     """Bytes that the forward stores in host memory for backward."""
 

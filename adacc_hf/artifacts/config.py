@@ -19,7 +19,7 @@ from adacc_hf.artifacts.policy import HEADS, Action
 from adacc_hf.artifacts.setting_checks import check_flag, check_integer, check_range, describe_value
 from adacc_hf.artifacts.tiles import TILE, most_tiles
 from adacc_hf.artifacts.units import parse_bytes
-from adacc_hf.kernels._host_names import is_on_host
+from adacc_hf.kernels._host_payloads import is_on_host
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Policy

@@ -63,7 +63,7 @@ def from_fields(expected: Any, value: Any) -> Any:
         return None if value is None else from_fields(arguments[0], value)
     if is_dataclass(expected) and isinstance(expected, type):
         hints = _type_hints(expected)
-        return expected(**{name: from_fields(hints[name], each) for name, each in value.items()})
+        return expected(**{name: from_fields(hints[name], each) for name, each in dict(value).items()})
     return expected(value) if isinstance(expected, type) and issubclass(expected, Enum) else value
 
 

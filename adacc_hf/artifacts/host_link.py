@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from adacc_hf.kernels._host_names import HOST, on_host
-from adacc_hf.kernels._host_sizes import MOST_TENSORS, most_pool_bytes
+from adacc_hf.kernels._host_payloads import HOST, MOST_TENSORS, most_pool_bytes, on_host
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import CodecOption

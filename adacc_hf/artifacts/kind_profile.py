@@ -19,7 +19,7 @@ from adacc_hf.artifacts.exact_recompute_rules import (
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
 from adacc_hf.artifacts.tiles import RowTiles, Tiling
-from adacc_hf.kernels._host_names import HOST
+from adacc_hf.kernels._host_payloads import HOST
 
 WHOLE = "whole"
 """Role of the activation that represents all saved tensors of a block that cannot be replayed."""
@@ -200,7 +200,7 @@ class KindProfile:
     """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
     if no operator can be replayed. Collectives must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of saved casts of an earlier call, which a second forward computes again."""
+    """Bytes of saved parameter casts that autocast cached in an earlier call. A second forward computes them again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     host_link: HostLink | None = None
@@ -265,9 +265,9 @@ class KindProfile:
 
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
-        """Saved activations that may be recomputed only from exact values, with these values: the rows of a statistic,
-        or all upstream activations if the replay error is too large or the replay draws in an `autograd.Function`
-        (`exact_recompute_rules.py`)."""
+        """Map from each saved activation that may be recomputed only from exact values to these: the rows of a
+        statistic, or all upstream activations if the replay error is too large or an `autograd.Function` draws random
+        numbers (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         imprecise = {
             v.index: upstream_activations(v.index, self._reads, self._is_activation)

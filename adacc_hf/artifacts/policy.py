@@ -21,7 +21,7 @@ from adacc_hf.artifacts.files import POLICY_FILE, from_fields, policy_file, read
 from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.kernels._host_names import is_on_host
+from adacc_hf.kernels._host_payloads import is_on_host
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import CodecOption

@@ -152,7 +152,7 @@ class Profile:
     def with_extra_live_bytes(self, forward: int, head: int, blocks: Sequence[int], after: int) -> Profile:
         """Return a copy with more live bytes, or fewer, for both heads.
 
-        `forward` bytes are live in the forward of the blocks, `head` in that and the backward of head and loss,
+        `forward` bytes are live in the forward of the blocks, `head` in the forward and backward of the head and loss,
         `blocks[i]` in the backward of the i-th block, and `after` once the backward of all blocks has ended.
         `static_bytes` and the optimizer's peak do not change.
         """

@@ -46,7 +46,7 @@ class ModuleTiles:
     is_backward_only: bool = False
     """True if only the module's backward runs in tiles."""
     operators: tuple[int, ...]
-    """Operators of this module in the kind: one stands for the module if its forward runs in tiles."""
+    """Indices of the module's operators in `KindProfile.operators`: a single one if its forward runs in tiles."""
     num_operators: int
     """Number of operators that each tile launches in one forward."""
     num_rows: int

@@ -141,10 +141,8 @@ class CompiledPolicy:
             if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
                 raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
             regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
-            settled_for = record.get("settled_for")  # missing in files of earlier versions
-            return cls(
-                share=record["share"], budget_bytes=record["budget_bytes"], settled_for=settled_for, regions=regions
-            )
+            fields = {name: record[name] for name in ("share", "budget_bytes", "settled_for")}
+            return cls(**fields, regions=regions)
         except (KeyError, TypeError, ValueError) as error:
             raise PolicyMismatchError(
                 f"{path} is not a complete compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: "

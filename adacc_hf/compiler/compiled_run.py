@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4  # compilations of all graphs for a better share, each as long as the first one
 SLACK = 0.03  # fraction of the budget that may stay unused without another compilation
-MARGIN = 0.01  # of plain torch.compile's bytes, by which graphs store less than the excess after an exceeded budget
+MARGIN = 0.01  # of plain torch.compile's bytes, which graphs store less, besides the excess, after an exceeded budget
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps")
 """Fields of `AdaccConfig` that affect a run with torch.compile."""
 
@@ -357,10 +357,10 @@ def begin_compiled_run(
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
     """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
-    The policy in `checkpoint` is followed only if the run that saved it had finished adjusting the share for the same
-    budget, and has no codecs that `config` excludes. The history contains the events of that run. `note` reports events
-    of the new run. Raises ValueError if `policy_file` is not a path, but a policy for runs without torch_compile, or if
-    it has codecs that `config` excludes.
+    The policy in `checkpoint` is followed only if it has no codecs that `config` excludes, and the run that saved it
+    had finished adjusting the share for the same budget. The history contains the events of that run. `note` reports
+    events of the new run. Raises ValueError if `policy_file` is not a path, but a policy for runs without
+    torch_compile, or if the policy in the file has codecs that `config` excludes.
     """
     from adacc_hf.compiler import CompiledPolicy
 

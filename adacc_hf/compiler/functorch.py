@@ -128,7 +128,7 @@ def prepare(module: fx.GraphModule) -> str | None:
 
 def _copy_written_inputs(graph: fx.Graph) -> None:
     """Insert a copy of each input that the graph overwrites when forward ends, and let all readers use the copy.
-    Backward would recompute from the new value, as with torch's own partitioner."""
+    Without the copy, backward would recompute from the new value, as it does under torch's own partitioner."""
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]
         if written.op != "placeholder" or write.meta.get("partitioner_tag") == "must_be_in_backward":

@@ -133,7 +133,7 @@ def _num_node_elements(node: fx.Node) -> int | None:
 # traffic beyond its neighbours', except for expensive functions such as tanh. Storing a value costs a write in forward
 # and a read in backward. Products and attention are never fused, so they are timed.
 
-LARGE_BYTES = 64 * 2**20  # copied to measure bandwidth; exceeds the caches, as a stored value when backward reads it
+LARGE_BYTES = 64 * 2**20  # copied to measure bandwidth: more than the caches hold, as backward reads from memory
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """Elements of the tensor on which functions are timed, by device type. The tensor occupies the whole device but stays
 in the cache, so the measured time is that of the arithmetic."""

@@ -228,6 +228,8 @@ def _convert_options(arguments: argparse.Namespace) -> None:
         number = _value_of(arguments, option)
         if number is not None and not is_allowed(number):
             raise ValueError(f"{option}={number} must be {rule}")
+    if arguments.largest and arguments.html is not None:
+        raise ValueError("--largest prints a table and writes no report: leave out --html, or --largest")
     arguments.sharding = _plan_sharding(arguments)
     for option in ("--budget", "--host-memory", "--host-bandwidth"):
         setattr(arguments, _attribute(option), _option_bytes(_value_of(arguments, option), option))

@@ -49,8 +49,8 @@ class LargestShapes:
 
 
 def largest_shapes(request: Request) -> list[LargestShapes]:
-    """Return, for each of LARGEST_METHODS, the largest batch and the longest sequence within the budget of `request`,
-    and the model's context.
+    """Return, for each of LARGEST_METHODS, the largest batch and the longest sequence that fit the budget of `request`.
+    Sequences are searched up to the model's context length.
 
     Raises the errors of `planning.plan`.
     """
@@ -103,7 +103,7 @@ def largest_text(request: Request, largest: list[LargestShapes]) -> str:
         time = "-" if each.ms_per_token is None else f"{1e3 * each.ms_per_token:.1f}"
         rows.append((each.title, f"{each.batch_size:,}" if each.batch_size else "none", length, ratio, time))
     title = (
-        f"{request.model}: largest batch of {request.seq_len} tokens, and longest sequence in batches of "
+        f"{request.model}: largest batch of sequences of {request.seq_len} tokens, and longest sequence in batches of "
         f"{request.batch_size}, per device within {format_bytes(request.budget)}, on {request.workload.device.title}"
     )
     return "\n".join([title, "", *plan_table(rows)])

@@ -286,12 +286,15 @@ class TrainingPlanner:
             if batch in (0, request.batch_size) and length % LENGTH_STEP == 0
         }
 
+        def length(steps: int) -> int:  # leaves room for a token of text beside images
+            return min(max(LENGTH_STEP * steps, self.model.image_tokens + 1), longest)
+
         def excess(steps: int) -> int:
-            return self._excess(method, request.batch_size, min(LENGTH_STEP * steps, longest))
+            return self._excess(method, request.batch_size, length(steps))
 
         num_steps = largest_fitting(excess, start // LENGTH_STEP, -(-longest // LENGTH_STEP), hints)
         requested_fits = self._excess(method, request.batch_size, request.seq_len) <= 0
-        return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
+        return max(length(num_steps) if num_steps else 0, request.seq_len if requested_fits else 0)
 
     def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
         """Return peak minus budget in bytes, by (batch size, sequence length) of each traced shape. The number at

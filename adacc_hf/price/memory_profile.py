@@ -41,7 +41,7 @@ class StepLayout:
     forward_peaks: dict[str, int]
     """Peak in the forward of each block, above the live bytes at its start."""
     rest_peaks: dict[str, int]
-    """Peak from the end of each block's forward but the last to the next block, above the live bytes at its start."""
+    """Peak from the end of a block's forward to the next block, above the live bytes at the former's start."""
     first_peak_bytes: int
     """Peak before the first block runs, for example in a teacher's forward."""
     outside_stored_bytes: int
@@ -217,7 +217,7 @@ class CallMarker:
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:
-        """Mark `label` once the gradient of the first differentiable tensor is complete. False without one."""
+        """Mark `label` once the gradient of the first tensor in `tree` that has one is complete. Return if there is."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.measurement.on_gradient(leaf, lambda: self._mark(label))
@@ -232,7 +232,7 @@ class CallMarker:
 
 class StepMarker:
     """Recorder that marks the parts of each training step in `meter` until `remove()`: the blocks' backward, the
-    optimizer's step, and the rest. `functions` runs each block call, by name."""
+    optimizer's step, and the rest. `functions` maps the name of each block call to the object that runs it."""
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []

@@ -46,8 +46,8 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
     """Return True if a tensor of shape `size`, computed from one of shape `source`, has only a few numbers for each
     row.
 
-    Examples are a mean, a norm, or attention's log-sum-exp, possibly padded. The result of a product or an index has as
-    many dimensions as its operand, and is none.
+    Examples are a mean, a norm, or attention's log-sum-exp, possibly padded. The result of a product or an index is not
+    a summary: it has as many dimensions as its operand.
     """
     if is_statistic(size):
         return True

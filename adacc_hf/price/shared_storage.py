@@ -72,7 +72,7 @@ class RecordedBlock:
     is_retained: bool = False
     """True if the call keeps all its saved tensors, although its operators cannot be replayed."""
     dead_slots: frozenset[int] = frozenset()
-    """Saved tensors that autograd freed before the forward's end, because no loss depends on them."""
+    """Slots that autograd freed before the forward's end, because no loss depends on the operator that saved them."""
     externally_held: frozenset[int] = frozenset()
     """Saved values that an autograd function's attribute or a module keeps alive."""
     kind: int = -1
@@ -167,7 +167,7 @@ class SharedTensors:
         return len(self._cast_owners[cast.key]) > 1
 
     def owns_cast(self, block: RecordedBlock, cast: TensorNote) -> bool:
-        """Return True if the bytes of `cast` count for `block`, the first call that saves it."""
+        """Return True if the bytes of `cast` count for `block`: the first to save it, of the rest and the calls."""
         return self._cast_owners[cast.key][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:

@@ -55,9 +55,9 @@ def with_untrusted_forward(kind: KindProfile, extra_bytes: int) -> KindProfile:
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
     """Return a copy of `kind` with a backward that needs `extra_bytes` in addition to the saved tensors.
 
-    `extra_bytes` was measured under torch's checkpoint, which runs the forward again. So the first forward needs at
-    most these, plus the result, which the second forward may not reach, and which is assumed to be as large as the
-    largest input. Without a measured backward (None) or saved tensors, return `kind` unchanged.
+    `extra_bytes` was measured under torch's checkpoint, which runs the forward again, but may stop before its result.
+    So the forward is limited to `extra_bytes` plus the result, assumed to be as large as the largest input. Without a
+    measured backward (None) or saved tensors, return `kind` unchanged.
     """
     if extra_bytes is None or not kind.slots:
         return kind

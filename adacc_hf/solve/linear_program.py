@@ -165,11 +165,7 @@ class Solver:
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms) -> Sequence[float] | None:
-        """Return the values of all variables that minimise `costs`, pairs of a variable's number and its cost.
-
-        Return None if no solution is found.
-        """
-        import highspy
+        """Return the values of all variables that minimise `costs`, or None if no solution is found."""
         import numpy
 
         dense = numpy.zeros(len(self._columns))
@@ -180,15 +176,21 @@ class Solver:
             # HiGHS's run time accumulates over all its runs.
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + SOLVER_SECONDS)
         self._highs.run()
-        if self._highs.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kNotset):
+        if not self._is_solved():
             self._highs.clearSolver()  # from the last basis, HiGHS may stall on rounding errors
             self._highs.run()
         self._log.num_solves += 1
-        # PuLP's own status would say "optimal" for a run that ended at the time limit.
-        status, information = self._highs.getModelStatus(), self._highs.getInfo()
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-            return None
-        has_solution = information.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        if not has_solution:
+        if not self._is_solved():
             return None
         return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist()
+
+    def _is_solved(self) -> bool:
+        """Return True if the last run has solved a relaxation to the optimum, or has found an integer solution."""
+        from highspy import HighsModelStatus, SolutionStatus
+
+        # PuLP's own status would say "optimal" for a run that ended at the time limit.
+        status, point = self._highs.getModelStatus(), self._highs.getInfo().primal_solution_status
+        if not self._integer:
+            return bool(status == HighsModelStatus.kOptimal)
+        is_infeasible = status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible)
+        return bool(point == SolutionStatus.kSolutionStatusFeasible) and not is_infeasible

@@ -25,7 +25,7 @@ from adacc_hf.artifacts.policy import (
     Choice,
     Plan,
 )
-from adacc_hf.kernels._host_names import encoding_of
+from adacc_hf.kernels._host_payloads import encoding_of
 from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:

@@ -223,10 +223,10 @@ class FunctionRecorder:
         mark, generator_states = self._mark(), self._generator_states()
         arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
         function_call = None if parts is None else call_of(function, parts)
-        self._release_results()
-        for tensor in arguments.values():
-            self._hold(tensor)
-        with self.paused():
+        with self.paused():  # this mode is active, unlike in an operator
+            self._release_results()
+            for tensor in arguments.values():
+                self._hold(tensor)
             fingerprints = {key: fingerprint(tensor) for key, tensor in arguments.items()}
         with self._inside_function():
             result = forward_call.run()

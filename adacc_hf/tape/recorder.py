@@ -87,7 +87,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     which the block frees, only checksums stay. An `autograd.Function` may become one operator (function_recording.py).
     """
 
-    base_of: Callable[[Any], torch.Tensor] = staticmethod(torch.Tensor.detach)  # what is kept of a tensor
+    base_of: Callable[[Any], torch.Tensor] = staticmethod(torch.Tensor.detach)  # makes the tensor stored in `bases`
 
     def __init__(
         self,
@@ -300,8 +300,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             if operator is None or operator.allocates or not operator.may_run_again or value.index in saved:
                 continue
             if value.nbytes and is_plain(base) and storage_key(base.untyped_storage()) == self._storages[value.index]:
-                with self.paused():
-                    self._checksums[value.index] = checksum(base)
+                self._checksums[value.index] = checksum(base)
                 self._alive.append(StorageWeakRef(base.untyped_storage()))
                 self.bases[value.index] = base.new_empty(0)
         self._num_examined = len(self.values)
@@ -434,7 +433,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         value). The new one covers the same part of the storage as the old one, even if `tensor` is a smaller view."""
         old = self.refer(tensor).value
         self.values[old].overwritten = True
-        new = self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)
+        with self.paused():  # a Function is noted while this mode is active
+            new = self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)
         self._written[new] = TensorRef(old, geometry_of(tensor), tensor.dtype)
         return old, new
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from adacc_hf.artifacts.block_walk import DECODED_CACHE_UNPACKS
+from adacc_hf.tape.operator_effects import moves_storage
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 from adacc_hf.torch_glue.private import schema_of
 from adacc_hf.torch_glue.rng_state import draw_from_state
@@ -171,6 +172,7 @@ def walk(tape: Tape, environment: Environment) -> Iterator[TapeOperator]:
     for operator in tape.operators:
         results = {value: environment[value] for value in operator.results()}
         may_run = operator.may_run_again and (tape.untrusted or not tape.verified.isdisjoint(results))
+        may_run = may_run and not moves_storage(operator)  # readers would find the old storage
         is_ready = may_run and all(environment[value] is not None for value in operator.inputs())
         if is_ready and any(tensor is None for tensor in results.values()):
             ReplayStep(operator, tape).run(environment)
@@ -228,8 +230,8 @@ class ReplayProgram:
 
 
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Return (indices of the operators to run, in order, to recompute a value of a tape, the values from which they
-    start). The latter are available, or no operator computes them."""
+    """Return (operators, inputs) to recompute a value of a tape: the indices of the operators, in order, and the values
+    from which they start, which are available or have no producer."""
     operators: set[int] = set()
     leaves: dict[int, None] = {}
     pending = [value]

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SMALL_COPY = 64 << 10
 """Maximum size in bytes of a tensor that is copied before each call. Larger tensors are copied before a block's first
 call, and before later calls if the first one changed a large tensor."""
-MAX_ITEMS, MAX_DEPTH = 256, 5  # of containers whose items are compared, and of containers in each other
+MAX_ITEMS, MAX_DEPTH = 256, 5  # length of a container whose items are compared, and depth of nested containers
 
 _ABSENT: Any = object()
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, modules and hooks

@@ -307,7 +307,7 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
 
 class CachingWarning(logging.Filter):
     """Log filter that drops Transformers' warning that a cache is incompatible with checkpointing, until `remove`.
-    Blocks under a policy use the entry point of gradient checkpointing, so Transformers would warn about them."""
+    Blocks under a policy use checkpointing's entry point, so Transformers would warn. It is dropped for all layers."""
 
     def __init__(self) -> None:
         super().__init__()

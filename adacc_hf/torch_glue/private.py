@@ -175,7 +175,9 @@ schema_of = _attribute_getter("OpOverload", "_schema")
 op_name = _attribute_getter("OpOverload", "_opname")  # without namespace and overload
 TO_COPY = torch.ops.aten._to_copy.default  # a cast, a move to another device, or both
 SOFTMAX = torch.ops.aten._softmax
-GROUPED_PRODUCT = getattr(torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm"))  # of experts' rows
+GROUPED_PRODUCT = getattr(
+    torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm")
+)  # a matrix for each group of rows
 
 _ATTENTION = {
     kind: private_name("torch.ops.aten", f"_scaled_dot_product_{rest}")
@@ -200,7 +202,7 @@ def attention_operator(kind: str) -> Any:
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None or False if Dynamo is inactive
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
-transform_level = torch._C._functorch.maybe_current_level  # of torch.func; None outside; inside, no tensor has storage
+transform_level = torch._C._functorch.maybe_current_level  # nested torch.func transforms; None outside of them
 
 
 def is_profiling() -> bool:

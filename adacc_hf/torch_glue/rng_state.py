@@ -50,8 +50,8 @@ class RandomStates:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Set Python's and numpy's generators to the states of the snapshot inside the `with` block. After the block,
-        restore their present states."""
+        """Set Python's and numpy's generators to the states of the snapshot inside the `with` block, and restore their
+        present states afterwards. Not for a snapshot with `devices`, whose present states would be lost."""
         present = RandomStates()
         self.restore()
         try:

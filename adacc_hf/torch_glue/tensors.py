@@ -262,7 +262,7 @@ def _do_nothing(*args: Any) -> None:
 # Distances of tensors: L2 norms in double precision. Several tensors are treated as one vector. These functions do not
 # synchronise.
 
-NUM_PARTS, SMALLEST_PART = 64, 4096  # parts of a tensor that are cast to double precision, and their least elements
+NUM_PARTS, SMALLEST_PART = 64, 4096  # of a cast to double precision: number of parts, least size of one
 
 
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
+from adacc_hf.kernels._host_payloads import ALIGNMENT, MOST_TENSORS
 from adacc_hf.kernels._host_pool import host_pool
-from adacc_hf.kernels._host_sizes import ALIGNMENT, MOST_TENSORS
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.run.call import Recording
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy

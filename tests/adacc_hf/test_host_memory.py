@@ -15,9 +15,8 @@ from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.kernels._host_names import HOST, encoding_of, is_on_host, on_host
+from adacc_hf.kernels._host_payloads import ALIGNMENT, HOST, MOST_TENSORS, encoding_of, is_on_host, on_host
 from adacc_hf.kernels._host_pool import host_pool
-from adacc_hf.kernels._host_sizes import ALIGNMENT, MOST_TENSORS
 from adacc_hf.price import host_copies
 from adacc_hf.run.policy_handle import remove_policy
 from adacc_hf.solve.simple_policies import policy_of_plans, random_policy, uniform_policy

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.kernels import _host_pool
+from adacc_hf.kernels._host_payloads import ALIGNMENT, aligned
 from adacc_hf.kernels._host_pool import HostPool
-from adacc_hf.kernels._host_sizes import ALIGNMENT, aligned
 
 
 class User:

@@ -11,7 +11,7 @@ from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import checkpoint_plan
 from adacc_hf.artifacts.policy import RETAIN, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.kernels._host_sizes import ALIGNMENT
+from adacc_hf.kernels._host_payloads import ALIGNMENT
 from adacc_hf.solve.simple_policies import policy_of_plans
 
 LINK = HostLink(to_host_bytes_per_ms=10.0, to_device_bytes_per_ms=5.0, copy_ms=1.0)

@@ -19,6 +19,7 @@ REFUSED = {
     "batch": ("--batch-size 0", "--batch-size=0 must be at least 1"),
     "short": ("--seq-len 1", "--seq-len=1 is outside its range \\(2 to 64"),
     "long": ("--seq-len 65", "--seq-len=65 is outside its range \\(2 to 64, the model's context\\)"),
+    "report": ("--largest --html report", "--largest prints a table and writes no report: leave out --html"),
     "budget": ("--budget 1MiB", "--budget=1.00 MiB is below the .* MiB that training takes .*--fsdp N"),
     "budget form": ("--budget much", "--budget='much'"),
     "optimizer": ("--optimizer adam", "--optimizer=adam is not known: choose from adamw"),

@@ -1,6 +1,7 @@
 """Plans of vision-language models with images in their batches."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from transformers import LlavaConfig, PretrainedConfig
@@ -11,8 +12,9 @@ from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
 from adacc_hf.estimate.images import unchecked_placeholders
+from adacc_hf.estimate.largest import largest_shapes
 from adacc_hf.estimate.plan_report import to_text
-from adacc_hf.estimate.planning import Request, plan
+from adacc_hf.estimate.planning import Request, TrainingPlanner, plan
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -63,6 +65,15 @@ def test_a_small_model_of_a_family(name: str) -> None:
     text = " ".join(to_text(training_plan).split())
     assert "2 x 16 tokens per device (4 of each sequence for images)" in text
     assert "Images have 16 x 16 pixels. The vision tower is trained like the language model" in text
+
+
+def test_the_longest_sequence_has_room_for_the_images() -> None:
+    """Lengths that are tried are multiples of 8, and the images have 8 tokens."""
+    config = architectures()["llava"].build().config
+    request = Request(model="llava", workload=workload(config, images=2), batch_size=64, seq_len=32)
+    with fake_model(request.workload) as model:
+        shortest = uniform_policy(TrainingPlanner(request, model).profile_at(64, 9), "retain").predicted_peak_bytes
+    assert largest_shapes(replace(request, budget_bytes=shortest))[0].seq_len == 9
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,14 @@ def test_a_broken_folder_never_loses_a_run(store, measured_classes, tiny_gpt2, t
     assert PROFILES_VARIABLE in record.message
 
 
-@pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"operators": [{"name": "one"}], "activations": []},
+        {"scarce": "memory"},
+        *({"activations": [{"value": 0, "codecs": [record]}]} for record in ("text", 7, ["int8"], None)),
+    ],
+)
 def test_damaged_prices_are_measured_anew(store, measured_classes, tiny_gpt2, token_batch, caplog, damage):
     profile_model(tiny_gpt2(), token_batch(), CONFIG)
     (row,) = store.list()

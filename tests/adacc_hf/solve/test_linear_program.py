@@ -75,12 +75,20 @@ def test_costs_and_bounds_may_change_between_runs(integer: bool) -> None:
     assert solver.minimize([(0, 1.0), (1, -1.0), (2, 1.0)]) == pytest.approx([0, 1, 0])
 
 
-def test_a_run_that_stalls_starts_again(monkeypatch) -> None:
+@pytest.mark.parametrize("limit", [None, 0], ids=["no answer", "not the optimum"])
+def test_a_run_that_stalls_starts_again(limit, monkeypatch) -> None:
     """From the basis of an earlier run, HiGHS 1.15 sometimes ends without an answer (status Unknown)."""
     program, _ = knapsack()
     solver = Solver(program, SolverLog(), integer=False)
     run, num_runs = highspy.Highs.run, count()
-    monkeypatch.setattr(highspy.Highs, "run", lambda highs: run(highs) if next(num_runs) else None)
+
+    def first_stalls(highs: highspy.Highs) -> None:
+        is_later = next(num_runs) > 0
+        highs.setOptionValue("simplex_iteration_limit", 1000 if is_later else 0)
+        if is_later or limit is not None:
+            run(highs)
+
+    monkeypatch.setattr(highspy.Highs, "run", first_stalls)
     assert solver.minimize([(0, -1.0)]) == pytest.approx([1, 0, 0])
 
 

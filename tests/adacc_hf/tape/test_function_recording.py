@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from function_builders import Scale, ScaleInPlace, in_a_closure, names_of, read_unseen, tanh_of, through, write_unseen
+from tape_builders import Block, text
 from torch.autograd.function import FunctionCtx, FunctionMeta
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.run.call import Recording
 from adacc_hf.tape.tape_cache import TapeCache
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -40,6 +42,48 @@ class OfOperators(torch.autograd.Function):
     def backward(ctx, gradient):
         half, out = ctx.saved_tensors
         return gradient * (1 - out * out) * 0.5 + half * 0
+
+
+class WritesBoth(torch.autograd.Function):
+    """2q and 3k, written into both, as by a kernel for rotary embeddings."""
+
+    factors = 2.0, 3.0
+
+    @classmethod
+    def forward(cls, ctx, *tensors):
+        for tensor, factor in zip(tensors, cls.factors, strict=True):
+            if factor != 1.0:
+                write_unseen(tensor, read_unseen(tensor) * factor)
+        return tensors
+
+    @classmethod
+    def backward(cls, ctx, *gradients):
+        return tuple(gradient * factor for gradient, factor in zip(gradients, cls.factors, strict=True))
+
+
+class WritesOne(WritesBoth):
+    factors = 2.0, 1.0
+
+
+class WritesNone(WritesBoth):
+    """Copies, by torch operators."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        return q * 2.0, k * 3.0
+
+
+@pytest.mark.parametrize("function", [WritesBoth, WritesOne, WritesNone])
+def test_a_function_is_recorded_alike_with_checksums_and_with_all_results(function):
+    """Checksums and new versions are the recorder's own work, and no operators of the block."""
+    block, x = Block(lambda layer, x: torch.mul(*function.apply(layer(x), x + 1.0)).tanh()), text(2, 3)
+    recordings = [Recording("block", block, (x,), {}, keeps_results=keeps) for keeps in (True, False)]
+    for recording in recordings:
+        recording.run(block)
+    complete, released = (recording.recorder.tape() for recording in recordings)
+    assert complete.digest == released.digest
+    assert released.untrusted is None
+    assert not released.operators[-1].is_function
 
 
 class Counting(Scale):
