@@ -161,22 +161,6 @@ def test_two_models_of_one_class_that_train_each_other(tiny_llama, padded_batch,
     assert_same_training(tiny_llama, padded_batch(12), loop)
 
 
-def test_generation_and_evaluation_in_between(tiny_llama, padded_batch, assert_same_training):
-    """Generation and evaluation between steps change nothing, in train mode and with generate()'s own cache too."""
-
-    def loop(model):
-        prompt = padded_batch(6)["input_ids"][:1]
-        for step, state in enumerate(training([padded_batch(12, seed) for seed in range(3)])(model)):
-            yield state
-            model.train(step == 1)
-            with torch.no_grad():
-                yield {"loss": model(**padded_batch(12)).loss}
-            yield {"tokens": model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)}
-            model.train()
-
-    assert_same_training(tiny_llama, padded_batch(12), loop)
-
-
 PARTS = {"attention": "h.1.attn", "matrix": "h.0.mlp.c_fc", "block": "h.0", "inlet and block": "wte h.0 wpe"}
 
 
@@ -262,25 +246,6 @@ def test_float8_training_of_torchao(tiny_llama, padded_batch, assert_same_traini
 
     profile = assert_same_training(build, padded_batch(16), training([padded_batch(16, seed) for seed in range(2)]), 1)
     assert all("consist of others" in kind.untrusted for kind in profile.kinds)
-
-
-def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training, fresh_accelerate):
-    from accelerate import Accelerator
-
-    def loop(model):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for seed in range(4):
-            with accelerator.accumulate(model):
-                loss = model(**padded_batch(12, seed)).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                yield state_of(model, loss)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    assert_same_training(tiny_gpt2, padded_batch(12), loop)
 
 
 def test_layerdrop(padded_batch, assert_same_training):
@@ -419,18 +384,6 @@ class TestWhatBlocksDo:
         model = calling(toy_model(lambda block, hidden: block.down(block.up(hidden).tanh())), [0])
         with pytest.raises(ValueError, match=r"layers\.1 first, were not called"):
             profile_model(model, toy_batch(), CONFIG)
-
-    def test_blocks_may_be_called_several_times(self, toy_model, toy_batch, assert_exact, run_steps):
-        order = [0, 1, 1, 0, 1]
-        model = calling(toy_model(lambda block, hidden: block.down(block.up(hidden).tanh())), order)
-        profile = assert_exact(model, toy_batch())
-        assert [block.name for block in profile.blocks] == [
-            "layers.0", "layers.1", "layers.1#2", "layers.0#2", "layers.1#3",
-        ]  # fmt: skip
-        policy = uniform_policy(profile, "recompute")
-        with apply_policy(model, policy, CONFIG):
-            run_steps(model, toy_batch())
-            assert measure_step(model, toy_batch()).peak_bytes == policy.predicted_peak_bytes
 
     def test_a_custom_operator_is_replayed(self, toy_model, toy_batch, assert_exact, custom_square):
         profile = assert_exact(toy_model(lambda b, h: h + b.down(custom_square(b.up(h)) * 0.5)), toy_batch())
