@@ -1,12 +1,19 @@
-"""Rule R6 for autograd Functions written in Python: their backward may write into their saved tensors."""
+"""Rule R6 for autograd Functions written in Python: their backward may write into their saved tensors.
+
+`pytest -s tests/adacc_hf/test_custom_functions.py -k least` prints the peaks of the table in docs/SUPPORT.md.
+"""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from function_builders import Square
+from function_builders import ScaleInPlace, Square
+from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
+from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -48,7 +55,13 @@ def of_a_twin(block, hidden):
     return hidden + block.down(x * 0.5) + square(x * 0.5)
 
 
-FORWARDS = [before_a_replay_reads_it, in_a_chain, of_the_blocks_input, of_a_twin]
+def after_a_write_in_place(block, hidden):
+    """Write into an activation by address, as rotary kernels do, and then overwrite what was saved, as fused MLPs do."""
+    x = ScaleInPlace.apply(block.up(hidden), 0.5)
+    return hidden + block.down(x.sigmoid()) + square(x * 0.5)
+
+
+FORWARDS = [before_a_replay_reads_it, in_a_chain, of_the_blocks_input, of_a_twin, after_a_write_in_place]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -72,6 +85,28 @@ def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward
             memory = measure_step(model, batch)
         assert memory.stored_bytes == policy.predicted_stored_bytes
         assert memory.peak_bytes == policy.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_the_least_peak_is_no_higher_than_checkpointings(toy_model, toy_batch, forward):
+    """Compare peaks of a step without the model itself, which does not depend on the policy."""
+    model, batch = toy_model(forward, num_blocks=3), toy_batch(64)
+
+    def peak():
+        for _ in range(3):
+            model(**batch).loss.backward()
+            model.zero_grad(set_to_none=True)
+        memory = measure_step(model, batch)
+        return memory.peak_bytes - memory.static_bytes
+
+    policy = least_policy(profile_model(model, batch, CONFIG), AdaccConfig(actions=("retain", "recompute")))
+    with apply_policy(model, policy, CONFIG):
+        least = peak()
+    for block in model.layers:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    checkpointing = peak()
+    print(f"\n{forward.__name__}: least peak {least / checkpointing:.2f} of torch's checkpoint")
+    assert least <= checkpointing
 
 
 def test_a_tensor_asked_for_outside_of_backward_is_a_copy(toy_model, toy_batch):
