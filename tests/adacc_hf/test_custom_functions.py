@@ -56,7 +56,7 @@ def of_a_twin(block, hidden):
 
 
 def after_a_write_in_place(block, hidden):
-    """Write into an activation by address, as rotary kernels do, and then overwrite what was saved, as fused MLPs do."""
+    """Write into an activation by address, as rotary kernels do, and overwrite a saved tensor, as fused MLPs do."""
     x = ScaleInPlace.apply(block.up(hidden), 0.5)
     return hidden + block.down(x.sigmoid()) + square(x * 0.5)
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.utils import parametrizations, parametrize, prune
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
@@ -276,50 +275,6 @@ def test_layerdrop(padded_batch, assert_same_training):
         assert handle.uncalled() == []
     assert len(set(stored)) > 1
     assert max(stored) <= policy.predicted_stored_bytes
-
-
-def with_adapters(block):
-    peft = pytest.importorskip("peft")
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4), block)
-    return lambda: None
-
-
-def with_pruning(block):
-    prune.l1_unstructured(block.mlp.up_proj, "weight", amount=0.3)
-    return lambda: prune.remove(block.mlp.up_proj, "weight")
-
-
-def with_parametrization(block):
-    parametrizations.weight_norm(block.mlp.up_proj)
-    return lambda: parametrize.remove_parametrizations(block.mlp.up_proj, "weight")
-
-
-def with_another_activation(block):
-    before, block.mlp.act_fn = block.mlp.act_fn, torch.nn.Tanh()
-    return lambda: setattr(block.mlp, "act_fn", before)
-
-
-def with_a_hook(block):
-    return block.mlp.act_fn.register_forward_hook(lambda module, args, output: output * 1.5).remove
-
-
-CHANGES = [with_adapters, with_pruning, with_parametrization, with_another_activation, with_a_hook]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_blocks_that_are_rebuilt_in_mid_training(tiny_llama, padded_batch, assert_same_training, change):
-    """A rebuilt block runs other operators at the same shapes, and is not replayed from earlier records."""
-
-    def loop(model):
-        batches = [padded_batch(12, seed) for seed in range(3)]
-        yield from training(batches)(model)
-        undo = [change(block) for block in model.model.layers]
-        yield from training(batches)(model)
-        for take_back in undo:
-            take_back()
-        yield from training(batches)(model)
-
-    assert_same_training(tiny_llama, padded_batch(12), loop, num_policies=1)
 
 
 class UserError(Exception):

@@ -1,12 +1,14 @@
-"""Changes between steps that Dynamo's guards do not cover: identities, paths to a weight, classes, the environment."""
+"""Changes between steps that Dynamo's guards do not cover (identities, paths to a weight, classes, the environment),
+and changed code of a block."""
 
 import os
 from collections import OrderedDict
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -132,6 +134,10 @@ def called_twice(module, *args, **kwargs):
     return CALL(module, result) if isinstance(module, nn.GELU) else result
 
 
+def half(block, hidden):
+    return hidden + 0.5 * block.down(block.up(hidden)).relu()
+
+
 def in_autocast(block, hidden):
     with torch.autocast("cpu", torch.get_autocast_dtype("cpu")):
         inner = block.up(hidden)
@@ -224,6 +230,34 @@ CASES = {
     ),
     "hook on all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_hook", doubled)),
     "hook before all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_pre_hook", halved)),
+    "hook on a layer": (
+        ACT,
+        with_layer(nn.GELU),
+        lambda b: b.act.register_forward_hook(lambda module, args, result: result * 1.5),
+    ),
+    "another layer": (ACT, with_layer(nn.GELU), with_layer(nn.Tanh)),
+    "function in place of a method": (
+        ACT,
+        with_layer(Activation),
+        in_part("act", "scaled", lambda b: torch.tanh),
+    ),
+    "pruned layer": (
+        ACT,
+        with_layer(lambda: nn.Linear(8, 8)),
+        lambda b: prune.l1_unstructured(b.act, "weight", amount=0.3),
+    ),
+    "parametrized layer": (
+        ACT,
+        with_layer(lambda: nn.Linear(8, 8)),
+        lambda b: parametrizations.weight_norm(b.act),
+    ),
+    "forward of the blocks' class": (ACT, with_layer(nn.GELU), lambda b: PATCH.setattr(type(b), "forward", half)),
+    "forward of a block": (ACT, with_layer(nn.GELU), lambda b: setattr(b, "forward", MethodType(half, b))),
+    "class of a block": (
+        ACT,
+        with_layer(nn.GELU),
+        lambda b: setattr(b, "__class__", type("Other", (type(b),), {"forward": half})),
+    ),
     "what autocast casts to": (in_autocast, holds(), lambda b: torch.set_autocast_dtype("cpu", torch.float16)),
     "kernels of attention": (
         lambda b, x: x + b.down(nn.functional.scaled_dot_product_attention(*[b.up(x)[:, None]] * 3)[:, 0].tanh()),
@@ -249,7 +283,7 @@ def as_before():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_no_guard_of_dynamos_sees_is_followed(toy_model, toy_batch, run_steps, assert_same_steps, case):
+def test_what_changes_between_steps_is_followed(toy_model, toy_batch, run_steps, assert_same_steps, case):
     forward, setup, change = CASES[case]
     batch = toy_batch()
 
