@@ -101,40 +101,26 @@ def check(name, before):
     print(f"{name} on rank {dist.get_rank()} is equal", flush=True)
 
 
-def check_tiles(name):
-    """Compare training with tiles to plain training: the gradients differ by the order of sums only."""
-    wrap, twice = WRAPPERS[name], name.endswith("twice")
-    plain = train(wrap(build()), twice)
-    bare = name.startswith("fsdp2") and "bf16" not in name
-    compute_loss = (lambda model, batch: loss_of(model, [batch, batch])) if twice else None
-    profile = profile_model(build() if bare else wrap(build()), batch(9), TILED, compute_loss=compute_loss)
-    tiled = profile.with_tiles([3] * len(profile.blocks))
-    policy = policy_of_plans(tiled, [recompute_plan(tiled.kind_of(block)) for block in tiled.blocks])
-    model, handle = applied(wrap, policy, False)
-    ours = train(model, twice)
-    assert not handle.tape_cache.fallbacks.counts, handle.tape_cache.fallbacks.counts
-    handle.remove()
-    # Three steps of SGD multiply the difference of the first gradients (test_tiles.py) by less than ten.
-    tolerance = 1e-1 if "bf16" in name else 2e-5
-    for mine, other in zip(ours, plain, strict=True):
-        difference = float((mine - other).norm() / other.norm().clamp(min=1e-3))
-        assert difference <= tolerance, f"rank {dist.get_rank()}: {difference}"
-    print(f"{name} on rank {dist.get_rank()} is equal", flush=True)
-
-
-def check_head(name, head):
-    """Compare training with the chunked head to plain training, with an optimizer that is made after the profile."""
+def check_near(name, head):
+    """Compare training with the chunked head, or in tiles, to plain training: the gradients differ by the order of sums
+    only. The optimizer is made after the profile."""
     wrap, twice = WRAPPERS[name], name.endswith("twice")
     plain = train(wrap(build()), twice)
     compute_loss = (lambda model, batch: loss_of(model, [batch, batch])) if twice else None
-    config = AdaccConfig(min_compress_bytes=0, head=head)
+    config = AdaccConfig(min_compress_bytes=0, head=head) if head else TILED
     model = wrap(build())
     profile = profile_model(model, batch(9), config, compute_loss=compute_loss)
-    assert all(hasattr(p, "to_local") for p in model.parameters()), "the parameters are sharded again"
-    profile = profile.with_head("chunked")
-    with apply_policy(model, uniform_policy(profile, "recompute"), config):
+    assert name == "ddp" or all(hasattr(p, "to_local") for p in model.parameters()), "the parameters are sharded again"
+    if head:
+        policy = uniform_policy(profile.with_head("chunked"), "recompute")
+    else:
+        tiled = profile.with_tiles([3] * len(profile.blocks))
+        policy = policy_of_plans(tiled, [recompute_plan(tiled.kind_of(block)) for block in tiled.blocks])
+    with apply_policy(model, policy, config) as handle:
         ours = train(model, twice)
-    # The chunked loss differs by the order of sums only (test_chunked_loss.py), see check_tiles().
+        assert not handle.tape_cache.fallbacks.counts, handle.tape_cache.fallbacks.counts
+    # Three steps of SGD multiply the difference of the first gradients (test_tiles.py, test_chunked_loss.py) by less
+    # than ten.
     tolerance = 1e-1 if "bf16" in name else 2e-5
     for mine, other in zip(ours, plain, strict=True):
         difference = float((mine - other).norm() / other.norm().clamp(min=1e-3))
@@ -151,51 +137,24 @@ WRAPPERS = {
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+tiles.MIN_ROWS, tiles.MIN_TILE_ROWS = 8, 2
 for name in WRAPPERS:
-    if sys.argv[1] == "head":
-        if name != "ddp":
-            check_head(name, "chunked" if name == "fsdp2" else "auto")
-    elif sys.argv[1] == "tiles":
-        tiles.MIN_ROWS, tiles.MIN_TILE_ROWS = 8, 2
-        check_tiles(name)
-    else:
+    if sys.argv[1] == "tiles":
+        check_near(name, None)
+    elif sys.argv[1] == "head" and name != "ddp":
+        check_near(name, "chunked" if name == "fsdp2" else "auto")
+    elif sys.argv[1] in ("before", "after"):
         check(name, before=sys.argv[1] == "before")
 dist.destroy_process_group()
 '''
 
 
-@pytest.fixture(scope="module")
-def run_two_ranks(tmp_path_factory):
-    """`run_two_ranks(*arguments)`: the worker's output on two ranks. If a rank fails, the test fails with its
-    output."""
-    script = tmp_path_factory.mktemp("worker") / "worker.py"
-    script.write_text(WORKER, encoding="utf-8")
-
-    def run(*arguments):
-        result = run_forked(script, *arguments, num_ranks=2)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    return run
-
-
-def test_two_ranks_train_in_tiles(run_two_ranks):
-    output = run_two_ranks("tiles")
-    for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice"):
+@pytest.mark.parametrize("case", ["before", "after", "tiles", "head"])
+def test_two_ranks_train_as_without_policy(tmp_path, case):
+    """With a policy applied before or after the model is wrapped, with row-wise modules in tiles, or a chunked head."""
+    (tmp_path / "worker.py").write_text(WORKER, encoding="utf-8")
+    result = run_forked(tmp_path / "worker.py", case, num_ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice")[case == "head" :]:
         for rank in range(2):
-            assert f"{wrapper} on rank {rank} is equal" in output
-
-
-def test_two_ranks_train_with_a_chunked_head(run_two_ranks):
-    output = run_two_ranks("head")
-    for wrapper in ("fsdp2", "fsdp2-bf16", "fsdp2-twice"):
-        for rank in range(2):
-            assert f"{wrapper} on rank {rank} is equal" in output
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_two_ranks_train_as_without_policy(run_two_ranks, order):
-    output = run_two_ranks(order)
-    for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice"):
-        for rank in range(2):
-            assert f"{wrapper} on rank {rank} is equal" in output
+            assert f"{wrapper} on rank {rank} is equal" in result.stdout

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from model_builders import gradients_of
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
@@ -102,26 +103,20 @@ def test_the_least_peak_is_no_higher_than_checkpointings(liger, tiny_llama, toke
     model, batch = tiny_llama(layers=4), token_batch(1, 16)
     liger(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 
-    def gradients():
-        model.zero_grad(set_to_none=True)
-        model(**batch).loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
     def peak():
-        gradients()
-        model.zero_grad(set_to_none=True)
+        gradients_of(model, batch)
         memory = measure_step(model, batch)
         return memory.peak_bytes - memory.static_bytes
 
-    exact, plain = gradients(), peak()
+    exact, plain = gradients_of(model, batch), peak()
     switch_checkpointing(model, True)
-    assert all(map(torch.equal, gradients(), exact))
+    assert all(map(torch.equal, gradients_of(model, batch), exact))
     checkpointing = peak()
     switch_checkpointing(model, False)
     policy = least_policy(profile_model(model, batch), AdaccConfig(actions=("retain", "recompute")))
     with apply_policy(model, policy):
         for _ in range(2):
-            assert all(map(torch.equal, gradients(), exact))
+            assert all(map(torch.equal, gradients_of(model, batch), exact))
         ours = peak()
     print(f"\nplain {plain:,}, torch's checkpoint {checkpointing:,}, least {ours:,} bytes of a step")
     print(f"{ours / checkpointing:.3f} of torch's checkpoint")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from model_builders import gradients_of
 
 from adacc_hf import AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.plans import checkpoint_plan
@@ -34,17 +35,6 @@ class Under(torch.nn.Module):
             return self.model(**batch)
 
 
-def gradients(model, batch, seed=1, dtype=None):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    with under(dtype):
-        loss = model(**batch).loss
-    loss.backward()
-    results = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    model.zero_grad(set_to_none=True)
-    return results
-
-
 def input_options(kind):
     return [(value.index, option) for value in kind.inputs for option in value.codecs]
 
@@ -57,14 +47,14 @@ def test_what_a_checkpointed_block_keeps_and_needs_is_predicted(request, token_b
     with under(dtype):
         profile = profile_model(model, batch, CONFIG)
     (kind,) = profile.kinds
-    plain = gradients(model, batch, dtype=dtype)
+    plain = gradients_of(Under(dtype, model), batch)
     options = input_options(kind)
     assert options
     for coded in [{}, *({value: Choice.compress(option)} for value, option in options)]:
         plan = checkpoint_plan(kind, coded)
         policy = policy_of_plans(profile, [plan] * len(profile.blocks))
         with apply_policy(model, policy, CONFIG):
-            ours = gradients(model, batch, dtype=dtype)
+            ours = gradients_of(Under(dtype, model), batch)
             step_memory = measure_step(Under(dtype, model), batch)
         # A traced graph that runs again reads fewer inputs than the block takes: no positions, of 8 bytes for a token.
         unread_bytes = policy.predicted_stored_bytes - step_memory.stored_bytes
@@ -89,7 +79,7 @@ def test_the_place_of_an_input_that_is_given_by_name_is_known(toy_model, toy_bat
     assert {place for _, place in plan.places} == {value.place for value in kind.inputs}
     policy = policy_of_plans(profile, [plan] * len(profile.blocks))
     with apply_policy(model, policy, CONFIG):
-        gradients(model, batch)
+        gradients_of(model, batch)
         step_memory = measure_step(model, batch)
     assert step_memory.stored_bytes == policy.predicted_stored_bytes
 
@@ -141,11 +131,11 @@ def test_a_block_that_overwrites_its_input_is_never_checkpointed(toy_model, toy_
     (*_, kind) = profile.kinds
     assert kind.block_actions == (BlockAction.PLAIN,)
     assert checkpoint_plan(kind) is None
-    plain = gradients(model, batch)
+    plain = gradients_of(model, batch)
     for policy in (checkpoint_policy(profile), least_policy(profile, LOSSLESS)):
         with apply_policy(model, policy, LOSSLESS):
             for _ in range(3):
-                assert all(map(torch.equal, gradients(model, batch), plain))
+                assert all(map(torch.equal, gradients_of(model, batch), plain))
 
 
 def test_inputs_of_a_block_whose_operators_depend_on_data_are_kept_exact(toy_model, toy_batch):
@@ -179,12 +169,12 @@ def test_blocks_of_all_actions_train_as_plain_ones(tiny_gpt2, token_batch, seed,
         plans = [uniform_policies[i].plan_of(block.name) for i, block in zip(order, profile.blocks, strict=True)]
         return policy_of_plans(profile, plans)
 
-    plain = [gradients(model, batch, step) for step in range(6)]
+    plain = [gradients_of(model, batch, step) for step in range(6)]
     with apply_policy(model, random_mixture(), LOSSLESS) as handle:
         for step, expected in enumerate(plain):
             if step in (2, 4):
                 handle.replace(random_mixture())
-            assert all(map(torch.equal, gradients(model, batch, step), expected))
+            assert all(map(torch.equal, gradients_of(model, batch, step), expected))
         assert not handle.tape_cache.fallbacks.counts
     assert IDLE_KIND not in {plan.kind for plan in random_mixture().plans}
 
@@ -199,7 +189,7 @@ def test_where_inputs_dominate_codecs_halve_what_checkpointing_needs(request, to
     for policy in (checkpoint_policy(profile), least_policy(profile, CONFIG)):
         with apply_policy(model, policy, CONFIG):
             for _ in range(2):
-                gradients(model, batch)
+                gradients_of(model, batch)
             memory = measure_step(model, batch)
         peaks.append(memory.peak_bytes - memory.static_bytes)
     print(f"\n{name}: {peaks[1] / peaks[0]:.3f} of torch's checkpoint, which needs {peaks[0]:,} bytes beside the model")

@@ -117,6 +117,19 @@ def toy_batch():
     return build
 
 
+def gradients_of(model, batch, seed=0):
+    """Return the loss and the gradients of a step that begins at random seed `seed`, and leave none on the model."""
+    import torch
+
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = model(**batch).loss
+    loss.backward()
+    results = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return results
+
+
 def everything_of(model):
     """Return copies of the parameters, buffers and gradients of `model`, and the states of the random generators."""
     import random

@@ -139,22 +139,8 @@ def alphabet_model(byte_tokenizer: PreTrainedTokenizerFast) -> AlphabetModel:
     return AlphabetModel(byte_tokenizer)
 
 
-@pytest.fixture(scope="session")
-def text_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE of 300 tokens, trained on the text of ROWS."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet)
-    bpe.train_from_iterator([json.dumps(row) for rows in ROWS.values() for row in rows], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
-
-
 @pytest.fixture
-def tiny_gpt2(text_tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
+def tiny_gpt2(byte_tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     """Return a GPT-2 in train mode with dropout, and with random weights large enough for its choices to differ."""
     torch.manual_seed(0)
     config = GPT2Config(
@@ -162,20 +148,20 @@ def tiny_gpt2(text_tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
         n_embd=32,
         n_head=2,
         n_positions=128,
-        vocab_size=len(text_tokenizer),
-        bos_token_id=text_tokenizer.bos_token_id,
-        eos_token_id=text_tokenizer.eos_token_id,
+        vocab_size=len(byte_tokenizer),
+        bos_token_id=byte_tokenizer.bos_token_id,
+        eos_token_id=byte_tokenizer.eos_token_id,
         initializer_range=0.3,
     )
     return GPT2LMHeadModel(config).train()
 
 
 @pytest.fixture
-def checkpoint(tiny_gpt2: GPT2LMHeadModel, text_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+def checkpoint(tiny_gpt2: GPT2LMHeadModel, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     """Return a folder with `tiny_gpt2` and its tokenizer."""
     folder = tmp_path / "checkpoint"
     tiny_gpt2.save_pretrained(folder)
-    text_tokenizer.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
     return folder
 
 

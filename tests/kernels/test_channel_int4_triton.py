@@ -4,19 +4,15 @@ from typing import ClassVar
 
 import torch
 from kernel_code import TARGETS, KernelCode, Launch, compile_for
-from torch import Tensor
+from triton_round_trips import channel_int4
 
 from adacc_hf.kernels import channel_int4_triton
 from adacc_hf.kernels._symmetric import GROUP_SIZES
 
 
-def round_trip(x: Tensor) -> None:
-    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8), -1 / 8)
-
-
 class TestCode(KernelCode):
     module = channel_int4_triton
-    round_trips: ClassVar = {"channel_int4": round_trip}
+    round_trips: ClassVar = {"channel_int4": channel_int4}
 
     def test_group_sizes_compile_for_odd_widths(self, launches: list[Launch]) -> None:
         for group_size in GROUP_SIZES:

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adacc_hf.kernels.outlier_int4 import choose_outliers
-
 pytest.importorskip("triton", reason="Triton is not installed: nothing can be launched")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 replaces the launcher", allow_module_level=True)
@@ -22,16 +20,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from triton_round_trips import ROUND_TRIPS, token_int4
 
-from adacc_hf.kernels import (
-    _triton,
-    asymmetric_int4_triton,
-    bitmask_triton,
-    channel_int4_triton,
-    int8_triton,
-    outlier_int4_triton,
-    token_int4_triton,
-)
+from adacc_hf.kernels import _triton, token_int4_triton
 
 DEVICE = 77  # Triton caches compiled kernels per device, and no other test may use the kernels loaded here
 _new_devices = count(DEVICE + 1)
@@ -115,45 +106,6 @@ def test_constants_are_given_in_the_order_of_the_kernel(driver: RecordingDriver,
         _triton.launch(token_int4_triton._encode_long_kernel, (1,), x, codes, peaks, 2, 2048, 1, -1 / 8, **constants)
     assert len(runs_of_triton) == 1
     assert driver.constants == [constants, constants]
-
-
-def _outlier_int4(x: Tensor, num_outliers: int) -> None:
-    outliers = choose_outliers(x[0].abs().float(), num_outliers, 64, x.element_size())
-    outlier_arguments = (outliers.indices, outliers.keep) if num_outliers else (None, None)
-    outlier_int4_triton.decode(x, *outlier_int4_triton.encode(x, *outlier_arguments, 64))
-
-
-def _asymmetric_int4(x: Tensor) -> None:
-    tensors = asymmetric_int4_triton.encode(x.view(-1), 64, 1 / 15)
-    asymmetric_int4_triton.decode(x.view(-1), *tensors, 1 / 15)
-
-
-def _bitmask(x: Tensor) -> None:
-    patterns = x.view(-1).view({4: torch.int32, 2: torch.int16}[x.element_size()])
-    bitmask_triton.decode(patterns, *bitmask_triton.encode(patterns, with_pattern=x.element_size() == 4))
-
-
-def _channel_int4(x: Tensor) -> None:
-    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8), -1 / 8)
-
-
-def _int8(x: Tensor) -> None:
-    int8_triton.decode(x.view(-1), *int8_triton.encode(x.view(-1), 64))
-
-
-def _token_int4(x: Tensor) -> None:
-    token_int4_triton.decode(x, *token_int4_triton.encode(x))
-
-
-ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
-    "asymmetric_int4": _asymmetric_int4,
-    "bitmask": _bitmask,
-    "channel_int4": _channel_int4,
-    "int8": _int8,
-    "outlier_int4": lambda x: _outlier_int4(x, 0),
-    "outlier_int4-raw": lambda x: _outlier_int4(x, 3),
-    "token_int4": _token_int4,
-}
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
@@ -242,7 +194,7 @@ def test_rows_of_many_lengths_take_few_kernels(name: str, compilations: Counter[
 
 def test_rows_that_are_too_long_for_registers_take_one_kernel_for_all_lengths(compilations: Counter[str]) -> None:
     for columns in range(token_int4_triton.MAX_BLOCK + 16, 2**17, 1600):
-        _token_int4(torch.empty(8, columns))
+        token_int4(torch.empty(8, columns))
     assert compilations == {"token_int4_triton._encode_long_kernel": 1, "token_int4_triton._decode_kernel": 1}
 
 

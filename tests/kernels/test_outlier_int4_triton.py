@@ -5,24 +5,17 @@ from typing import ClassVar
 
 import torch
 from kernel_code import CHANNELS, ROWS, TARGETS, KernelCode, Launch, compile_for, spilled, wide_accesses
-from torch import Tensor
+from triton_round_trips import outlier_int4
 
 from adacc_hf.kernels import outlier_int4_triton
 from adacc_hf.kernels._symmetric import GROUP_SIZES
-from adacc_hf.kernels.outlier_int4 import choose_outliers
-
-
-def round_trip(x: Tensor, count: int) -> None:
-    outliers = choose_outliers(x.abs().sum(0, dtype=torch.float32), count, 64, x.element_size()) if count else None
-    pair = (outliers.indices, outliers.keep) if outliers else (None, None)
-    outlier_int4_triton.decode(x, *outlier_int4_triton.encode(x, *pair, 64))
 
 
 class TestCode(KernelCode):
     module = outlier_int4_triton
     varying_arguments: ClassVar = {"num_outliers"}
-    round_trips: ClassVar = {"outlier_int4": lambda x: round_trip(x, 0), "outlier_int4-raw": lambda x: round_trip(x, 8)}
-    one_by_one: ClassVar = {"outlier_int4-raw": lambda x: round_trip(x, 1)}
+    round_trips: ClassVar = {"outlier_int4": outlier_int4, "outlier_int4-raw": lambda x: outlier_int4(x, 8)}
+    one_by_one: ClassVar = {"outlier_int4-raw": lambda x: outlier_int4(x, 1)}
 
     def test_channel_sums_compile(self, launches: list[Launch], tmp_path: Path) -> None:
         outlier_int4_triton.channel_sums(torch.ones(ROWS, CHANNELS))

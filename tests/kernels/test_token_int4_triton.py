@@ -3,16 +3,12 @@
 from typing import ClassVar
 
 from kernel_code import KernelCode
-from torch import Tensor
+from triton_round_trips import token_int4
 
 from adacc_hf.kernels import token_int4_triton
 
 
-def round_trip(x: Tensor) -> None:
-    token_int4_triton.decode(x, *token_int4_triton.encode(x))
-
-
 class TestCode(KernelCode):
     module = token_int4_triton
-    round_trips: ClassVar = {"token_int4": round_trip, "token_int4-long": lambda x: round_trip(x.view(16, -1))}
+    round_trips: ClassVar = {"token_int4": token_int4, "token_int4-long": lambda x: token_int4(x.view(16, -1))}
     one_by_one: ClassVar = {"token_int4-long": None}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.exact_recompute_rules import decisions
+from adacc_hf.artifacts.exact_recompute_rules import decisions, walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action
 from adacc_hf.solve.milp import build_block_model, price
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
@@ -181,3 +181,10 @@ def test_a_function_that_draws_runs_again_on_exact_inputs_only(tape_builder, nam
     kind = tape.kind()
     assert kind.allows_lossy_inputs == is_exact
     assert (scaled in kind.exactness_dependents_of([start])) != is_exact
+
+
+def test_the_walk_back_goes_to_the_ends_and_no_further():
+    reads = {"a": (), "b": ("a",), "c": ("a", "b"), "d": ("c", "b"), "e": ("d",)}
+    ends, inner_nodes = walk_back(["d"], lambda name: None if name in ("b", "e") else reads[name])
+    assert list(ends) == ["b"]
+    assert list(inner_nodes) == ["d", "c", "a"]

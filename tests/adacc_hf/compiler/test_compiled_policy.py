@@ -1,13 +1,17 @@
-"""The file of decisions for compiled regions."""
+"""The file of decisions for compiled regions, plans that a later run reuses, and module paths of graph nodes."""
 
 import json
 from pathlib import Path
 
 import pytest
+from torch import fx
+from torch._inductor import config as inductor
 
 from adacc_hf import PolicyMismatchError
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice
-from adacc_hf.compiler import CompiledPolicy, RegionPlan
+from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy, RegionPlan, partitioner
+from adacc_hf.compiler.compiled_policy import PlanStore, module_path
+from adacc_hf.compiler.graph_cost import OperatorTimes
 
 INT8 = Choice(action=Action.COMPRESS, codec="int8", options=(("group_size", 64),))
 POLICY = CompiledPolicy(
@@ -44,3 +48,59 @@ def test_other_files_are_refused(tmp_path: Path, change: dict) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(PolicyMismatchError, match="is not a complete compiled policy of version 4"):
         CompiledPolicy.load(path)
+
+
+PLAN = RegionPlan(digest="a", region="3", plain_bytes=10, stored_bytes=5)
+
+
+def test_a_plan_is_found_by_its_graph_and_who_decided(tmp_path: Path) -> None:
+    PlanStore(tmp_path / "new").save("me", PLAN)
+    store = PlanStore(tmp_path / "new")
+    assert store.load("me", "a") == PLAN
+    assert store.load("you", "a") is None
+    assert store.load("me", "b") is None
+
+
+@pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}], ids=str)
+def test_nothing_is_kept_where_there_is_no_code_to_find(tmp_path: Path, setting: dict[str, bool]) -> None:
+    store = PlanStore(tmp_path)
+    with inductor.patch(setting):
+        store.save("me", PLAN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_decides_alike_whatever_operators_cost_then(train_step, tmp_path, monkeypatch):
+    def run() -> RegionPlan:
+        partitioner = AdaccPartitioner(store=PlanStore(tmp_path), memory_budget=0.8, actions=("retain", "recompute"))
+        train_step(partitioner)
+        return partitioner.policy.regions[0]
+
+    first = run()
+    assert first.stored
+    monkeypatch.setattr(OperatorTimes, "replay_ms", lambda times, node: pytest.fail("priced again"))
+    assert run() == first
+
+
+def test_another_device_decides_by_its_own_prices(train_step, tmp_path, monkeypatch):
+    for name in ("one", "other", "other"):
+        monkeypatch.setattr(partitioner, "device_name", lambda device, name=name: name)
+        train_step(AdaccPartitioner(store=PlanStore(tmp_path), memory_budget=0.8))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("L['self'].transformer.h.0.mlp", "transformer.h.0.mlp"),
+        ("L['self']", ""),
+        ("L['self'].module.h.1", "h.1"),
+        ("L['self']._orig_mod.h.1", "h.1"),
+        ("h.1", "h.1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["nn_module_stack", "fwd_nn_module_stack"])
+def test_module_paths_begin_at_the_model(path: str, expected: str, kind: str) -> None:
+    node = fx.Graph().placeholder("x")
+    assert module_path(node) == ""
+    node.meta[kind] = {"outer": ("L['self']", object), "inner": (path, object)}
+    assert module_path(node) == expected

@@ -45,143 +45,103 @@ def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(tmp_path, sett
     assert run.policy.settled_for == (requested_budget if requested_budget == settled_for else None)
 
 
-class Bench:
-    """A CompiledRun with invented regions and measured peaks: peak = 1000 + bytes of the regions."""
-
-    def __init__(self, budget: int, least: int = 100, plain: int = 1000) -> None:
-        self.events: list[dict] = []
-        self._least, self._plain = least, plain
-        note = lambda step, event, **figures: self.events.append({"event": event, **figures})  # noqa: E731
-        self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
-
-    def step(self, error: int = 0, size: int = 1) -> None:
-        self.run.begin_step(torch.nn.Linear(1, 1), None)
-        self.run._meter.close()
-        partitioner = self.run._installed.partitioner
-        share = partitioner.policy.share
-        region_bytes = self._least if share is None else max(self._least, int(share * self._plain))
-        partitioner._note(
-            RegionPlan(
-                digest="", region="0", plain_bytes=self._plain, stored_bytes=region_bytes, peak_bytes=region_bytes
-            )
-        )
-        self.run._is_measured, self.run._num_elements = True, size
-        self.run._meter.peak_bytes = 1000 + region_bytes + error
-        self.run.end_step(1, torch.nn.Linear(1, 1))
-
-    @property
-    def changes(self) -> list[float | None]:
-        return [event["share"] for event in self.events if event["event"] == "change"]
-
-
-@pytest.fixture
-def bench():
-    benches = []
-
-    def make(*args, **kwargs) -> Bench:
-        benches.append(Bench(*args, **kwargs))
-        return benches[-1]
-
-    yield make
-    for bench_run in benches:
-        bench_run.run.remove()
-
-
-@pytest.mark.usefixtures("tiny_budgets")
-def test_what_the_peak_leaves_is_given_to_the_regions(bench) -> None:
-    compiled_bench = bench(1500)
-    for _ in range(3):
-        compiled_bench.step()
-    assert compiled_bench.changes == [0.5]
-    assert compiled_bench.run.peak_bytes == 1500
-
-
-@pytest.mark.usefixtures("tiny_budgets")
-def test_a_peak_above_the_budget_takes_back_what_is_too_much(bench) -> None:
-    compiled_bench = bench(1500)
-    compiled_bench.step()
-    compiled_bench.step(error=200)
-    compiled_bench.step(error=200)
-    # The share falls by 200 of the 500, and by 1 % of 1000 as a safety margin.
-    assert compiled_bench.changes == [0.5, 0.29]
-    assert compiled_bench.run.peak_bytes == 1490
-
-
-@pytest.mark.usefixtures("tiny_budgets")
-def test_what_a_small_batch_leaves_is_kept_for_larger_ones(bench) -> None:
-    compiled_bench = bench(1500)
-    compiled_bench.step(error=-300, size=1)
-    compiled_bench.step(error=0, size=2)
-    compiled_bench.step(error=-200, size=1)
-    # The second step is 300 too high. The smaller third batch changes nothing.
-    assert compiled_bench.changes == [0.8, 0.49]
-
-
-@pytest.mark.usefixtures("tiny_budgets")
-def test_a_budget_below_the_least_peak_is_refused(bench) -> None:
-    expected = r"memory_budget=1050 allows .* raise memory_budget to at least that"
-    with pytest.raises(InfeasibleBudgetError, match=expected) as error:
-        bench(1050).step()
-    assert error.value.smallest_budget_bytes == 1100
-
-
-class Regions:
-    """A CompiledRun for a fraction of the stored bytes, with invented regions of (plain bytes, least bytes, calls)."""
+class InventedRun:
+    """A CompiledRun with invented regions of (plain bytes, least bytes, calls). Under a budget in bytes, the measured
+    peak of a step is 1000 bytes above that of its regions."""
 
     def __init__(self, budget: float, regions: list[tuple[int, int, int]]) -> None:
-        self.regions = regions
+        self.measures_peak, self.regions = isinstance(budget, int), regions
         self.shares: list[float | None] = []
         note = lambda step, event, **figures: self.shares.append(figures["share"]) if event == "change" else None  # noqa: E731
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
-    def step(self) -> CompiledPolicy:
+    def step(self, error: int = 0, size: int = 1) -> CompiledPolicy:
         self.run.begin_step(torch.nn.Linear(1, 1), None)
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
-        plans = [
-            RegionPlan(
-                digest="", region=str(number), plain_bytes=plain, calls=calls,
-                stored_bytes=max(least, 0 if share is None else int(share * plain)),
-            )
-            for number, (plain, least, calls) in enumerate(self.regions)
-        ]  # fmt: skip
-        for plan in plans:
-            partitioner._note(plan)
+        plans = []
+        for number, (plain, least, calls) in enumerate(self.regions):
+            stored_bytes = max(least, 0 if share is None else int(share * plain))
+            sizes = {"plain_bytes": plain, "stored_bytes": stored_bytes, "peak_bytes": stored_bytes}
+            plans.append(RegionPlan(digest="", region=str(number), calls=calls, **sizes))
+            partitioner._note(plans[-1])
+        if self.measures_peak:
+            self.run._meter.close()
+            self.run._is_measured, self.run._num_elements = True, size
+            self.run._meter.peak_bytes = 1000 + sum(plan.peak_bytes for plan in plans) + error
         self.run.end_step(1, torch.nn.Linear(1, 1))
         return CompiledPolicy(share=share, regions=tuple(plans))
 
 
 @pytest.fixture
-def regions():
-    region_runs = []
+def invented_run():
+    runs = []
 
-    def make(*args) -> Regions:
-        region_runs.append(Regions(*args))
-        return region_runs[-1]
+    def make(budget: float, regions: list[tuple[int, int, int]] | None = None) -> InventedRun:
+        runs.append(InventedRun(budget, regions or [(1000, 100, 1)]))
+        return runs[-1]
 
     yield make
-    for region_run in region_runs:
-        region_run.run.remove()
+    for one in runs:
+        one.run.remove()
 
 
-def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(regions) -> None:
-    compiled_regions = regions(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
-    compiled_regions.step()
-    compiled_regions.step()
+@pytest.mark.usefixtures("tiny_budgets")
+def test_what_the_peak_leaves_is_given_to_the_regions(invented_run) -> None:
+    compiled = invented_run(1500)
+    for _ in range(3):
+        compiled.step()
+    assert compiled.shares == [0.5]
+    assert compiled.run.peak_bytes == 1500
+
+
+@pytest.mark.usefixtures("tiny_budgets")
+def test_a_peak_above_the_budget_takes_back_what_is_too_much(invented_run) -> None:
+    compiled = invented_run(1500)
+    compiled.step()
+    compiled.step(error=200)
+    compiled.step(error=200)
+    # The share falls by 200 of the 500, and by 1 % of 1000 as a safety margin.
+    assert compiled.shares == [0.5, 0.29]
+    assert compiled.run.peak_bytes == 1490
+
+
+@pytest.mark.usefixtures("tiny_budgets")
+def test_what_a_small_batch_leaves_is_kept_for_larger_ones(invented_run) -> None:
+    compiled = invented_run(1500)
+    compiled.step(error=-300, size=1)
+    compiled.step(error=0, size=2)
+    compiled.step(error=-200, size=1)
+    # The second step is 300 too high. The smaller third batch changes nothing.
+    assert compiled.shares == [0.8, 0.49]
+
+
+@pytest.mark.usefixtures("tiny_budgets")
+def test_a_budget_below_the_least_peak_is_refused(invented_run) -> None:
+    expected = r"memory_budget=1050 allows .* raise memory_budget to at least that"
+    with pytest.raises(InfeasibleBudgetError, match=expected) as error:
+        invented_run(1050).step()
+    assert error.value.smallest_budget_bytes == 1100
+
+
+def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(invented_run) -> None:
+    compiled = invented_run(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
+    compiled.step()
+    compiled.step()
     # The first two regions share 650, and the second one cannot keep to its part.
-    assert compiled_regions.shares == [0.325]
-    assert compiled_regions.step().stored_bytes == 1450
-    assert compiled_regions.shares == [0.325, 0.17]
-    assert compiled_regions.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
+    assert compiled.shares == [0.325]
+    assert compiled.step().stored_bytes == 1450
+    assert compiled.shares == [0.325, 0.17]
+    assert compiled.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
 
 
-def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
-    compiled_regions = regions(0.3, [(1000, 401, 3), (400, 400, 1)])
-    compiled_regions.step()
+def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(invented_run) -> None:
+    compiled = invented_run(0.3, [(1000, 401, 3), (400, 400, 1)])
+    compiled.step()
     # The regions need 0.4715 of all bytes, and the suggested fraction is rounded up.
     with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=0.3 allows 1020 B of .* at least 0.472") as error:
-        compiled_regions.step()
-    assert compiled_regions.shares == [None]
+        compiled.step()
+    assert compiled.shares == [None]
     assert error.value.smallest_budget_bytes == 1603
 
 

@@ -8,6 +8,7 @@ import torch
 from function_builders import Scale, ScaleInPlace, in_a_closure, names_of, read_unseen, tanh_of, through, write_unseen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_builders import gradients_of
 from torch.autograd.function import BackwardCFunction
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
@@ -248,14 +249,6 @@ def test_data_that_the_block_made_leaves_it_to_torch(toy_model, toy_batch, asser
 
 
 # Sizes.
-
-
-def gradients_of(model, batch):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(0)
-    loss = model(**batch).loss
-    loss.backward()
-    return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters()]]
 
 
 class Padding(torch.autograd.Function):

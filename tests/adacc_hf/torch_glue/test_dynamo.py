@@ -74,7 +74,7 @@ CHANGES = {
         lambda block: setattr(block.layer, "forward", lambda hidden: hidden),
     ),
 }
-"""Changes that Dynamo notices with our settings alone. tape/test_python_values.py trains with many others."""
+"""Changes that Dynamo notices with our settings alone. test_mutations.py trains with many others."""
 if GUARDS_PARAMETERS:  # else the layout is in the key
     CHANGES["transposed parameter"] = (
         layer_alone,
