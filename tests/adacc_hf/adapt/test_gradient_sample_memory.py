@@ -19,8 +19,8 @@ from adacc_hf.torch_glue.meters import MemoryMeter
 
 NUM_LAYERS = 5
 INPUT_BYTES = 8 * 32 * 64 * 4
-ROUNDED = 20_000
-"""Bytes of scalars and codecs' small tensors that the simulator does not count, of several megabytes."""
+SCALARS = 2_000
+"""Bytes of scalars that the simulator does not count, of several megabytes."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,21 @@ def tracking_of(handle, profile, policy, config):
     choice.add(profile, policy)
     choice.refresh = lambda *_: None  # the policy stays
     return Tracking(choice, run, 0)
+
+
+def finish(tracking):
+    """End a tracking step after which the policy stays, although the step has changed the corrections."""
+    tracking.finish(1)
+    for record in tracking._choice.records.values():
+        record.version = tracking._run.corrections.version
+
+
+def fitted_bytes(handle):
+    """Return the bytes of the channels that the codecs have chosen, which a tracking step chooses again. The simulator
+    does not count them, and the measurement does not see that the earlier ones are freed."""
+    entries = [entry for strategy in handle.plans.strategies.values() for entry in strategy.entries.recorded.values()]
+    fitted = [getattr(codec, "_outliers", None) for entry in entries for codec in entry.codecs.values()]
+    return sum(outliers.indices.nbytes + outliers.keep.nbytes for outliers in fitted if outliers is not None)
 
 
 def settle(model, batch):
@@ -66,8 +81,9 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action):
             measured_peaks[name] = measure_step(model, batch).peak_bytes
             if sample is not None:
                 sample.close()
-            tracking.finish(1)
-    assert all(measured_peaks[name] <= peaks[name] + ROUNDED for name in peaks), (measured_peaks, peaks)
+            finish(tracking)
+        fitted = fitted_bytes(handle)
+    assert all(measured_peaks[name] <= peaks[name] + fitted + SCALARS for name in peaks), (measured_peaks, peaks)
     # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
     assert all(peaks[name] <= measured_peaks[name] + 2 * INPUT_BYTES for name in peaks), (measured_peaks, peaks)
 
@@ -106,7 +122,7 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
                 tracking.start()
                 strategies = handle.plans.strategies
                 sampled_blocks[extra] |= {name for name in strategies if strategies[name].observer is not None}
-                assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
-                tracking.finish(1)
+                assert measure_step(model, batch).peak_bytes <= plain + extra + fitted_bytes(handle) + SCALARS
+                finish(tracking)
     assert sampled_blocks[0] <= sampled_blocks[INPUT_BYTES] <= sampled_blocks[3 * INPUT_BYTES]
     assert len(sampled_blocks[3 * INPUT_BYTES]) == NUM_LAYERS
