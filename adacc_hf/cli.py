@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf import __version__, doctor, launch, verify
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
-from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
+from adacc_hf.artifacts.files import HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -188,22 +188,17 @@ def _report_command(arguments: argparse.Namespace) -> str:
     history = _load_history(
         arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None
     )
-    first_steps = _first_steps(path.with_name(FIRST_STEPS_FILE))
     if compiled is not None:
         from adacc_hf.compiler.graph_report import compiled_report
 
-        return _describe_report_files(
-            compiled_report(policy=compiled, history=history, first_steps=first_steps).save(folder)
-        )
+        return _describe_report_files(compiled_report(policy=compiled, history=history).save(folder))
     profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
         raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
     from adacc_hf.reports.report import policy_report
 
     policy, profile = Policy.load(path), Profile.load(profile_path)
-    return _describe_report_files(
-        policy_report(profile=profile, policy=policy, history=history, first_steps=first_steps).save(folder)
-    )
+    return _describe_report_files(policy_report(profile=profile, policy=policy, history=history).save(folder))
 
 
 def _describe_report_files(markdown: Path) -> str:
@@ -237,17 +232,6 @@ def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
     if not isinstance(history, list) or not all(_is_history_event(record) for record in history):
         raise AdaccError(f"{path} is not the history of a run: pass the run's {HISTORY_FILE} with --history")
     return history
-
-
-def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
-    if not path.is_file():
-        return ()
-    from adacc_hf.adapt.events import RECORD_KEYS
-
-    records = read_json(path, AdaccError, "file of first steps")
-    if not isinstance(records, list) or not all(isinstance(r, dict) and r.keys() >= RECORD_KEYS for r in records):
-        raise AdaccError(f"{path} has no times of first steps: delete the file, and the report leaves this section out")
-    return records
 
 
 def _is_history_event(record: Any) -> bool:

@@ -256,18 +256,14 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             phase = self._compiled_phase
             compiled_policy = self._compiled_policy if phase is None else phase.policy
             if compiled_policy is not None:
-                return import_module(COMPILED_REPORT).compiled_report(
-                    policy=compiled_policy, history=self.history, first_steps=self.first_steps
-                )
+                return import_module(COMPILED_REPORT).compiled_report(policy=compiled_policy, history=self.history)
             raise ValueError("AdaccCallback has no policy to report yet: call report() after the first training step")
         if self.profile is None:
             raise ValueError(
                 "AdaccCallback has a policy that was passed in, and no profile to explain it with: write a report with "
                 "`adacc report POLICY --profile PROFILE`, or pass policy as a function, so that the run is profiled"
             )
-        return import_module(REPORT).policy_report(
-            profile=self.profile, policy=self.policy, history=self.history, first_steps=self.first_steps
-        )
+        return import_module(REPORT).policy_report(profile=self.profile, policy=self.policy, history=self.history)
 
     @property
     def _compiled_phase(self) -> CompiledPhase | None:

@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.events import COMPILED, COMPILING
 from adacc_hf.adapt.fallback_stats import UNCOMPILED
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import Phase, RunState
@@ -37,11 +36,6 @@ class CompiledPhase(Phase):
     def policy(self) -> Any:
         """The current `compiler.CompiledPolicy`."""
         return self._compiled.policy
-
-    @property
-    def activity(self) -> str:
-        """Text for reports on the current step: COMPILING if torch compiled graphs in this step, else COMPILED."""
-        return COMPILING if self._compiled.is_compiling else COMPILED
 
     def begin_step(self, step: int) -> None:
         self._compiled.begin_step(self._run.model, self._run.optimizer)

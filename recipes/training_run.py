@@ -140,7 +140,6 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
         profile=callback.profile,
         policy=callback.policy,
         history=callback.history,
-        first_steps=callback.first_steps,
         comparison=comparison,
     ).save(folder)
 

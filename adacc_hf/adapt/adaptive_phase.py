@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from adacc_hf.adapt.checkpoint_files import Saved
-from adacc_hf.adapt.events import CHECKING, FOLLOWING, MEASURING, TRACKING, MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import describe_costs
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
 from adacc_hf.adapt.oom_retry import advice, run_with_retry, tighter_budget
@@ -39,7 +39,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import describe, from_profile_shapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
-from adacc_hf.torch_glue.progress import SOLVING, announce, interruption
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -95,19 +95,6 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._peaks.is_due and not self._tracking.is_on:
             self._peaks.start(self.handle)
 
-    @property
-    def activity(self) -> str:
-        """Description of the current step for reports: how the blocks run, and the step's work in addition to training
-        (see `FirstSteps`)."""
-        current = self.choice.current
-        if self._tracking.is_on:
-            return TRACKING
-        if self._peaks.is_on:
-            return MEASURING
-        if current is not None and (current.is_fresh or current.num_steps < RECORDED_STEPS):
-            return CHECKING
-        return FOLLOWING
-
     def begin_micro_batch(self, inputs: Any) -> None:
         self.choice.begin_micro_batch()
         super().begin_micro_batch(inputs)
@@ -132,7 +119,7 @@ class AdaptivePhase(FixedPolicyPhase):
             return "it ran under full recomputation already"
         budget = tighter_budget(record.policy, record.profile, self._run.budget(record.profile))
         try:
-            with interruption(SOLVING, f"step {step}: solving for memory_budget={budget}, because memory ran out"):
+            with reported_if_slow(f"step {step}: solving for memory_budget={budget}, because memory ran out"):
                 policy = self.choice.tighten(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"

@@ -17,7 +17,6 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
-    FIRST_STEPS_FILE,
     HISTORY_FILE,
     POLICY_FILE,
     PROFILE_FILE,
@@ -99,11 +98,6 @@ def _is_file_of(path: Path, policy: Policy) -> bool:
 def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
     """Write the history of the run, for reports."""
     write_json(Path(folder) / HISTORY_FILE, history)
-
-
-def save_first_steps(folder: str | Path, records: list[dict[str, Any]]) -> None:
-    """Write the times of the run's first steps (`FirstSteps.records`), for reports."""
-    write_json(Path(folder) / FIRST_STEPS_FILE, records)
 
 
 def save_in_checkpoint(folder: Path, saved: Saved, profile: Profile | None) -> None:

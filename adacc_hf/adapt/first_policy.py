@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.distributed import (
     gather_from_all_ranks,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
-from adacc_hf.torch_glue.progress import SOLVING, interruption
+from adacc_hf.torch_glue.progress import reported_if_slow
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.run_state import RunState
@@ -52,7 +52,7 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
             policy = _solved(run, allowed, corrections.memory_budget)  # raises if even the least memory is too much
         return least_policy(profile, config) if has_inner_steps and budget.limits_peak else policy
 
-    with interruption(SOLVING, "solving for the first policy"):
+    with reported_if_slow("solving for the first policy"):
         policy = broadcast_from_first_rank(solve)
     check_same_policy(policy)
     return policy

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.adaptive_phase import AdaptivePhase
-from adacc_hf.adapt.events import CHECKPOINT, MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import describe_costs
 from adacc_hf.adapt.first_policy import first_policy
 from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
@@ -79,12 +79,6 @@ class WarmUpPhase(Phase):
         """Number of recorded micro-batches in which memory ran out. After MOST_FAILURES, no other one is recorded."""
         if run.source is None or callable(run.source):
             announce("Adacc: memory_budget=%r: the first step is profiled while it trains", run.config.memory_budget)
-
-    @property
-    def activity(self) -> str:
-        """Text for reports on how the blocks run in the current step: in this phase, always under torch's
-        checkpoint."""
-        return CHECKPOINT
 
     def begin_step(self, step: int) -> None:
         self._num_begun, self._is_retry = 0, False

@@ -43,7 +43,7 @@ from adacc_hf.torch_glue.batch_shapes import (
     num_elements,
 )
 from adacc_hf.torch_glue.memory import batch_bytes
-from adacc_hf.torch_glue.progress import SOLVING, announce, interruption
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class PolicyChoice:
 
     def _new(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy:
         """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
-        with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
+        with reported_if_slow(f"solving for batches of {describe(sizes)}"):
             fitting = self.fit.for_class(sizes)
             if fitting is None:
                 names = {shape.name for shape in sizes}
@@ -211,7 +211,7 @@ class PolicyChoice:
         base = self.fit.add(with_static_memory(measured, -corrections.static_bytes))  # it counts what was added since
         shapes = from_profile_shapes(base.measured[0][0]) or None
         if policy is None:
-            with interruption(SOLVING, "solving for a policy of the new profile"):
+            with reported_if_slow("solving for a policy of the new profile"):
                 try:
                     policy = self.fit.solved(corrections.applied(base, shapes), corrections.memory_budget)
                 except InfeasibleBudgetError as error:
@@ -240,7 +240,7 @@ class PolicyChoice:
         record.version = corrections.version
         record.profile = corrections.applied(record.base, record.shapes)
         started = time.perf_counter()
-        with interruption(SOLVING, f"step {run.current_step}: solving for a policy, because {corrections.reason}"):
+        with reported_if_slow(f"step {run.current_step}: solving for a policy, because {corrections.reason}"):
             policy, reason, may_improve = self.fit.adapted(record.profile, record.policy, must_fit)
         waited_ms = (time.perf_counter() - started) * 1e3
         record.num_waiting, self._lasts = max(record.num_waiting, 1) if may_improve else 0, False
@@ -262,7 +262,7 @@ class PolicyChoice:
             return
         record.num_waiting = 0
         sizes = describe(record.shapes or ())
-        with interruption(SOLVING, f"solving for batches of {sizes}"):
+        with reported_if_slow(f"solving for batches of {sizes}"):
             try:
                 policy = self.fit.solved(record.profile, self.fit.with_room(record.profile))
             except InfeasibleBudgetError:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.budget_warnings import BudgetWarnings
-from adacc_hf.adapt.checkpoint_files import save_files, save_first_steps, save_history
+from adacc_hf.adapt.checkpoint_files import save_files, save_history
 from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.events import FOLLOWING, Event, FirstSteps, MemoryNoted
+from adacc_hf.adapt.events import Event, MemoryNoted
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
 from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.memory_table import LiveMemory, memory_table
@@ -40,12 +40,6 @@ class Phase:
 
     `step` is always the number of finished steps.
     """
-
-    @property
-    def activity(self) -> str:
-        """Description of the current step for reports: how the blocks run, and the step's work in addition to training
-        (see `FirstSteps`)."""
-        return FOLLOWING
 
     def begin_step(self, step: int) -> None:
         """Begin a training step (one optimizer step)."""
@@ -135,7 +129,6 @@ class RunState:
         self.policy: Policy | None = None
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
-        self.first_steps = FirstSteps()
         self.stats = FallbackStats()
         self.corrections = Corrections(config)
         """What the run has learned about memory, codecs and its budget."""
@@ -216,14 +209,6 @@ class RunState:
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if any of its block calls did not follow the policy."""
         self.stats.end_step(step, self.history)
-
-    def end_first_step(self, step: int, activity: str) -> None:
-        """Record how long the finished `step` took and how its blocks ran, if it is one of the run's first steps.
-
-        All times recorded so far are written to the run's folder.
-        """
-        if self.first_steps.end_step(step, activity, self.history):
-            self.write(save_first_steps, self.first_steps.records)
 
     def fallback_figures(self) -> dict[str, float]:
         """Return a dict with one metric for the log: the number of fallback steps so far."""

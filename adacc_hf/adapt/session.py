@@ -171,14 +171,6 @@ class AdaccSession:
         return self.state.history
 
     @property
-    def first_steps(self) -> list[dict[str, Any]]:
-        """Times of the run's first steps, one record per step (`FirstSteps.records`).
-
-        A resumed run begins a new list.
-        """
-        return self.state.first_steps.records
-
-    @property
     def num_steps(self) -> int:
         """Number of finished steps, including the steps before the checkpoint that `load` has read."""
         return self.state.step
@@ -367,7 +359,6 @@ class AdaccSession:
         self._untrained_step = None
         self._place, self.state.has_stepped, self._num_micro = Place.IN_STEP, False, 0
         self.hooks.num_forwards = 0
-        self.state.first_steps.begin_step(self.state.history)
         step = self.num_steps if step is None else step
         self.state.current_step = step + 1
         self.phase.begin_step(step)
@@ -406,9 +397,7 @@ class AdaccSession:
             if self._is_own and not self._has_trained():
                 return
             self.state.num_steps += 1
-            step, activity = self.num_steps if step is None else step, self.phase.activity
-            self.phase.end_step(step)
-            self.state.end_first_step(step, activity)
+            self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self) -> bool:
         """Return True if the step has called the model for training.

@@ -109,11 +109,6 @@ class SessionAdapter:
         return [] if self.session is None else self.session.history
 
     @property
-    def first_steps(self) -> list[dict[str, Any]]:
-        """Times of the first steps of the current run, or of the last run (`AdaccSession.first_steps`)."""
-        return [] if self.session is None else self.session.first_steps
-
-    @property
     def _is_policy_given(self) -> bool:
         """True if the user passed a Policy or a file. This policy is used even if a checkpoint contains another
         policy."""

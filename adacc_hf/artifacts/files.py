@@ -135,8 +135,6 @@ POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
-FIRST_STEPS_FILE = "adacc_first_steps.json"
-"""Name of the file with the times of a run's first steps. Checkpoints do not contain this file."""
 COMPILED_FILE = "adacc_compiled.json"
 """Name of the file with the policy of a run with `torch_compile=True`."""
 

@@ -11,7 +11,6 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Part, Report
 from adacc_hf.reports.plots import FONT, draw_action_legend, new_figure, plot_module, to_png, unit_of
 from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
-from adacc_hf.reports.step_times import first_steps_parts
 from adacc_hf.reports.text_table import table_lines
 from adacc_hf.reports.timeline import timeline_parts
 
@@ -23,17 +22,13 @@ NUMBERS = frozenset({"bytes", "stored"})
 BAR_INCHES = 0.26
 
 
-def compiled_report(
-    *, policy: CompiledPolicy, history: Sequence[Record] = (), first_steps: Sequence[Record] = ()
-) -> Report:
-    """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`. `first_steps` are the
-    times of the run's first steps, from `AdaccSession.first_steps`. Raises ImportError if matplotlib is not
-    installed."""
+def compiled_report(*, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Report:
+    """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`. Raises ImportError if
+    matplotlib is not installed."""
     overview = (
         *_region_summary(policy),
         *_compiled_policy_map(policy),
         *fallback_parts(history),
-        *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
     details: list[Part] = ["## Tensors"]

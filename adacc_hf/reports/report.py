@@ -24,7 +24,6 @@ from adacc_hf.reports.explain import (
     plan_groups,
 )
 from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
-from adacc_hf.reports.step_times import first_steps_parts
 from adacc_hf.reports.timeline import timeline_parts
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -45,7 +44,6 @@ def policy_report(
     profile: Profile,
     policy: Policy,
     history: Sequence[Record] = (),
-    first_steps: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
     remarks: Sequence[str] = (),
 ) -> Report:
@@ -57,7 +55,6 @@ def policy_report(
             events have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory.
             The phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
             drawn in timeline.png.
-        first_steps: times of the run's first steps, from `AdaccSession.first_steps`.
         comparison: rows of a table of training methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.
 
@@ -90,7 +87,6 @@ def policy_report(
         ),
         figures[2],
         *fallback_parts(history),
-        *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
     return Report(title=TITLE, overview=overview, details=(*_actions_section(profile, policy), *event_parts(history)))

@@ -12,10 +12,9 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,27 +24,6 @@ progress = logging.getLogger("adacc_hf.progress")
 
 SLOW_SECONDS = 3.0  # a phase that holds up training is reported if it takes longer
 GROWTH = 4  # factor of a phase's time from one report to the next
-PROFILING, SOLVING = "profiling", "solving"  # kinds of interruptions
-MAX_INTERRUPTIONS = 64  # remembered per thread, the latest ones; a step has fewer
-
-
-class Interruption(NamedTuple):
-    """Period in which training waited for other work."""
-
-    kind: str
-    started: float
-    """Start time, as a value of `time.perf_counter()`."""
-    seconds: float
-
-
-class _LatestInterruptions(threading.local):
-    """Latest interruptions per thread. A solver on another thread does not interrupt the training thread."""
-
-    def __init__(self) -> None:
-        self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
-
-
-_remembered = _LatestInterruptions()
 
 
 class _StderrHandler(logging.Handler):
@@ -65,23 +43,6 @@ def announce(text: str, *details: Any) -> None:
     """Log a progress message on the first rank. `text` is a %-format string for `details`."""
     if is_first_rank():
         progress.info(text, *details)
-
-
-@contextmanager
-def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Record the work in the `with` block, for which training waits, for `interruptions_since`. If the work is slow,
-    report it under the name `phase`. `kind` is PROFILING or SOLVING."""
-    started = time.perf_counter()
-    try:
-        with reported_if_slow(phase):
-            yield
-    finally:
-        _remembered.interruptions.append(Interruption(kind, started, time.perf_counter() - started))
-
-
-def interruptions_since(started: float) -> list[Interruption]:
-    """Return the interruptions of training on this thread that began at `started` (`time.perf_counter()`) or later."""
-    return [interruption for interruption in _remembered.interruptions if interruption.started >= started]
 
 
 class SlowReport:

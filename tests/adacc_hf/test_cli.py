@@ -11,7 +11,6 @@ import pytest
 from adacc_hf import __version__
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
-    FIRST_STEPS_FILE,
     HISTORY_FILE,
     POLICY_FILE,
     PROFILE_FILE,
@@ -21,8 +20,6 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.cli import main
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.solve.simple_policies import uniform_policy
-
-FIRST_STEP = {"step": 1, "activity": "policy", "seconds": 2.5, "profiling_s": 2.0, "solving_s": 0.0, "events": []}
 
 
 @pytest.fixture
@@ -83,13 +80,11 @@ def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, c
     profile.save(run / PROFILE_FILE)
     tracked = {"step": 4, "event": "tracking", "error": 0.1, "gradient_error": 0.01}
     write_json(run / HISTORY_FILE, [tracked])
-    write_json(run / FIRST_STEPS_FILE, [FIRST_STEP])
     assert main(["explain", str(run)]) == 0
     assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out  # reasons come from the profile
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"wrote {run / 'report.html'} and report.md\n"
     assert "timeline.png" in (run / "report.md").read_text()  # drawn from the history alone
-    assert "The first step took 2.50 s: 2.00 s of profiling" in (run / "report.md").read_text()
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == (run / "report.md").read_text()
 

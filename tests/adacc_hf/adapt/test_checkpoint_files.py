@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from adacc_hf import AdaccCallback, AdaccConfig, Policy, Profile
 from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint, save_in_checkpoint
-from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.callbacks.trainer_guard import callbacks_of
 from adacc_hf.kernels import _cpu
 from adacc_hf.price.live_step import LiveStep
@@ -222,7 +222,7 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
         make_trainer([AdaccCallback(**lossless)], trainer_class=FailingTrainer, **SAVING).train()
     folder = tmp_path / "run"
     assert sorted(p.name for p in folder.rglob("*adacc*")) == sorted(
-        [POLICY_FILE, PROFILE_FILE] * 2 + [FIRST_STEPS_FILE, HISTORY_FILE, STATE_FILE]
+        [POLICY_FILE, PROFILE_FILE] * 2 + [HISTORY_FILE, STATE_FILE]
     )
     resumed = train([AdaccCallback(**lossless)], resume=str(folder / "checkpoint-3"), **SAVING)
     resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))

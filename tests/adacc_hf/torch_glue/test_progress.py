@@ -10,11 +10,7 @@ import pytest
 
 from adacc_hf.torch_glue import progress
 from adacc_hf.torch_glue.progress import (
-    PROFILING,
-    SOLVING,
     announce,
-    interruption,
-    interruptions_since,
     reported_if_slow,
 )
 
@@ -106,21 +102,3 @@ def test_a_fast_phase_is_not_reported(caplog) -> None:
     with reported_if_slow("solving"):
         pass
     assert not caplog.messages
-
-
-def test_an_interruption_is_timed_and_reported(clock, caplog) -> None:
-    with interruption(SOLVING, "solving for another size"):
-        pass
-    started = time.perf_counter()
-    caplog.clear()
-    clock.waits.clear()
-    with interruption(PROFILING, "profiling a batch"):
-        clock.wait_for_report()
-        time.sleep(0.05)
-    with pytest.raises(KeyError), interruption(SOLVING, "solving"):
-        raise KeyError
-    ended = time.perf_counter()
-    profiling, solving = interruptions_since(started)
-    assert (profiling.kind, solving.kind) == (PROFILING, SOLVING)
-    assert 0.05 <= profiling.seconds <= ended - started
-    assert "Adacc: profiling a batch: done after 90 s" in caplog.messages
