@@ -12,8 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -194,63 +193,34 @@ def _print_launch_error(text: str) -> None:
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """Exit statuses that shells return for a command that cannot be executed or is not found."""
 FORWARDED = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 """Signals that `adacc run` forwards to its child process."""
-FROM_TERMINAL = ("SIGINT", "SIGQUIT")
-"""Signals that a terminal sends to every process of the foreground group. The child process gets these signals from the
-terminal, so they are not forwarded."""
+FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name))
+"""Signals that the child process gets from the terminal, like every process of the foreground group. `adacc run` only
+waits for the child's reaction."""
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `command` to the end. Return the command's exit status, or 128 + n if signal n ended the command.
+    """Run `command` to the end. Return the command's exit status, or 128 + n if signal n ended the command. Signals
+    that this process ignores, such as SIGHUP under `nohup`, stay ignored, also in the child.
 
     Raises OSError if the command cannot be started.
     """
-    child: subprocess.Popen[bytes] | None = None
-    early_signals: list[int] = []
+    child = subprocess.Popen(command, env=environment)
 
     def forward(number: int, _: FrameType | None) -> None:
-        if signal.Signals(number).name in FROM_TERMINAL and _is_in_foreground():
-            return
-        if child is None:
-            early_signals.append(number)
-        else:
+        if number in FORWARDED:
             child.send_signal(number)
 
-    with _signal_handler(forward):
-        child = subprocess.Popen(command, env=environment)
-        for number in early_signals:
-            child.send_signal(number)
-        status = child.wait()
-    return 128 - status if status < 0 else status
-
-
-@contextmanager
-def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handle` for the signals in FORWARDED inside the `with` block. Signals that this process ignores, such as
-    SIGHUP under `nohup`, stay ignored, also in the child. Handlers that were not set by Python (None) stay too, because
-    Python could not restore such handlers."""
-    handlers = {number: signal.getsignal(number) for number in FORWARDED}
+    handlers = {number: signal.getsignal(number) for number in (*FORWARDED, *FROM_TERMINAL)}
+    # Python could not restore a handler that it has not set (None).
     replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in replaced:
-        signal.signal(number, handle)
+        signal.signal(number, forward)
     try:
-        yield
+        status = child.wait()
     finally:
         for number, handler in replaced.items():
             signal.signal(number, handler)
-
-
-def _is_in_foreground() -> bool:
-    """Return True if this process is in the terminal's foreground group, whose processes get the terminal's signals."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
-    except OSError:  # no controlling terminal
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    finally:
-        os.close(terminal)
+    return 128 - status if status < 0 else status
