@@ -19,34 +19,24 @@ from transformers.pytorch_utils import Conv1D
 
 from adacc_hf.torch_glue.private import version_of
 
-PROJECTIONS = ("gaussian", "orthonormal")
 CORE = "core"  # the parameter of a compact layer that gets the gradient in place of the weight
 
 
 @torch.library.custom_op("adacc_hf::projection", mutates_args=())
-def projection(
-    seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def projection(seed: Tensor, inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the random projection P [inputs, rank] of a group of compact layers.
 
     `seed` contains two integers on the CPU: the seed of the group, and the number of the subspace (period). P has
-    Gaussian entries of variance 1 / rank, or, if `orthonormal`, orthonormal columns times sqrt(inputs / rank). E[P P^T]
-    is the identity. This function is a custom operator, so that compiled and replayed code draws the same P again.
-    torch's default generators are not used.
+    Gaussian entries of variance 1 / rank, so that E[P P^T] is the identity. This function is a custom operator, so that
+    compiled and replayed code draws the same P again. torch's default generators are not used.
     """
     generator = torch.Generator(device).manual_seed(derive_seed(*seed.tolist()))
     matrix = torch.randn(inputs, rank, generator=generator, device=device)
-    if orthonormal:
-        basis, triangle = torch.linalg.qr(matrix)
-        # With these signs the basis is uniformly distributed.
-        matrix = basis * triangle.diagonal().sign() * (inputs / rank) ** 0.5
-    else:
-        matrix *= rank**-0.5
-    return matrix.to(dtype)
+    return matrix.mul_(rank**-0.5).to(dtype)
 
 
 @projection.register_fake
-def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _(seed: Tensor, inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(inputs, rank, dtype=dtype, device=device)
 
 
@@ -60,11 +50,10 @@ class InputGroup:
     """Group of compact layers in one module with the same number of inputs, such as q, k and v. The layers share the
     random projection P. Layers that read the same input x also share the projected input z = x P."""
 
-    def __init__(self, seed: int, orthonormal: bool) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = torch.tensor([seed, 0])
         """(seed of the group, number of the current subspace), int64 on the CPU. The seed is a tensor, because replayed
         code must read its present value."""
-        self.orthonormal = orthonormal
         self._period = 0
         self._last_projection: _CachedProjection | None = None
 
@@ -82,7 +71,7 @@ class InputGroup:
 
     def projection(self, inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the random projection P [inputs, rank] onto the current subspace."""
-        return projection(self.seed, inputs, rank, self.orthonormal, dtype, device)
+        return projection(self.seed, inputs, rank, dtype, device)
 
     def project(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
         """Return the projected input z = x P [tokens, rank], computed in `dtype`. All layers of the group that read the

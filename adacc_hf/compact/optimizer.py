@@ -16,7 +16,6 @@ from transformers.trainer_utils import check_target_module_exists
 
 from adacc_hf.compact.layer import (
     CLASSES,
-    PROJECTIONS,
     CompactLayer,
     InputGroup,
     Plain,
@@ -156,14 +155,13 @@ class CompactFactory:
         rank: float | int = 0.25,
         update_proj_gap: int = 50,
         scale: float = 0.25,
-        share_inputs: bool = True,
-        projection: str = "gaussian",
         seed: int = 0,
         lr: float = 1e-2,
         weight_decay: float = 0.0,
         **adamw: Any,
     ) -> CompactAdamW:
-        """Make the target layers compact, until the optimizer's `remove()` is called, and return the optimizer.
+        """Make the target layers compact, until the optimizer's `remove()` is called, and return the optimizer. Layers
+        that read the same input share a projection (q, k and v; gate and up).
 
         Args:
             target_modules: "all-linear" for every linear layer of the blocks except attention's output projection, or
@@ -171,15 +169,12 @@ class CompactFactory:
             rank: a fraction of each layer's inputs (float, above 0 and at most 1), or a number of inputs (int).
             update_proj_gap: number of steps after which another subspace is drawn.
             scale: the paper's alpha, the factor of the weight's update.
-            share_inputs: if True, layers that read the same input share a projection (q, k and v; gate and up).
-            projection: "gaussian", or "orthonormal", which has less noise but takes a QR decomposition for each new
-                projection.
             seed: seed of all projections.
             lr, weight_decay, adamw: as in torch.optim.AdamW, for all parameters.
 
         Raises ValueError for settings out of range, and for layers whose weights are not supported.
         """
-        _check_compact_settings(rank, update_proj_gap, scale, projection)
+        _check_compact_settings(rank, update_proj_gap, scale)
         layers = dict(_target_layers(model, target_modules))
         if not layers:
             raise ValueError(
@@ -190,9 +185,9 @@ class CompactFactory:
         groups: dict[str, InputGroup] = {}
         compact_layers: list[CompactLayer] = []
         for name, layer in layers.items():
-            key = f"{name.rpartition('.')[0]} {ranks[name]} of {_num_layer_inputs(layer)}" if share_inputs else name
+            key = f"{name.rpartition('.')[0]} {ranks[name]} of {_num_layer_inputs(layer)}"
             if key not in groups:
-                groups[key] = InputGroup(derive_seed(seed, key), projection == "orthonormal")
+                groups[key] = InputGroup(derive_seed(seed, key))
             compact_layers.append(make_compact(layer, ranks[name], groups[key]))
         try:
             parameter_groups = _parameter_groups(model, compact_layers, scale, weight_decay)
@@ -208,7 +203,7 @@ def parse_rank(text: str) -> float | int:
     return int(text) if text.isdigit() else float(text)
 
 
-def _check_compact_settings(rank: float | int, gap: int, scale: float, projection: str) -> None:
+def _check_compact_settings(rank: float | int, gap: int, scale: float) -> None:
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(
             f"rank={rank!r} must be a fraction of a layer's inputs, above 0.0 and at most 1.0, or a number of inputs"
@@ -217,8 +212,6 @@ def _check_compact_settings(rank: float | int, gap: int, scale: float, projectio
         raise ValueError(f"update_proj_gap={gap!r} must be a number of steps, 1 or more")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale={scale!r} must be a number above 0; the paper pretrains with 0.25")
-    if projection not in PROJECTIONS:
-        raise ValueError(f"projection={projection!r} must be one of {', '.join(PROJECTIONS)}")
 
 
 def _target_layers(model: nn.Module, target_modules: str | Collection[str]) -> Iterator[tuple[str, Plain]]:

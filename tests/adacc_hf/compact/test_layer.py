@@ -23,9 +23,9 @@ def linear(kind, bias=True, dtype=torch.float32, inputs=INPUTS, outputs=OUTPUTS)
     return layer.to(dtype)
 
 
-def compact(layer, rank=8, orthonormal=False, seed=0):
+def compact(layer, rank=8, seed=0):
     twin = copy.deepcopy(layer)
-    make_compact(twin, rank, InputGroup(seed, orthonormal))
+    make_compact(twin, rank, InputGroup(seed))
     return twin
 
 
@@ -53,10 +53,9 @@ def test_output_and_gradients_of_input_and_bias_are_those_of_a_plain_layer(kind,
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-@pytest.mark.parametrize("orthonormal", [False, True])
-def test_the_gradient_of_a_core_is_that_of_the_weight_projected(kind, orthonormal):
+def test_the_gradient_of_a_core_is_that_of_the_weight_projected(kind):
     layer = linear(kind, dtype=torch.float64)
-    ours = compact(layer, orthonormal=orthonormal)
+    ours = compact(layer)
     x, dy = torch.randn(3, 7, INPUTS, dtype=torch.float64), torch.randn(3, 7, OUTPUTS, dtype=torch.float64)
     gradients(layer, x, dy)
     gradients(ours, x, dy)
@@ -67,25 +66,21 @@ def test_the_gradient_of_a_core_is_that_of_the_weight_projected(kind, orthonorma
     assert ours.weight.grad is None
 
 
-@pytest.mark.parametrize(
-    ("orthonormal", "expected"), [(False, lambda n, r: (n + 1) / r), (True, lambda n, r: n / r - 1)]
-)
 @pytest.mark.parametrize("rank", [32, 64, 128, 256])
-def test_one_draw_is_unbiased_and_as_noisy_as_it_has_to_be(orthonormal, expected, rank):
+def test_one_draw_is_unbiased_and_as_noisy_as_it_has_to_be(rank):
     """One draw of P is unbiased, and its noise is the expected one."""
     n, rows = 256, 64
     gradient = torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
     errors, sizes, mean, draws = [], [], torch.zeros(rows, n), 60
     for number in range(draws):
-        matrix = projection(
-            torch.tensor([derive_seed("test", number), 0]), n, rank, orthonormal, torch.float32, torch.device("cpu")
-        )
+        seed = torch.tensor([derive_seed("test", number), 0])
+        matrix = projection(seed, n, rank, torch.float32, torch.device("cpu"))
         small = gradient @ matrix
         back = small @ matrix.t()
         mean += back / draws
         errors.append(float((back - gradient).square().sum() / gradient.square().sum()))
         sizes.append(float(small.square().sum() / gradient.square().sum()))
-    noise = expected(n, rank)
+    noise = (n + 1) / rank
     # 60 draws of 64 rows: the mean of 3840 numbers whose deviation is about their size.
     assert sum(errors) / draws == pytest.approx(noise, rel=0.03, abs=1e-5)
     assert sum(sizes) / draws == pytest.approx(1.0, rel=0.03)
@@ -95,7 +90,7 @@ def test_one_draw_is_unbiased_and_as_noisy_as_it_has_to_be(orthonormal, expected
 
 def test_periods_seeds_and_groups_draw_other_subspaces_and_no_generator_is_touched():
     def draw(seed, period):
-        group = InputGroup(seed, False)
+        group = InputGroup(seed)
         group.period = period
         return group.projection(16, 4, torch.float32, torch.device("cpu"))
 
@@ -136,7 +131,7 @@ class Saved:
 
 
 def test_layers_that_read_one_input_save_one_projection_of_it():
-    tokens, rank, group = 50, 6, InputGroup(0, False)
+    tokens, rank, group = 50, 6, InputGroup(0)
     layers = [linear(nn.Linear) for _ in range(3)]
     for layer in layers:
         make_compact(layer, rank, group)
@@ -150,7 +145,7 @@ def test_layers_that_read_one_input_save_one_projection_of_it():
 
 
 def test_what_was_changed_in_place_is_projected_anew():
-    layers, group = [linear(nn.Linear) for _ in range(2)], InputGroup(0, False)
+    layers, group = [linear(nn.Linear) for _ in range(2)], InputGroup(0)
     for layer in layers:
         make_compact(layer, 6, group)
     x = torch.randn(5, INPUTS)
@@ -185,7 +180,7 @@ def test_nothing_outlives_the_input():
 def test_a_core_is_in_no_state_dict_and_a_layer_is_plain_again():
     layer = linear(nn.Linear)
     names, weight, before = list(layer.state_dict()), layer.weight, dict(vars(layer))
-    make_compact(layer, 8, InputGroup(0, False))
+    make_compact(layer, 8, InputGroup(0))
     assert list(layer.state_dict()) == names
     assert layer.load_state_dict(layer.state_dict()) == ([], [])
     assert not layer.weight.requires_grad

@@ -226,7 +226,6 @@ def test_a_checkpoint_of_the_trainers_resumes_bit_for_bit(tmp_path):
         ({"rank": 33}, "rank=33 is more than the 32 inputs of model.layers.0.self_attn.q_proj: use at most that"),
         ({"update_proj_gap": 0}, "update_proj_gap=0 must be a number of steps, 1 or more"),
         ({"scale": -1.0}, r"scale=-1\.0 must be a number above 0"),
-        ({"projection": "fourier"}, "projection='fourier' must be one of gaussian, orthonormal"),
         ({"target_modules": ["nothing"]}, r"target_modules=\['nothing'\] names no linear layer of LlamaForCausalLM"),
     ],
 )
