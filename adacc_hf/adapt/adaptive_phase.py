@@ -37,7 +37,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import describe, from_profile_shapes
+from adacc_hf.torch_glue.batch_shapes import describe
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
@@ -287,7 +287,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _add_size(self, step: int, profile: Profile) -> None:
         """Add a policy for the sizes of a recorded profile. Warn if it trains fewer blocks than the others."""
-        sizes = describe(from_profile_shapes(profile.measured[0][0]))
+        sizes = describe(profile.measured[0][0])
         trained = {block.name for block in profile.blocks}
         if any(name not in trained for record in self.choice.records.values() for name, _ in record.policy.blocks):
             self.choice.num_profiles += 1

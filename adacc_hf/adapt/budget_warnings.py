@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.fallback_stats import recomputing_peak_bytes
 from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe
+from adacc_hf.torch_glue.batch_shapes import describe
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.size_policy import SizePolicy
@@ -22,16 +23,16 @@ class BudgetWarnings:
 
     def __init__(self, note_memory: Callable[[str], None]) -> None:
         self._note_memory = note_memory
-        self._sizes: set[BatchShapes | None] = set()
+        self._sizes: set[Shapes | None] = set()
         """Batch sizes for which a warning was logged."""
         self._diverged: set[bool] = set()
         """Kinds of warnings logged after batches that did not follow a policy: True if an excess was estimated."""
 
-    def add(self, sizes: BatchShapes | None) -> None:
+    def add(self, sizes: Shapes | None) -> None:
         """Record that another module has logged a warning for batches of `sizes`."""
         self._sizes.add(sizes)
 
-    def before(self, shapes: BatchShapes, record: SizePolicy | None, reference: SizePolicy, budget: Budget) -> None:
+    def before(self, shapes: Shapes, record: SizePolicy | None, reference: SizePolicy, budget: Budget) -> None:
         """Warn if a micro-batch of `shapes` is predicted to exceed the `budget` under the policy of its `record`, or
         runs under torch's checkpoint, because it has none. Its peak is then estimated from the record `reference`."""
         sizes = shapes if record is None else record.shapes
@@ -58,7 +59,7 @@ class BudgetWarnings:
         log.warning("Adacc: %s", text)
         self._note_memory(text)
 
-    def after(self, shapes: BatchShapes, record: SizePolicy, budget: Budget, ran_planned: bool) -> None:
+    def after(self, shapes: Shapes, record: SizePolicy, budget: Budget, ran_planned: bool) -> None:
         """Warn if a micro-batch of `shapes`, which did not follow the policy of its `record`, may have exceeded the
         budget: at most once with an estimated excess, and before that once without. If `ran_planned`, some plans ran
         operators that were not profiled, whose memory is not predicted. Other calls ran under torch's checkpoint."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.adapt.outlier_tracking import Observation, OptionKey, TrackedKey
+from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
 from adacc_hf.price.memory_profile import with_missing_bytes
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements
+from adacc_hf.torch_glue.batch_shapes import num_elements
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
@@ -250,7 +251,7 @@ class Corrections:
         too low for a smaller one, so that the factor is at least 1."""
         return max(1.0, elements / self.counted_elements) if self.counted_elements else 1.0
 
-    def applied(self, profile: Profile, shapes: BatchShapes | None) -> Profile:
+    def applied(self, profile: Profile, shapes: Shapes | None) -> Profile:
         """Return the `profile` of batches of `shapes` (None if unknown) with all corrections."""
         ratio = self._ratio(num_elements(shapes or ()))
         missing = {moment: int(nbytes * ratio) for moment, nbytes in self.missing_bytes.items()}

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
 from adacc_hf.artifacts.policy import Action, BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements
+from adacc_hf.torch_glue.batch_shapes import num_elements
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.size_policy import SizePolicy
@@ -95,14 +96,14 @@ def full_recomputation(profile: Profile) -> Policy:
 _latest: tuple[Profile, Policy] | None = None
 
 
-def recomputing_peak_bytes(shapes: BatchShapes, reference: SizePolicy) -> int:
+def recomputing_peak_bytes(shapes: Shapes, reference: SizePolicy) -> int:
     """Return the estimated peak of a batch of `shapes` under full recomputation, from the profile of `reference`."""
     static_bytes = reference.profile.static_bytes
     above_static = full_recomputation(reference.profile).predicted_peak_bytes - static_bytes
     return int(static_bytes + ratio(shapes, reference.shapes) * above_static)
 
 
-def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:
+def ratio(shapes: Shapes | None, other: Shapes | None) -> float:
     """Return the size of a batch of `shapes` divided by the size of a batch of `other`.
 
     The size is the number of elements in the tensors that both batches have. Return 1.0 if either argument is None, or
@@ -110,9 +111,9 @@ def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:
     """
     if shapes == other:
         return 1.0
-    names = {shape.name for shape in shapes or ()} & {shape.name for shape in other or ()}
+    names = dict(shapes or ()).keys() & dict(other or ()).keys()
     elements, other_elements = (
-        num_elements(tuple(shape for shape in batch or () if shape.name in names)) for batch in (shapes, other)
+        num_elements(tuple((name, size) for name, size in batch or () if name in names)) for batch in (shapes, other)
     )
     return elements / other_elements if elements and other_elements else 1.0
 

@@ -174,6 +174,6 @@ class PeakCheck:
         largest = self._choice.largest
         if self._choice.fit.class_of(largest) is None:
             return record.profile
-        names = {shape.name for shape in record.shapes or ()}
-        sizes = tuple(shape for shape in largest if shape.name in names)
+        names = dict(record.shapes or ())
+        sizes = tuple((name, size) for name, size in largest if name in names)
         return self._run.corrections.applied(self._choice.fit.predicted(sizes), sizes)

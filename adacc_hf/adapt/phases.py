@@ -34,7 +34,6 @@ from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import from_profile_shapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 from adacc_hf.torch_glue.progress import announce
 
@@ -192,7 +191,7 @@ class WarmUpPhase(Phase):
                     checkpointing.remove()
                     raise self._infeasible
                 return
-        shapes = from_profile_shapes(profile.measured[0][0])
+        shapes = profile.measured[0][0]
         try:
             policy = first_policy(run, run.corrections.applied(profile, shapes), self._saved)
         except BaseException as error:

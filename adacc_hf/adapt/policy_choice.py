@@ -32,16 +32,10 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.run.entries import OTHER_OPERATORS
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import (
-    BatchShapes,
-    batch_shapes,
-    describe,
-    fits_in,
-    from_profile_shapes,
-    num_elements,
-)
+from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, fits_in, num_elements
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
@@ -58,19 +52,19 @@ class PolicyChoice:
     """Policies of a run by batch size, the active policy, and the sizes of the current step's micro-batches."""
 
     def __init__(self, handle: PolicyHandle, run: RunState) -> None:
-        self.records: OrderedDict[BatchShapes | None, SizePolicy] = OrderedDict()
+        self.records: OrderedDict[Shapes | None, SizePolicy] = OrderedDict()
         """Record of each size class, the least recently used first."""
         self.fit = PolicyFit(run, lambda: distinct(record.policy for record in self.records.values()))
         self.current: SizePolicy | None = None
         """Record that the blocks follow now. None under torch's checkpoint."""
-        self.shapes: BatchShapes = ()
+        self.shapes: Shapes = ()
         """Sizes of the most recent micro-batch."""
         self.nbytes = 0
         """Bytes of the tensors in the most recent micro-batch."""
         self._has_shapes = False
         """False from the begin of a micro-batch until its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
-        self.largest: BatchShapes = ()
+        self.largest: Shapes = ()
         """Sizes of the largest micro-batch of the step."""
         self.batch_bytes = 0
         """Bytes of the largest micro-batch of the step."""
@@ -128,7 +122,7 @@ class PolicyChoice:
             self._sizes, shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
         self.choose(shapes, self.nbytes)
 
-    def choose(self, shapes: BatchShapes, nbytes: int) -> None:
+    def choose(self, shapes: Shapes, nbytes: int) -> None:
         """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of the micro-batch's tensors."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
         current = self.current
@@ -139,7 +133,7 @@ class PolicyChoice:
         if shapes != self.largest and num_elements(shapes) > num_elements(self.largest):
             self.largest = shapes
 
-    def _choose(self, shapes: BatchShapes) -> None:
+    def _choose(self, shapes: Shapes) -> None:
         self.shapes, self.is_unpredicted = shapes, False
         sizes = self.fit.class_of(shapes)
         record = self._around(shapes) if sizes is None else self._of_class(sizes, shapes)
@@ -156,7 +150,7 @@ class PolicyChoice:
             self._run.warnings.before(shapes, record, self.shown, self._run.budget(self.shown.profile))
         self._lasts = record is not None and not record.num_waiting and not self.is_unpredicted
 
-    def _around(self, shapes: BatchShapes) -> SizePolicy | None:
+    def _around(self, shapes: Shapes) -> SizePolicy | None:
         """Return the record of the smallest sizes in which a batch of `shapes`, which belongs to no class, fits."""
         if None in self.records:
             return self.records[None]
@@ -165,7 +159,7 @@ class PolicyChoice:
         self.is_unpredicted = (best is None or best.shapes != shapes) and self.num_profiles < limit
         return best
 
-    def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy:
+    def _of_class(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
         """Return the record of a batch of `shapes`, whose class is `sizes`. Make one if the class is new."""
         record = self.records.get(sizes) or self.records.get(shapes)
         if record is None and self.fit.is_above_budget(sizes):
@@ -173,13 +167,13 @@ class PolicyChoice:
             record = self.records.get(_smallest_around(shapes, within) or ())
         return record or self._new(sizes, shapes)
 
-    def _new(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy:
+    def _new(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
         """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
         with reported_if_slow(f"solving for batches of {describe(sizes)}"):
             fitting = self.fit.for_class(sizes)
             if fitting is None:
-                names = {shape.name for shape in sizes}
-                sizes = tuple(shape for shape in shapes if shape.name in names)
+                names = dict(sizes)
+                sizes = tuple((name, size) for name, size in shapes if name in names)
                 fitting = self.fit.for_sizes(sizes)
         policy, may_improve = fitting
         record = self._record(sizes, self.fit.predicted(sizes), policy)
@@ -193,7 +187,7 @@ class PolicyChoice:
         record.must_measure = self.fit.is_larger(record.shapes)
         self.must_measure |= record.must_measure
 
-    def _record(self, shapes: BatchShapes | None, base: Profile, policy: Policy) -> SizePolicy:
+    def _record(self, shapes: Shapes | None, base: Profile, policy: Policy) -> SizePolicy:
         corrections = self._run.corrections
         profile = corrections.applied(base, shapes)
         plans = self._handle.prepare(policy, self._handle.plans)
@@ -209,7 +203,7 @@ class PolicyChoice:
         none fits the budget, that with the least memory."""
         corrections = self._run.corrections
         base = self.fit.add(with_static_memory(measured, -corrections.static_bytes))  # it counts what was added since
-        shapes = from_profile_shapes(base.measured[0][0]) or None
+        shapes = base.measured[0][0] or None
         if policy is None:
             with reported_if_slow("solving for a policy of the new profile"):
                 try:
@@ -379,7 +373,7 @@ class PolicyChoice:
         return is_majority
 
 
-def _smallest_around(shapes: BatchShapes, candidates: Iterable[BatchShapes | None]) -> BatchShapes | None:
+def _smallest_around(shapes: Shapes, candidates: Iterable[Shapes | None]) -> Shapes | None:
     """Return the smallest of `candidates` in which a batch of `shapes` fits, or None."""
     fitting = (sizes for sizes in candidates if sizes is not None and fits_in(shapes, sizes))
     return min(fitting, key=num_elements, default=None)

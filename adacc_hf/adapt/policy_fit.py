@@ -21,18 +21,11 @@ from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO, SizeModel, joined
+from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO, Shapes, SizeModel, joined
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import policy_of_plans
 from adacc_hf.solve.solver import recomputing_policies, solve_policy
-from adacc_hf.torch_glue.batch_shapes import (
-    BatchShapes,
-    describe,
-    fits_in,
-    from_profile_shapes,
-    num_elements,
-    to_profile_shapes,
-)
+from adacc_hf.torch_glue.batch_shapes import describe, fits_in, num_elements
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.run_state import RunState
@@ -68,7 +61,7 @@ class PolicyFit:
         """Recorded profiles of different sizes, the latest last."""
         self._predictor: Profile | None = None
         """Latest recorded profile that predicts other sizes."""
-        self._above_budget: OrderedDict[BatchShapes, int] = OrderedDict()
+        self._above_budget: OrderedDict[Shapes, int] = OrderedDict()
         """Bounds of classes that no policy fits, with the version of the corrections."""
         self._least: Policy | None = None
         """Policy that needs the least memory, of the latest solver run at a size that no policy fits."""
@@ -93,10 +86,9 @@ class PolicyFit:
 
     # Sizes.
 
-    def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
+    def class_of(self, shapes: Shapes) -> Shapes | None:
         """Return the size class of a batch of `shapes`, or None if no profile predicts batches of this size."""
-        size_class = None if self._predictor is None else self._sizes.size_class(to_profile_shapes(shapes))
-        return None if size_class is None else from_profile_shapes(size_class)
+        return None if self._predictor is None else self._sizes.size_class(shapes)
 
     @property
     def _sizes(self) -> SizeModel:
@@ -106,23 +98,23 @@ class PolicyFit:
         assert sizes is not None
         return sizes
 
-    def predicted(self, sizes: BatchShapes) -> Profile:
+    def predicted(self, sizes: Shapes) -> Profile:
         """Return the predicted profile of batches of `sizes`, which must belong to a size class."""
         assert self._predictor is not None
-        return resize_profile(self._predictor, to_profile_shapes(sizes))
+        return resize_profile(self._predictor, sizes)
 
-    def is_larger(self, sizes: BatchShapes | None) -> bool:
+    def is_larger(self, sizes: Shapes | None) -> bool:
         """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
         return self._predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
 
-    def is_above_budget(self, sizes: BatchShapes) -> bool:
+    def is_above_budget(self, sizes: Shapes) -> bool:
         """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches."""
         version = self._run.corrections.version
         return any(number == version and fits_in(smaller, sizes) for smaller, number in self._above_budget.items())
 
     # Policies.
 
-    def for_class(self, sizes: BatchShapes) -> tuple[Policy, bool] | None:
+    def for_class(self, sizes: Shapes) -> tuple[Policy, bool] | None:
         """Return (policy, may be improved) for batches of the class `sizes`, or None if no policy fits its bounds."""
         try:
             return None if self.is_above_budget(sizes) else self._fitting(self._corrected(sizes), far=0.0)
@@ -130,7 +122,7 @@ class PolicyFit:
             put_latest(self._above_budget, sizes, self._run.corrections.version, MAX_ABOVE)
             return None
 
-    def for_sizes(self, sizes: BatchShapes) -> tuple[Policy, bool]:
+    def for_sizes(self, sizes: Shapes) -> tuple[Policy, bool]:
         """Return (policy, may be improved) for batches of exactly `sizes`.
 
         If a policy fits only without room for the uncertainty of predicted peaks, or none fits, warn. Raise
@@ -142,7 +134,7 @@ class PolicyFit:
         except InfeasibleBudgetError:
             return self._without_room(sizes, profile), False
 
-    def _corrected(self, sizes: BatchShapes) -> Profile:
+    def _corrected(self, sizes: Shapes) -> Profile:
         return self._run.corrections.applied(self.predicted(sizes), sizes)
 
     def _fitting(self, profile: Profile, far: float) -> tuple[Policy, bool]:
@@ -186,7 +178,7 @@ class PolicyFit:
             text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
             return error.least or policy, text, False
 
-    def _without_room(self, sizes: BatchShapes, profile: Profile) -> Policy:
+    def _without_room(self, sizes: Shapes, profile: Profile) -> Policy:
         """Return a policy within the whole budget, or the one that needs the least memory, with a warning."""
         memory_budget = self._run.corrections.memory_budget
         try:
@@ -201,7 +193,7 @@ class PolicyFit:
         self._run.note_memory(text)
         return policy
 
-    def least_of(self, sizes: BatchShapes, error: InfeasibleBudgetError) -> Policy:
+    def least_of(self, sizes: Shapes, error: InfeasibleBudgetError) -> Policy:
         """Return the policy that needs the least memory for `sizes`, because of `error`, with a warning. Raise
         InfeasibleBudgetError if `on_over_budget` is "error"."""
         least, floor = error.least, error.smallest_budget_bytes
@@ -216,14 +208,14 @@ class PolicyFit:
         self._run.note_memory(f"{text}: {error}")
         return least
 
-    def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
+    def _largest_fitting(self, sizes: Shapes, least: Policy) -> Shapes | None:
         """Return the largest size class with shorter sequences than `sizes` for which the policy `least` fits the
         budget, or None."""
-        length = max((shape.size[1] for shape in sizes if len(shape.size) > 1), default=0)
+        length = max((size[1] for _, size in sizes if len(size) > 1), default=0)
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
             cut = tuple(
-                replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
-                for s in sizes
+                (name, tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(size)))
+                for name, size in sizes
             )
             size_class = self.class_of(cut)
             if size_class is None:

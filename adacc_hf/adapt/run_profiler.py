@@ -23,7 +23,7 @@ from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
-from adacc_hf.torch_glue.batch_shapes import from_profile_shapes, num_elements
+from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.distributed import common_profile, fail_together, gather_from_all_ranks, is_sharded
 from adacc_hf.torch_glue.private import is_profiling
 
@@ -253,7 +253,7 @@ class RunProfiler:
         assert self._tape_cache is not None
         self._taken = live
         profiled_tapes(model).take(self._tape_cache)
-        return common_profile(profile, num_elements(from_profile_shapes(profile.measured[0][0])) if is_largest else 0)
+        return common_profile(profile, num_elements(profile.measured[0][0]) if is_largest else 0)
 
     def begin_tiles(self, profile: Profile, installation: Installation) -> bool:
         """Record the next micro-batch with row-wise modules in tiles, if modules of the blocks of `profile`, the latest

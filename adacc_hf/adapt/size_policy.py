@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from adacc_hf.torch_glue.batch_shapes import BatchShapes
+from adacc_hf.artifacts.size_model import Shapes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Policy
@@ -85,7 +85,7 @@ class StepTimes:
 class SizePolicy:
     """Record of a run for one size class: the profile and the policy of its batches, and measurements of its steps."""
 
-    shapes: BatchShapes | None
+    shapes: Shapes | None
     """Sizes of the batch that the policy was made for, or None if unknown."""
     base: Profile
     """Profile for these sizes, recorded or predicted from other sizes."""

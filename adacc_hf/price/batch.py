@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from adacc_hf.artifacts.size_model import Shapes
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, to_profile_shapes
+from adacc_hf.torch_glue.batch_shapes import batch_shapes
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.private import tree_leaves, tree_map_only
 
@@ -28,14 +28,9 @@ class Batch:
             object.__setattr__(self, "tensors", tree_map_only(torch.Tensor, _without_graph, self.tensors))
 
     @cached_property
-    def shapes(self) -> BatchShapes:
-        """Names and shapes of the batch's tensors."""
-        return batch_shapes(self.tensors)
-
-    @property
     def sizes(self) -> Shapes:
-        """Names and shapes of the batch's tensors, in the format of `Profile.measured`."""
-        return to_profile_shapes(self.shapes)
+        """Names and sizes of the batch's tensors."""
+        return batch_shapes(self.tensors)
 
     @cached_property
     def nbytes(self) -> int:
@@ -47,7 +42,7 @@ class Batch:
         """Number of tokens: elements of the largest tensor of shape (samples, length), or 0 without such a tensor."""
         if not isinstance(self.tensors, Mapping):  # the entry of the profiler refuses such a batch in words
             return 0
-        return max((prod(shape.size) for shape in self.shapes if len(shape.size) == 2), default=0)
+        return max((prod(size) for _, size in self.sizes if len(size) == 2), default=0)
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

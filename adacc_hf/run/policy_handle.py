@@ -72,7 +72,6 @@ from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import CheckpointStrategy, Installation, replace_strategy
-from adacc_hf.run.larger_batches import LargerBatches
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.progress import announce
 from adacc_hf.torch_glue.zero3 import is_partitioned
@@ -108,8 +107,6 @@ class PolicyHandle:
         self.plans: BlockPlans
         """The executors that `follow` installed last."""
         self._head: ChunkedHead | None = None
-        self.larger_batches: LargerBatches | None = None
-        """Hook that warns about larger batches. None if each batch size has its own policy."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -124,9 +121,6 @@ class PolicyHandle:
     def replace(self, policy: Policy) -> None:
         """Run the blocks under another policy from the next forward on."""
         self.follow(self.prepare(policy, self.plans))
-        if self.larger_batches is not None:
-            self.larger_batches.remove()
-            self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
         """Return the executors for `policy`, for a later `follow`. They share recorded tapes with those in `earlier`.
@@ -174,15 +168,10 @@ class PolicyHandle:
     def remove(self) -> None:
         """Remove the policy from the model. Further calls have no effect."""
         Applied.forget(self.installation.model, self)
-        if self.larger_batches is not None:
-            self.larger_batches.remove()
-        self._uninstall()
-        host_pool.release(self)
-
-    def _uninstall(self) -> None:
         self.installation.remove()
         if self._head is not None:
             self._head.remove()
+        host_pool.release(self)
 
     def uncalled(self) -> list[str]:
         """Return the names of the blocks that never ran under the policy (their forward was replaced?)."""
@@ -228,7 +217,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
     Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Only the field `block_classes` of
-    `config` is used. The first batch that is larger than the batch of the policy is reported, with its predicted peak.
+    `config` is used. The policy is exact for batches of any size, but its predicted peak is that of the profiled one.
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
@@ -241,7 +230,6 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     if remove_policy(model):
         announce("Adacc: this policy replaces the policy or the session that was applied to the model before")
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
-    handle.larger_batches = LargerBatches(model, policy)
     model.__dict__[APPLIED] = Applied(handle, handle.remove)
     return handle
 

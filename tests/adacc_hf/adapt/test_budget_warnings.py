@@ -15,9 +15,8 @@ from adacc_hf.adapt.fallback_stats import full_recomputation
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.batch_shapes import TensorShape
 
-SHORT, LONG = ((TensorShape("input_ids", (4, length)),) for length in (32, 64))
+SHORT, LONG = ((("input_ids", (4, length)),) for length in (32, 64))
 
 
 def record(shapes, peak):
@@ -74,9 +73,7 @@ def test_a_fraction_of_the_activations_bounds_no_peak(warnings, notes):
 def measured(gpt2_like_profile):
     """Return the record of a profiled size under the policy that retains everything."""
     profile = gpt2_like_profile()
-    return SizePolicy(
-        (TensorShape("input_ids", (8, 1024)),), profile, profile, uniform_policy(profile, "retain"), None, 0
-    )
+    return SizePolicy((("input_ids", (8, 1024)),), profile, profile, uniform_policy(profile, "retain"), None, 0)
 
 
 def test_a_batch_that_left_its_policy_is_warned_of_if_it_may_exceed_the_budget(warnings, notes, measured):

@@ -10,11 +10,10 @@ from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.outlier_tracking import Observation
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.price.memory_profile import FORWARD
-from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 
 def shapes_of(samples):
-    return (TensorShape("input_ids", (samples, 16)),)
+    return (("input_ids", (samples, 16)),)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_a_run_forgets_the_sizes_that_it_used_least_recently(make_trainer, monke
 
     class Note(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            remembered.append([record.shapes[0].size[1] for record in callback.session.phase.choice.records.values()])
+            remembered.append([record.shapes[0][1][1] for record in callback.session.phase.choice.records.values()])
 
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     run_lengths(make_trainer, [24, 20, 32, 16, 32, 12, 24], [callback, Note()])
