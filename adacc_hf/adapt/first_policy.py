@@ -17,7 +17,6 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.solver import least_policy, solve_policy
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
-    check_same_policy,
     gather_from_all_ranks,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
@@ -53,9 +52,7 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
         return least_policy(profile, config) if has_inner_steps and budget.limits_peak else policy
 
     with reported_if_slow("solving for the first policy"):
-        policy = broadcast_from_first_rank(solve)
-    check_same_policy(policy)
-    return policy
+        return broadcast_from_first_rank(solve)
 
 
 def _policy_of(source: Callable[[Profile], Policy], profile: Profile, config: AdaccConfig) -> Policy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError, RankFailedError
+from adacc_hf.artifacts.errors import AdaccError, RankFailedError
 from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE, whole_gradients
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import Profile
 
 T = TypeVar("T")
@@ -85,8 +83,9 @@ def fail_together() -> Iterator[None]:
     """Make all ranks raise an error at the end of the `with` block if the block has failed on any rank, for which the
     others could wait forever.
 
-    If memory runs out on any rank, raise OutOfMemoryOnRankError on all. For any other error, raise RankFailedError on
-    the other ranks. All ranks must enter the `with` block, and the block must not contain a collective.
+    If memory runs out on any rank, raise OutOfMemoryOnRankError on all. Otherwise, the other ranks raise the first
+    AdaccError too, and RankFailedError for any other error. All ranks must enter the `with` block, and the block must
+    not contain a collective.
     """
     if num_ranks() == 1:
         yield
@@ -94,32 +93,17 @@ def fail_together() -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except (OutOfMemoryOnRankError, RankFailedError):
-        raise  # the other ranks raise the same error
     except Exception as exception:
         error = exception
-    is_oom = isinstance(error, torch.OutOfMemoryError)
-    results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
-    failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]
-    if not failures:
-        return
-    first_rank, _, first_message = failures[0]
-    for rank, is_oom, message in failures:
+    text = f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}"
+    sent = error if error is None or isinstance(error, AdaccError) else RankFailedError(text)
+    failures = gather_from_all_ranks((sent, isinstance(error, torch.OutOfMemoryError)))
+    for failure, is_oom in failures:
         if is_oom:
-            raise OutOfMemoryOnRankError(f"rank {rank}: {message}") from error
-    raise error if error is not None else RankFailedError(f"rank {first_rank} failed with {first_message}")
-
-
-def check_same_policy(policy: Policy) -> None:
-    """Raise PolicyMismatchError on every rank unless all ranks have the same policy."""
-    digests = gather_from_all_ranks(policy.digest)
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise PolicyMismatchError(
-            f"rank {different[0]} has another policy than rank 0 (digest {digests[different[0]][:12]} instead of "
-            f"{digests[0][:12]}), {len(different)} of {len(digests)} ranks in all: all ranks must train the same model "
-            f"with the same settings and package versions; compare their arguments"
-        )
+            raise OutOfMemoryOnRankError(str(failure)) from error
+    first = next((failure for failure, _ in failures if failure is not None), None)
+    if first is not None:
+        raise error or first
 
 
 def common_profile(profile: Profile, preference: int = 0) -> Profile:
@@ -141,36 +125,10 @@ def common_profile(profile: Profile, preference: int = 0) -> Profile:
 
 
 def broadcast_from_first_rank(make: Callable[[], T]) -> T:
-    """Call `make` on the first rank. On every rank, return the result of this call, or raise its error."""
-    if num_ranks() == 1:
-        return make()
-    if dist.get_rank() == 0:
-        try:
+    """Call `make` on the first rank. On every rank, return the result of this call, or raise its error
+    (`fail_together`)."""
+    result: Any = None
+    with fail_together():
+        if is_first_rank():
             result = make()
-        except Exception as error:
-            dist.broadcast_object_list([None, _picklable_parts(error)], src=0)
-            raise
-        dist.broadcast_object_list([result, None], src=0)
-        return result
-    message: list[Any] = [None, None]
-    dist.broadcast_object_list(message, src=0)
-    if message[1] is not None:
-        raise _rebuild_error(*message[1])
-    return message[0]
-
-
-def _picklable_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
-    """Return (class, arguments, attributes) of `error`, or of an AdaccError if these cannot be pickled. An error itself
-    cannot be unpickled if its constructor's arguments differ from `args`, and the other ranks would wait forever."""
-    parts = (type(error), error.args, vars(error))
-    try:
-        _rebuild_error(*pickle.loads(pickle.dumps(parts)))
-    except Exception:
-        return AdaccError, (f"the first rank failed with {type(error).__name__}: {error}",), {}
-    return parts
-
-
-def _rebuild_error(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(attributes)
-    return error
+    return gather_from_all_ranks(result)[0]

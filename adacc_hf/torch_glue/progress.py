@@ -23,7 +23,6 @@ from adacc_hf.torch_glue.distributed import is_first_rank
 progress = logging.getLogger("adacc_hf.progress")
 
 SLOW_SECONDS = 3.0  # a phase that holds up training is reported if it takes longer
-GROWTH = 4  # factor of a phase's time from one report to the next
 
 
 class _StderrHandler(logging.Handler):
@@ -45,45 +44,37 @@ def announce(text: str, *details: Any) -> None:
         progress.info(text, *details)
 
 
-class SlowReport:
-    """Reports of a phase, such as "solving for a policy", that are logged if the phase takes more than SLOW_SECONDS.
+@contextmanager
+def reported_if_slow(phase: str) -> Iterator[None]:
+    """If the `with` block is slow, report it under the name `phase`."""
+    report, has_failed = SlowReport(phase), True
+    try:
+        yield
+        has_failed = False
+    finally:
+        report.end(has_failed)
 
-    Reports are logged while the phase lasts, from another thread, and once more at its end.
-    """
+
+class SlowReport:
+    """Report of a phase, such as "solving for a policy", that takes more than SLOW_SECONDS: one line after this time,
+    logged from another thread, and one at the phase's end."""
 
     def __init__(self, phase: str) -> None:
-        self._phase, self._started, self._ended = phase, time.monotonic(), threading.Event()
-        self._is_slow = False
-        self._thread: threading.Thread | None = None
+        self._phase, self._started, self._is_slow = phase, time.monotonic(), False
+        self._timer = threading.Timer(SLOW_SECONDS, self._begin)
+        self._timer.daemon = True
         if is_first_rank():
-            self._thread = threading.Thread(target=self._report, args=(SLOW_SECONDS,), daemon=True)
-            self._thread.start()
+            self._timer.start()
 
-    def _report(self, seconds: float) -> None:
-        while not self._ended.wait(max(0.0, self._started + seconds - time.monotonic())):
-            progress.info("Adacc: %s: %.0f s so far", self._phase, seconds)
-            self._is_slow = True
-            seconds *= GROWTH
+    def _begin(self) -> None:
+        progress.info("Adacc: %s takes more than %.0f s", self._phase, SLOW_SECONDS)
+        self._is_slow = True
 
     def end(self, has_failed: bool = False) -> None:
-        """End the reports. If the phase was slow, log its time and outcome. Further calls have no effect."""
-        if self._thread is None:
-            return
-        self._ended.set()
-        self._thread.join()
-        self._thread = None
+        """End the phase. If it was slow, log its time and outcome."""
+        self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()
         if self._is_slow:
             outcome = "failed" if has_failed else "done"
             progress.info("Adacc: %s: %s after %.0f s", self._phase, outcome, time.monotonic() - self._started)
-
-
-@contextmanager
-def reported_if_slow(phase: str) -> Iterator[None]:
-    """Log reports of the work in the `with` block, under the name `phase`, if the work is slow (`SlowReport`)."""
-    report = SlowReport(phase)
-    try:
-        yield
-    except BaseException:
-        report.end(has_failed=True)
-        raise
-    report.end()

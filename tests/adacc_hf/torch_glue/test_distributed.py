@@ -11,9 +11,9 @@ import torch.distributed as dist
 from forked_runs import run_forked
 
 from adacc_hf import Profile
-from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
+from adacc_hf.artifacts.errors import InfeasibleBudgetError, RankFailedError
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, check_same_policy, common_profile, num_ranks
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, common_profile, fail_together, num_ranks
 
 
 class UnsendableError(RuntimeError):
@@ -40,7 +40,6 @@ def run_rank(rank: int, folder: Path) -> None:
     check_least(rank, profiles)
     check_result(rank, profiles[0])
     check_errors(rank)
-    check_policies(rank, profiles[0])
     dist.destroy_process_group()
 
 
@@ -66,15 +65,13 @@ def check_errors(rank: int) -> None:
     with pytest.raises(InfeasibleBudgetError, match="too small") as error_info:
         broadcast_from_first_rank(raising(InfeasibleBudgetError("too small", 7)))
     assert error_info.value.smallest_budget_bytes == 7
-    kind, message = (UnsendableError, "^odd$") if rank == 0 else (AdaccError, "first rank failed with Unsend.*: odd")
+    message = "rank 0 failed with UnsendableError: odd"
+    kind, message = (UnsendableError, "^odd$") if rank == 0 else (RankFailedError, message)
     with pytest.raises(kind, match=message):
         broadcast_from_first_rank(raising(UnsendableError("odd")))
-
-
-def check_policies(rank: int, profile) -> None:
-    check_same_policy(uniform_policy(profile, "recompute"))
-    with pytest.raises(PolicyMismatchError, match=r"rank 1 has another policy than rank 0 .*, 1 of 2 ranks in all"):
-        check_same_policy(uniform_policy(profile, ("recompute", "retain")[rank]))
+    memory = pytest.raises(torch.OutOfMemoryError, match=r"^rank 1 failed with OutOfMemoryError: full$")
+    with memory, fail_together():
+        raise (UnsendableError("odd"), torch.OutOfMemoryError("full"))[rank]
 
 
 def test_a_digest_tells_actions_apart_and_nothing_else(gpt2_like_profile):

@@ -267,6 +267,7 @@ def test_no_operator_runs_and_no_state_changes():
     assert (block.number, block.names, block.last, block.calls.item()) == (0, [], None, 0.0)
     assert torch.equal(torch.get_rng_state(), state)
     assert block.layer.weight.grad is None
+    assert not any(map(vars, [*block.parameters(), *block.buffers()])), "a mark of a static input"
 
 
 @pytest.mark.parametrize("can_be_traced", [True, False])

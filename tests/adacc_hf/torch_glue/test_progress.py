@@ -4,15 +4,11 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from adacc_hf.torch_glue import progress
-from adacc_hf.torch_glue.progress import (
-    announce,
-    reported_if_slow,
-)
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
 ANNOUNCE = "from adacc_hf.torch_glue.progress import announce; announce('profiling %d blocks', 4)"
 
@@ -51,50 +47,21 @@ def test_a_line_stands_above_a_progress_bar(capsys: pytest.CaptureFixture[str], 
 def test_only_the_first_rank_shows_a_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(progress, "is_first_rank", lambda: False)
     announce("profiling")
-    monkeypatch.setattr(progress, "threading", SimpleNamespace(Event=threading.Event))  # a report needs a Thread
-    with reported_if_slow("profiling"):
-        pass
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+    with reported_if_slow("solving"):
+        time.sleep(0.05)
     assert not caplog.records
 
 
-class Clock:
-    """Clock that the test sets. It lets each phase be reported once while the phase lasts."""
-
-    def __init__(self, caplog) -> None:
-        self.now, self.waits, self._caplog = 100.0, [], caplog
-        clock = self
-
-        class Ended(threading.Event):
-            """Event whose first wait is over at once, because its time is up. The next one lasts until the end."""
-
-            def wait(self, timeout=None) -> bool:
-                clock.waits.append(timeout)
-                return len(clock.waits) > 1 and super().wait()
-
-        self.threading = SimpleNamespace(Thread=threading.Thread, Event=Ended)
-
-    def wait_for_report(self) -> None:
-        deadline = time.monotonic() + 240
-        while not self._caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.now += 90.0
-
-
-@pytest.fixture
-def clock(monkeypatch, caplog) -> Clock:
-    clock = Clock(caplog)
-    standing = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
-    monkeypatch.setattr(progress, "time", standing)
-    monkeypatch.setattr(progress, "threading", clock.threading)
-    return clock
-
-
-def test_a_slow_phase_is_reported_while_it_lasts_and_at_its_end(clock, caplog) -> None:
+def test_a_slow_phase_is_reported_while_it_lasts_and_at_its_end(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
     num_threads = threading.active_count()
-    with reported_if_slow("solving"):
-        clock.wait_for_report()
-        assert caplog.messages == ["Adacc: solving: 3 s so far"]
-    assert caplog.messages[1:] == ["Adacc: solving: done after 90 s"]
+    with reported_if_slow("solving for another size"):
+        deadline = time.monotonic() + 240
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert caplog.messages == ["Adacc: solving for another size takes more than 0 s"]
+    assert caplog.messages[1].startswith("Adacc: solving for another size: done after ")
     assert threading.active_count() == num_threads
 
 
