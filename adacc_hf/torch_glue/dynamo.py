@@ -163,7 +163,8 @@ def trace(
         return _stop_trace
 
     # Each trace has its own code object, because Dynamo keeps a limited number of traces for each one.
-    probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
+    names = {"__builtins__": builtins, "is_traced": dynamo.is_traced, "NotTraced": _NotTracedError}
+    probe = types.FunctionType(_probe.__code__.replace(), names)
     try:
         with (
             _TRACING,
@@ -229,10 +230,6 @@ class _SameMemory(torch.autograd.Function):
     def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient. Not called, because traced operators do not run."""
         return gradient
-
-
-def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
-    return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
 GUARDS_PARAMETERS = torch.__version__ >= "2.13"
@@ -388,6 +385,7 @@ def _dynamo_namespace() -> Any:
     from torch._dynamo import config, trace_rules
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import tracing_state_functions
     from torch._guards import TracingContext
     from torch.fx.experimental import _config as shape_config
@@ -432,7 +430,6 @@ def _dynamo_namespace() -> Any:
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet_dynamo())
-            stack.enter_context(_static_marks_restored())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(more_operators())
             stack.enter_context(
@@ -442,6 +439,8 @@ def _dynamo_namespace() -> Any:
                         *class_read_patches(inputs.class_reads, inputs.numbers),
                         *dict_order_patches(inputs.numbers),
                         (CheckFunctionManager, "id_ref", id_ref),
+                        # It would set an attribute of the model's tensors, which would be pickled with them.
+                        (VariableBuilder, "mark_static_input", lambda *_, **__: None),
                     ]
                 )
             )
@@ -461,30 +460,6 @@ def _dynamo_namespace() -> Any:
         cache_entries=_debug_get_cache_entry_list,
         allowed_ids=trace_rules._allowed_callable_ids,
     )
-
-
-@contextmanager
-def _static_marks_restored() -> Iterator[None]:
-    """After the `with` block, restore the attribute with which a trace marks parameters and buffers as inputs of fixed
-    address. It would stay on the model's tensors after the policy is removed, and would be pickled with them."""
-    from torch._dynamo import decorators
-
-    name, original = "_dynamo_static_input_type", decorators.mark_static_address
-    earlier_marks: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def mark(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        earlier_marks.setdefault(id(tensor), (tensor, vars(tensor).get(name)))
-        original(tensor, *args, **kwargs)
-
-    try:
-        with patched_dynamo([(decorators, "mark_static_address", mark)]):
-            yield
-    finally:
-        for tensor, value in earlier_marks.values():
-            if value is None:
-                vars(tensor).pop(name, None)
-            else:
-                setattr(tensor, name, value)
 
 
 @contextmanager
