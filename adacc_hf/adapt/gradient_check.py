@@ -119,15 +119,9 @@ class BlockSample:
         """Exact gradient of the recorded call, computed by the first `compare`."""
         plan.observer = self
 
-    def run(
-        self,
-        plan: BlockExecutor,
-        block: nn.Module,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a call of the block under `plan` and return its result. Record the call and its outputs' gradients."""
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the block under its plan and return its result. Record the call and its outputs' gradients."""
+        plan = self.plan
         plan.observer = None
         call = self._call = _RecordedCall(block, fn, args, kwargs)
         result = plan.run(block, fn, args, kwargs)

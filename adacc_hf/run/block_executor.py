@@ -6,8 +6,7 @@ Rules R1 to R14, which this code refers to, are in the NOTE of policy_handle.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError, UnrecordedCallError
 from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
+from adacc_hf.run.blocks import Strategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
@@ -32,24 +32,9 @@ from adacc_hf.tape.guards import GraphOfCall
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.tape.tiled_rows import run_in_tiles
+from adacc_hf.tape.tiled_rows import in_tiles
 from adacc_hf.torch_glue.compat import checkpoint_call
 from adacc_hf.torch_glue.distributed import is_sharded
-
-
-class Observer(Protocol):
-    """Object that runs the next call of a block in place of the executor, to measure the call."""
-
-    def run(
-        self,
-        plan: BlockExecutor,
-        block: nn.Module,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Observe one call of `block`, and return its result. The observer must remove itself from the executor `plan`,
-        and then call `plan.run`. `kwargs` is already bound in `fn`."""
 
 
 class BlockExecutor:
@@ -78,8 +63,9 @@ class BlockExecutor:
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
         """Function of (value, codec) that returns a wrapper which also measures errors, or None."""
-        self.observer: Observer | None = None
-        """Observer that runs the next call of the block, or None."""
+        self.observer: Strategy | None = None
+        """Strategy that runs the next call of the block in place of this executor, to measure the call. It must set
+        this attribute to None, and then call `run`."""
         self._latest: Entry | None = None
         """Entry of the block's latest call that ran on a tape, until the next call."""
         self._checkpointed_graph: GraphOfCall | None = None
@@ -95,7 +81,7 @@ class BlockExecutor:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` under the plan: `fn(*args)`, in which `kwargs` is already bound."""
         if self.observer is not None:
-            return self.observer.run(self, block, fn, args, kwargs)
+            return self.observer.run(block, fn, args, kwargs)
         self._latest = None
         if self.plan.is_checkpointed:
             graph = self._checkpointed_graph = self._find_graph(block, fn, args)
@@ -134,8 +120,7 @@ class BlockExecutor:
 
     def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call `fn` with modules in tiles if the plan says so."""
-        tiling = self.plan.tiling
-        return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
+        return in_tiles(block, self.plan.tiling, fn)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with this `key` under the plan, or record it if there is no tape for the key."""

@@ -31,11 +31,11 @@ from adacc_hf.torch_glue.compat import (
     FUNCTION,
     SETTER,
     Cache,
-    CachingWarning,
     GradientCheckpointingLayer,
     PreTrainedModel,
     block_of,
     checkpoint_call,
+    drop_caching_warning,
     has_filled_cache,
     layerdrop_rates,
     only_reads_cache,
@@ -293,7 +293,7 @@ class Installation:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
-        self._caching_warning = CachingWarning()
+        self._restore_warning = drop_caching_warning()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -313,7 +313,7 @@ class Installation:
         for function in self.blocks.values():
             function.block = None
             function.step.reset()
-        self._caching_warning.remove()
+        self._restore_warning()
 
     def expect(self, calls: Iterable[str]) -> None:
         """Set the names of the block calls in a step, in call order and of every block, and begin a step."""

@@ -11,7 +11,7 @@ from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
+from adacc_hf.tape.call_key import MAX_SHAPES, CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit_values
 from adacc_hf.tape.symbolic_tape import MOST_SIZES, SymbolicTape
 from adacc_hf.tape.tape import Tape
@@ -79,9 +79,8 @@ class PlanEntries:
         """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
         self._earlier = earlier
         """Execution plans under the previous plan, until the first call: equal actions reuse them."""
-        known_shapes.followers.add(self)
-        self.recorded: dict[CallKey, Entry] = {}
-        """Entries whose tape was recorded, by call key."""
+        self.recorded: OrderedDict[CallKey, Entry] = OrderedDict()
+        """Entries whose tape was recorded, by call key. The latest entry is last."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries for sizes at which no call was recorded, by call key. The latest entry is last."""
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
@@ -108,7 +107,8 @@ class PlanEntries:
 
     def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
         """Create and cache the entry of a recorded call."""
-        entry = self.recorded[key] = self._entry(known_shape)
+        entry = self._entry(known_shape)
+        put_latest(self.recorded, key, entry, MAX_SHAPES)
         self.known_shapes.add(key, known_shape)
         return entry
 
@@ -116,9 +116,10 @@ class PlanEntries:
         """Return an entry with a tape recorded for `key` under another plan, in a profile or another block, or None."""
         known_shape = self.known_shapes.get(key)
         if known_shape is not None:
-            self.recorded[key] = self._entry(known_shape)
+            entry = self._entry(known_shape)
+            put_latest(self.recorded, key, entry, MAX_SHAPES)
             self._earlier = ()
-            return self.recorded[key]
+            return entry
         tape = self.tape_cache.expected_tape(self.plan.kind, key, self.name)
         if tape is None:
             return None
@@ -161,10 +162,6 @@ class PlanEntries:
         return Entry(
             base.known_shape, plan, codecs, symbolic_tape=symbolic_tape, base=symbolic_tape.base, fallback=base.fallback
         )
-
-    def forget(self, key: CallKey) -> None:
-        """Drop the entry for `key`, because the tape for this key was dropped from the block's table of tapes."""
-        self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
         """Create the entry for calls with the operators of `known_shape`, and its tape, or the resized `tape`."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -47,17 +47,10 @@ class KnownShape:
     num_calls: int = 1
 
 
-class Follower(Protocol):
-    """Object with cached data by call key. The object must drop an entry when the block's table drops the key."""
-
-    def forget(self, key: CallKey) -> None:
-        """Drop the entry cached for `key`, if any."""
-
-
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
     """Table from a block's call keys to tapes, with the number of calls of each key. The latest key is last.
 
-    All plans of a block share one table. If the table drops a key, the plans drop their entries for this key.
+    All plans of a block share one table.
     """
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
@@ -69,8 +62,6 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._layout = 0
         """Hash of the latest layout of the block's own tensors."""
         self._num_layouts = self._num_calls = 0
-        self.followers: WeakSet[Follower] = WeakSet()
-        """Caches that drop the entry of a key when this table drops the key."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
         """Entries that count calls by symbolic tape."""
 
@@ -119,12 +110,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
     def add(self, key: CallKey, known_shape: KnownShape) -> None:
         """Add a recorded call of the block to this table."""
-        self[key] = known_shape
-        self.move_to_end(key)
-        for old in list(self)[:-MAX_SHAPES]:
-            del self[old]
-            for follower in self.followers:
-                follower.forget(old)
+        put_latest(self, key, known_shape, MAX_SHAPES)
 
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
         """Return the entry that counts calls of the block at all sizes that `symbolic_tape` covers.

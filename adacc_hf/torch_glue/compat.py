@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, UnrestorableError
 from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
@@ -305,24 +304,12 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
             setattr(owner, name, rate)
 
 
-class CachingWarning(logging.Filter):
-    """Log filter that drops Transformers' warning that a cache is incompatible with checkpointing, until `remove`.
-    Blocks under a policy use checkpointing's entry point, so Transformers would warn. It is dropped for all layers."""
+def drop_caching_warning() -> Callable[[], None]:
+    """Drop Transformers' warning that a cache is incompatible with checkpointing, until the returned function is
+    called. Blocks under a policy use checkpointing's entry point, so Transformers would warn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_dropped = False
-        _LAYERS_LOG.addFilter(self)
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Caching is incompatible with gradient checkpointing")
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        is_dropped = record.getMessage().startswith("Caching is incompatible with gradient checkpointing")
-        self._has_dropped |= is_dropped
-        return not is_dropped
-
-    def remove(self) -> None:
-        """Remove this log filter from Transformers' logger. Further calls have no effect."""
-        _LAYERS_LOG.removeFilter(self)
-        if self._has_dropped:
-            # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.
-            warning_once.cache_clear()
-        self._has_dropped = False
+    _LAYERS_LOG.addFilter(is_other)
+    return partial(_LAYERS_LOG.removeFilter, is_other)

@@ -23,7 +23,8 @@ def text_of(tokens, samples=2):
 
 
 def remember_few(monkeypatch, most):
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
+    for module in (known_shapes, entries_module):
+        monkeypatch.setattr(module, "MAX_SHAPES", most)
     monkeypatch.setattr(symbolic_tape, "MOST_SIZES", most)
     monkeypatch.setattr(entries_module, "MOST_SIZES", most)
     monkeypatch.setattr(symbolic_tape, "MOST_RECORDS", 3)
