@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf import __version__, doctor, launch, verify
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
-from adacc_hf.artifacts.files import HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
+from adacc_hf.artifacts.files import HISTORY_FILE, policy_file, read_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -24,7 +24,6 @@ from adacc_hf.reports.text_table import fit_lines, terminal_columns
 
 if TYPE_CHECKING:
     from adacc_hf.compiler.compiled_policy import CompiledPolicy
-    from adacc_hf.price.profile_cache import ProfileCache, Row
 
 USER_ERROR = 2
 """Exit status for errors that the user can fix. argparse uses the same status."""
@@ -76,7 +75,6 @@ def _command_parser() -> argparse.ArgumentParser:
     _add_policy_parsers(commands)
     cli_plan.add_parser(commands)
     verify.add_parser(commands)
-    _add_profiles_parser(commands)
     doctor.add_parser(commands)
 
     codecs = commands.add_parser("codecs", help="list the codecs and their compressed sizes")
@@ -287,83 +285,6 @@ def _run_eval(arguments: argparse.Namespace) -> int:
             "lacks it: run it from a source checkout (pip install -e .)"
         ) from None
     return runner.main(arguments.options)
-
-
-# `adacc profiles`: the cache of measured operator and codec times.
-
-
-def _add_profiles_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "profiles",
-        help="list, show or clear the cached measurements of profiled blocks",
-        description="The folder is `profiles` in $XDG_CACHE_HOME/adacc_hf or ~/.cache/adacc_hf; "
-        f"set ${PROFILES_VARIABLE} to use another.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="list the profiled tapes, the newest first").set_defaults(
-        run=_list_profiles_command
-    )
-    show = actions.add_parser("show", help="show the measurements of one tape")
-    show.add_argument("name", help="name of the tape in the list, or the beginning of the name")
-    show.set_defaults(run=_show_profile_command)
-    actions.add_parser("clear", help="remove all cached measurements").set_defaults(run=_clear_profiles_command)
-
-
-def _profile_cache() -> ProfileCache:
-    """Open the cache of saved profiles. Its module is imported here, because only `adacc profiles` needs it."""
-    from adacc_hf.price.profile_cache import ProfileCache
-
-    return ProfileCache()
-
-
-def _list_profiles_command(_: argparse.Namespace) -> str:
-    store = _profile_cache()
-    rows = store.list()
-    if not rows:
-        return f"no profiles in {store.folder}"
-    number = "1 profile" if len(rows) == 1 else f"{len(rows)} profiles"
-    return "\n".join(
-        [f"{number} in {store.folder}, the newest first", LIST_HEADER, *(_profile_line(row) for row in rows)]
-    )
-
-
-LIST_HEADER = (
-    f"{'name':12}  {'class of the block':24} {'operators':>9} {'ms, sum':>10}  data types, device, torch, time"
-)
-
-
-def _profile_line(row: Row) -> str:
-    operators = row.prices["operators"]
-    total_ms = sum(operator["ms"] for operator in operators)
-    return (
-        f"{row.key.name:12}  {row.block_class:24} {len(operators):9} {total_ms:10.3f}  {row.key.dtype}, "
-        f"{row.key.device}, torch {row.key.torch}, {row.created}"
-    )
-
-
-def _show_profile_command(arguments: argparse.Namespace) -> str:
-    row = _profile_cache().find(arguments.name)
-    lines = [
-        LIST_HEADER,
-        _profile_line(row),
-        f"tape {row.key.tape}, shapes {row.key.shapes}, settings {row.key.settings}",
-        "operators",
-    ]
-    lines += [f"  {operator['ms']:10.4f} ms  {operator['name']}" for operator in row.prices["operators"]]
-    lines.append("activations")
-    for activation in row.prices["activations"]:
-        lines.append(f"  {format_bytes(activation['nbytes']):>12}  {activation['name']}")
-        lines += [
-            f"    {option['codec']}: {format_bytes(option['nbytes'])}, encode {option['encode_ms']:.4f} ms, decode "
-            f"{option['decode_ms']:.4f} ms, error {option['error']:.4f}"
-            for option in activation["codecs"]
-        ]
-    return "\n".join(lines)
-
-
-def _clear_profiles_command(_: argparse.Namespace) -> str:
-    store = _profile_cache()
-    return f"removed {store.clear()} profiles from {store.folder}"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +62,6 @@ def examine() -> Iterator[Finding]:
     yield from examine_gpu(device) if device.type == "cuda" else _check_cpu()
     yield _launch_overhead(device)
     yield _check_tracing()
-    yield _profile_folder()
     yield _check_plotting()
 
 
@@ -177,22 +175,6 @@ def _launch_overhead(device: Any) -> Finding:
         if fastest > SLOW_HOST_US
         else None,
     )
-
-
-def _profile_folder() -> Finding:
-    """Check that the folder of cached measurements, used with `reuse_prices=True`, can be written."""
-    from adacc_hf.artifacts.files import PROFILES_VARIABLE
-    from adacc_hf.price.profile_cache import ProfileCache
-
-    folder = ProfileCache().folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        advice = f"set {PROFILES_VARIABLE} to a writable folder"
-        return Finding("profiles", f"{folder} cannot be written ({error.strerror})", advice)
-    return Finding("profiles", str(folder))
 
 
 def _check_plotting() -> Finding:

@@ -3,10 +3,8 @@
 import ast
 import gc
 import hashlib
-import os
 import random
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,14 +24,6 @@ pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("fresh", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
-
-# Set this before any import of adacc_hf; subprocesses inherit it. No test touches the user's profiles.
-_folder = tempfile.TemporaryDirectory(prefix="adacc_hf-tests-")
-os.environ["ADACC_HF_PROFILES"] = str(Path(_folder.name) / "profiles")
-
-
-def pytest_unconfigure() -> None:
-    _folder.cleanup()
 
 
 # Tiers. A test function costs the CPU seconds of all its cases, which test_seconds.txt lists. Each tier has a limit for

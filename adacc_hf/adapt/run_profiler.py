@@ -16,10 +16,9 @@ from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.batch import Batch, TrainingStep
-from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.live_step import LiveStep
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping, state_bytes
-from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
@@ -114,7 +113,7 @@ class RunProfiler:
         self.counted_state_bytes: int | None = None
         """Bytes of the optimizer's state in the latest profile. None before the first profile."""
         self._config, self._loop = config, loop
-        self._measurement = CachingMeasurement(ProfileCache())
+        self._measurement = Measurement()
         self._has_said_busy = False
         self._live: LiveStep | None = None
         """The recorded micro-batch of the current step, or None."""

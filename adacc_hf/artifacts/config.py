@@ -118,10 +118,6 @@ class AdaccConfig:
     """Training steps, 1 to 1000, that may run under torch's checkpoint before the first policy if `on_uncovered` is
     "error". Usually there is one, which is profiled. There are more if the model skips blocks on the first batches, or
     if a torch profiler is active on a CPU."""
-    reuse_prices: bool = False
-    """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
-    for the same tape, shapes, dtypes, device, versions and settings. The codec errors then come from the data of the
-    earlier run. False measures again. New measurements are saved to the folder in both cases."""
     tracking: str | int = "exponential"
     """Schedule of tracking steps, which measure outliers again (paper, section 3.4). "exponential" tracks 1, 2, 4, ...
     steps after the policy was set. An int n of 1 or more tracks every n steps. A tracking step also compares the
@@ -181,7 +177,7 @@ class AdaccConfig:
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose from "warn" and "error"')
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0.0, 1e6)
-        for name in ("outliers", "reuse_prices", "retry_out_of_memory"):
+        for name in ("outliers", "retry_out_of_memory"):
             check_flag(name, getattr(self, name))
 
     @property

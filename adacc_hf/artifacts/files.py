@@ -12,8 +12,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-PROFILES_VARIABLE = "ADACC_HF_PROFILES"
-"""Name of the environment variable that sets the folder of cached measurements."""
 __version__ = "0.2.0"
 """Version of this package, which is also written to files."""
 

@@ -35,7 +35,7 @@ from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, l
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
 from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, read_joint_graph, root_of
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.caching_measurement import device_name
+from adacc_hf.price.timing import device_name
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.tape.execution_plan import codec_of
 

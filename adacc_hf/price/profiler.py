@@ -18,13 +18,11 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.price.batch import Batch, TrainingStep
-from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_profile import gradient_bytes
 from adacc_hf.price.preserved_values import PreservedValues
-from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.inputs import block_layout
@@ -77,8 +75,7 @@ def profile_model(
         prefetched_batches: number of further batches, for later steps, that the loader keeps on the model's device.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
             loss to train on. `batch` is any mapping that the function needs.
-        measurement: the source of the readings, by default real runs. The measured times and codec costs of real runs
-            are cached in the folder that `adacc profiles` shows.
+        measurement: the source of the readings, by default real runs.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
@@ -101,7 +98,7 @@ def profile_model(
     called = model if compute_loss is None else partial(_output_with_loss, compute_loss, model)
     run = partial(forward_loss, called, whole.tensors)
     config = (config or AdaccConfig()).for_rows(whole.num_tokens)
-    measurement = measurement or CachingMeasurement(ProfileCache())
+    measurement = measurement or Measurement()
     devices = {parameter.device for parameter in model.parameters()}
     static_bytes = partial(measurement.static_bytes, model, whole.tensors, optimizer)
     own_bytes = static_bytes() - gradient_bytes(model)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,6 +36,18 @@ class Timing(NamedTuple):
     """Milliseconds from the start of the run on the device to its end."""
     host_ms: float
     """Milliseconds until the host can continue, which on the CPU is `device_ms`."""
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device's name, with the number of threads for a CPU. Times depend on both."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {torch.get_num_threads()} threads"
 
 
 def wait_for(device: torch.device) -> None:

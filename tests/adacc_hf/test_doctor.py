@@ -88,12 +88,6 @@ def test_blocks_without_guards_have_the_advice_for_their_cause():
         assert "unset TORCHDYNAMO_DISABLE" in examine("guards").advice
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ADACC_HF_PROFILES", str(tmp_path / "file" / "profiles"))
-    assert "ADACC_HF_PROFILES" in examine("profiles").advice
-
-
 def test_without_matplotlib_and_triton(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     assert "adacc_hf[plot]" in examine("pictures").advice

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import multiprocessing
-import os
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -89,7 +88,6 @@ def train(
     logger.propagate = False
     error = None
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["ADACC_HF_PROFILES"] = os.path.join(folder, "profiles")  # no prices from earlier runs
         options = {
             "output_dir": folder,
             "max_steps": steps,
