@@ -7,7 +7,9 @@ such a step has been profiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +22,15 @@ from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.compat import class_name
 
 
-class ExecutedBlocks:
+class ExecutedBlocks(AbstractContextManager["ExecutedBlocks"]):
     """Names of those of `blocks` that ran, and of those that ran without gradients, until `remove()` is called."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.names: set[str] = set()
         self.untrained: set[str] = set()
+        # A hook must not refer to the model, which a copied hook would copy.
         self._hooks = [
-            block.register_forward_pre_hook(_NameRecorder(name, self.names, self.untrained))
+            block.register_forward_pre_hook(partial(_note_name, name, self.names, self.untrained))
             for name, block in blocks.items()
         ]
 
@@ -36,60 +39,42 @@ class ExecutedBlocks:
         for hook in self._hooks:
             hook.remove()
 
-    def __enter__(self) -> ExecutedBlocks:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
 
-class _NameRecorder:
-    """Forward hook that records a block's name. It has no reference to the model, which a copied hook would copy."""
-
-    def __init__(self, name: str, names: set[str], untrained: set[str]) -> None:
-        self.name = name
-        self.names, self.untrained = names, untrained
-
-    def __call__(self, *_: Any) -> None:
-        self.names.add(self.name)
-        if not torch.is_grad_enabled():
-            self.untrained.add(self.name)
+def _note_name(name: str, names: set[str], untrained: set[str], *_: Any) -> None:
+    names.add(name)
+    if not torch.is_grad_enabled():
+        untrained.add(name)
 
 
 def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
     """Return a copy of `profile` with all blocks of `installation`. Blocks that it lacks are added as idle."""
     profiled_names = {block.name for block in profile.blocks}
     classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
-    kinds = {
-        block_class: len(profile.kinds) + index for index, block_class in enumerate(dict.fromkeys(classes.values()))
-    }
-    bases = (profile.static_bytes,) * len(classes)
+    kinds = [*dict.fromkeys(classes.values())]
+    idle = partial(
+        KindProfile, digest=IDLE_KIND, values=(), operators=(), slots=(), backward=(), forward=(), forward_ms=0.0
+    )
+    base = profile.static_bytes
+    blocks = [
+        BlockProfile(
+            name=name,
+            kind=len(profile.kinds) + kinds.index(block_class),
+            forward_base_bytes=base,
+            backward_base_bytes=base,
+        )
+        for name, block_class in classes.items()
+    ]
     return replace(
         profile,
-        kinds=(*profile.kinds, *map(_idle_kind, kinds)),
-        blocks=(
-            *profile.blocks,
-            *(
-                BlockProfile(name=name, kind=kinds[block_class], forward_base_bytes=base, backward_base_bytes=base)
-                for (name, block_class), base in zip(classes.items(), bases, strict=True)
-            ),
-        ),
+        kinds=(*profile.kinds, *(idle(block_class=block_class) for block_class in kinds)),
+        blocks=(*profile.blocks, *blocks),
         other_heads=tuple(
-            replace(head, backward_base_bytes=head.backward_base_bytes + bases) for head in profile.other_heads
+            replace(head, backward_base_bytes=(*head.backward_base_bytes, *[base] * len(blocks)))
+            for head in profile.other_heads
         ),
-    )
-
-
-def _idle_kind(block_class: str) -> KindProfile:
-    return KindProfile(
-        digest=IDLE_KIND,
-        block_class=block_class,
-        values=(),
-        operators=(),
-        slots=(),
-        backward=(),
-        forward=(),
-        forward_ms=0.0,
     )
 
 
@@ -102,22 +87,15 @@ def describe_uncalled(
     """
     blocks = {name: class_name(block) for name, block in installation.modules.items()}
     called = sorted({blocks[name] for name in blocks.keys() - set(uncalled)} - {blocks[name] for name in uncalled})
-    verb, untrained = "were not called", () if executed is None else executed.untrained
-    if untrained:
+    verb, is_all = "were not called", len(uncalled) == len(blocks) and executed is not None
+    if executed is not None and executed.untrained:
         verb = "ran without gradients"
         remedy = (
             "a reversible network, or torch.no_grad() around them, stores no activations of these blocks, and a policy "
             "would save nothing: train without Adacc, or name the classes of other blocks, "
             "AdaccConfig(block_classes=...)"
         )
-    elif len(uncalled) == len(blocks) and executed is not None and not executed.names:
-        remedy = (
-            "the model calls another method of them, or only their parts, and a policy needs calls of whole blocks: "
-            "move that code into the blocks' forward and let the model call block(...), or name the classes of modules "
-            "that the model does call, AdaccConfig(block_classes=...). If the training loop itself calls the blocks, "
-            "make all these calls within the step"
-        )
-    elif len(uncalled) == len(blocks) and executed is not None:
+    elif is_all and executed is not None and executed.names:
         verb = "never reached Adacc"
         remedy = (
             "their class's forward was replaced (a fast-kernel patch?): name their class with "
@@ -127,6 +105,7 @@ def describe_uncalled(
         remedy = (
             "use a batch that calls every block (with an image, for a vision model). If the training loop itself calls "
             "a block, such as an encoder whose output it passes to the model, make all these calls within the step. If "
-            "the model calls another method of these blocks, let it call block(...)"
-        ) + (f". If it never uses them, set AdaccConfig(block_classes={tuple(called)})" if called else "")
+            "the model calls another method of these blocks, or only their parts, let it call block(...). If it never "
+            f"uses them, name the classes of blocks that it calls, AdaccConfig(block_classes={tuple(called) or '...'})"
+        )
     return f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, {verb} {when}: {remedy}"
