@@ -303,7 +303,6 @@ class FakeMemoryMeter(MemoryMeter):
         self._live_bytes += nbytes
         if self in self._open[-1:]:
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-        self._on_allocate(key, nbytes)
         weakref.finalize(storage, self._remove, key, nbytes).atexit = False
 
     def has(self, key: int) -> bool:
@@ -313,13 +312,6 @@ class FakeMemoryMeter(MemoryMeter):
     def _remove(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
         self._live_bytes -= nbytes
-        self._on_free(key)
-
-    def _on_allocate(self, key: int, nbytes: int) -> None:
-        """Handle the allocation of a storage, in subclasses. `key` is unique among live storages."""
-
-    def _on_free(self, key: int) -> None:
-        """Handle the freeing of a counted storage, in subclasses. `key` is the same as at the allocation."""
 
 
 class _StorageObserver(TorchDispatchMode):

@@ -28,8 +28,7 @@ training on one GPU). Other published sizes are some hundred megabytes."""
 ASSUMPTIONS = (
     "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
     "launch. Communication, the optimizer's step and data loading are not included.",
-    'Peaks count live tensor bytes. "reserved" is the memory that an allocator without expandable segments holds after '
-    "two steps.",
+    "Peaks count live tensor bytes.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is assumed to be exact for torch's own operators, including dropout's masks.",
     "For 46 published memory measurements, 31 predictions were within 10 %, and the median error was 4.5 % "
@@ -159,7 +158,6 @@ def _method_table(plan: TrainingPlan) -> list[str]:
         ("", *plan.forecasts),
         ("fits", *("yes" if forecast.fits else "no" for forecast in forecasts)),
         ("peak", *(format_bytes(forecast.peak_bytes) for forecast in forecasts)),
-        ("reserved", *(_plan_bytes(forecast.reserved_bytes) for forecast in forecasts)),
         ("step", *(_plan_ratio(forecast.step_ms, 1, "{:.1f} ms") for forecast in forecasts)),
         ("of plain's time", *(_plan_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
         ("of recomputation's", *(_plan_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
@@ -229,10 +227,6 @@ def _host_note(plan: TrainingPlan) -> str:
         f"80 % of 16 lanes of the device's PCIe generation) and not to overlap with kernels: "
         f"{2e3 * host_bytes / bandwidth:.1f} ms per step here."
     )
-
-
-def _plan_bytes(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:

@@ -17,7 +17,6 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.integer_search import largest_fitting
-from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
 from adacc_hf.solve.solver import least_peak_bytes, solve_policy
@@ -82,9 +81,6 @@ class Forecast:
     """Peak of live bytes. For method "adacc", the smallest peak of any policy if no policy fits the budget."""
     step_ms: float | None
     """Milliseconds of one forward and backward. None for method "adacc" if no policy fits the budget."""
-    reserved_bytes: int | None = None
-    """Bytes that torch's caching allocator reserves. None if the allocator is not simulated: for method "adacc", on
-    several devices, and on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +113,6 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     with fake_model(request.workload) as model:
         planner = TrainingPlanner(request, model)
         return planner.static, planner.profile()
-
-
-def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
-    """Return the bytes that torch's caching allocator reserves for steps of `request`, plain or checkpointed.
-
-    Return None on several devices and on a CPU, because the allocator is not simulated then.
-    Raises the same errors as `plan`.
-    """
-    with fake_model(request.workload) as model:
-        return _reserved_bytes(request, model, is_checkpointed)
 
 
 def plan(request: Request) -> TrainingPlan:
@@ -163,7 +149,6 @@ class TrainingPlanner:
         profile = self.profile()
         log.info("solving for a policy within %s", format_bytes(request.budget))
         policy, peak_bytes, bound_bytes = _solve_forecast(profile, request.budget, request.workload.adacc)
-        log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
         return TrainingPlan(
             request=request,
@@ -250,16 +235,15 @@ class TrainingPlanner:
         plain_step_ms = plain_ms(profile)
         plain, full = uniform_policy(profile, "retain"), fully_recomputed(profile)
         adacc_ms = None if policy is None else plain_step_ms + policy.predicted_overhead_ms
-        reserved = [_reserved_bytes(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
         return {
-            "plain": self._forecast(plain.predicted_peak_bytes, plain_step_ms, reserved[0]),
-            "full recomputation": self._forecast(full.peak_bytes, plain_step_ms + full.overhead_ms, reserved[1]),
-            "adacc": self._forecast(peak_bytes, adacc_ms, None),
+            "plain": self._forecast(plain.predicted_peak_bytes, plain_step_ms),
+            "full recomputation": self._forecast(full.peak_bytes, plain_step_ms + full.overhead_ms),
+            "adacc": self._forecast(peak_bytes, adacc_ms),
         }
 
-    def _forecast(self, peak_bytes: int, step_ms: float | None, reserved: int | None) -> Forecast:
+    def _forecast(self, peak_bytes: int, step_ms: float | None) -> Forecast:
         fits = peak_bytes <= self.request.budget
-        return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
+        return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms)
 
     def largest_batch(self, method: str, start: int) -> int:
         """Return the largest batch size whose peak under `method` is within the budget, or 0.
@@ -362,16 +346,6 @@ def tiled_title(profile: Profile) -> str:
     has_tiles = any(kind.tiled is not None for kind in profile.kinds)
     parts = [*(["tiles"] if has_tiles else []), *(["chunked head"] if "chunked" in profile.heads else [])]
     return f"recomputation, {' and '.join(parts) or 'no tiles and plain head'}"
-
-
-def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
-    """Predict the memory that torch's caching allocator reserves on the GPU, or return None if impossible."""
-    workload = request.workload
-    if workload.sharding.method != "none" or workload.trace == "cpu":
-        return None
-    return reserved_bytes(
-        model, request.batch_size, request.seq_len, request.optimizer, request.accumulates, is_checkpointed
-    )
 
 
 def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:

@@ -182,21 +182,6 @@ def check_optimizer(name: str) -> None:
         raise ValueError(f"--optimizer={name} is not known: choose from {', '.join(OPTIMIZERS)}")
 
 
-def state_bytes(name: str, parameter: torch.Tensor) -> int:
-    """Return the bytes of the state of optimizer `name` for `parameter`. Raises ValueError for an unknown name."""
-    check_optimizer(name)
-    return _OPTIMIZERS[name].state_bytes(parameter)
-
-
-def update_bytes(name: str, parameters: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of temporaries in one step of optimizer `name` on `parameters`.
-
-    Raises ValueError for an unknown name.
-    """
-    check_optimizer(name)
-    return _OPTIMIZERS[name].update_bytes(parameters)
-
-
 def static_memory(
     model: nn.Module, blocks: Sequence[nn.Module], optimizer: str, sharding: Sharding, master_weights: bool
 ) -> StaticMemory:

@@ -23,13 +23,10 @@ def plan_on_one_gpu(name: str, config: PretrainedConfig, attention: str | None =
 
 
 def assert_complete(training_plan: TrainingPlan) -> None:
-    """Assert that plain training and full recomputation have a peak, a time and reserved bytes in the right order."""
+    """Assert that plain training and full recomputation have a peak and a time in the right order."""
     plain, full = (training_plan.forecasts[name] for name in ("plain", "full recomputation"))
     assert full.peak_bytes <= plain.peak_bytes
     assert full.step_ms > plain.step_ms > 0
-    for forecast in (plain, full):
-        # The allocator's sizes are multiples of 512 bytes. The plan counts the backward of a replayed block within 2 %.
-        assert forecast.reserved_bytes >= 0.98 * forecast.peak_bytes
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -60,7 +60,7 @@ def test_a_small_model_of_a_family(name: str) -> None:
     settings = workload(config, precision=PRECISIONS["bf16-amp"])
     training_plan = plan(Request(model=name, workload=settings, batch_size=2, seq_len=16))
     plain, full = (training_plan.forecasts[method] for method in ("plain", "full recomputation"))
-    assert full.peak_bytes < plain.peak_bytes <= plain.reserved_bytes
+    assert full.peak_bytes < plain.peak_bytes
     assert {block.kind for block in training_plan.profile.blocks} >= {0, 1}, "blocks of the tower and of the text"
     text = " ".join(to_text(training_plan).split())
     assert "2 x 16 tokens per device (4 of each sequence for images)" in text
