@@ -8,7 +8,6 @@ import json
 import os
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.policy import Plan, Policy
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.presets import PRESETS, check_model
 from adacc_hf.launch import child_environment, run_child
@@ -85,7 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the trainings of `adacc verify`, print the comparison, and return the exit status."""
     command = arguments.child[1:] if arguments.child[:1] == ["--"] else arguments.child
     if arguments.methods is not None and arguments.model is None and not command:
-        return _run_methods(arguments.methods.split(","), arguments.output)
+        from adacc_hf.verify_methods import run_methods
+
+        return 0 if run_methods(arguments.methods.split(","), arguments.output) else NOT_EQUAL
     if arguments.methods or arguments.output or (arguments.model is None) == (not command):
         raise ValueError(
             "pass either --model MODEL or -- COMMAND, for example `adacc verify -- python train.py`, or --methods, "
@@ -103,10 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         subject = f"{' '.join(command)}: the first {arguments.steps} steps"
     else:
         check_model(arguments.model)
-        from adacc_hf.estimate.command import torchao_imported_silently
-
-        with torchao_imported_silently():
-            trial = Trial.of(arguments, config)
+        trial = Trial.of(arguments, config)
         train, subject = trial.train, trial.title
     reference = train(methods[0])
     if reference.failure is not None:
@@ -116,21 +114,14 @@ def run(arguments: argparse.Namespace) -> int:
     differs = outcomes[-1].failure is None and outcomes[-1].difference_from(reference) is not None
     is_noisy = differs and train(methods[0]).difference_from(reference) is not None
     lines, columns = [f"{subject}; {config.describe_changes()}", ""], terminal_columns()
-    print(fit_lines("\n".join([*lines, *_table(outcomes, columns), *_blocks(outcomes[-1])]), columns))
+    policy = outcomes[-1].policy
+    lines += [*_table(outcomes, columns), *([] if policy is None else [f"policy: {policy.summary()}", ""])]
+    print(fit_lines("\n".join(lines), columns))
     verdict, status = _verdict(reference, outcomes[-1], config.exact, is_noisy)
     if outcomes[-1].num_fallbacks:
         verdict += f" Steps that did not follow the policy (the log has the reasons): {outcomes[-1].num_fallbacks}."
     print(fit_lines(verdict, columns))
     return status
-
-
-def _run_methods(methods: Sequence[str], output: Path | None) -> int:
-    """Run the cases of `adacc verify --methods`, and return the exit status."""
-    from adacc_hf.estimate.command import torchao_imported_silently
-
-    with torchao_imported_silently():
-        from adacc_hf.verify_methods import run_methods
-    return 0 if run_methods(methods, output) else NOT_EQUAL
 
 
 @dataclass
@@ -342,28 +333,6 @@ def _table(outcomes: Sequence[Outcome], columns: int) -> list[str]:
         rows.append((outcome.method, peak, share, *times, result))
     failures = [f"{outcome.method} fails: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]
     return [*table_lines(rows, columns=columns, right=(1, 2, 3, 4)), "", *failures, *[""] * bool(failures)]
-
-
-def _blocks(outcome: Outcome) -> list[str]:
-    """Return lines that say what the policy does in each block. Blocks with the same actions share a line."""
-    if outcome.policy is None or outcome.failure is not None:
-        return []
-    names: dict[str, list[str]] = {}
-    for name, index in outcome.policy.blocks:
-        names.setdefault(_describe_plan(outcome.policy.plans[index]), []).append(name)
-    groups = [
-        f"  {blocks[0]}{f' and {len(blocks) - 1} more' if len(blocks) > 1 else ''}: {actions}"
-        for actions, blocks in names.items()
-    ]
-    return [f"policy: {outcome.policy.summary()}", *groups, ""]
-
-
-def _describe_plan(plan: Plan) -> str:
-    if plan.is_checkpointed:
-        return "torch's checkpoint"
-    counts = Counter(choice.codec or choice.action.value for _, choice in plan.choices)
-    tiles = "" if plan.tiling is None else f", {plan.tiling.num_tiles} tiles"
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) + tiles
 
 
 def _verdict(plain: Outcome, outcome: Outcome, is_exact: bool, is_noisy: bool) -> tuple[str, int]:

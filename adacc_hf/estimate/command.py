@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.budget_values import MIN_BUDGET_BYTES, budget_hint
@@ -19,22 +15,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.units import UNITS, parse_bytes
 from adacc_hf.estimate.devices import NAMES, find_device
 from adacc_hf.estimate.presets import PRESETS, check_model
-from adacc_hf.estimate.static_memory import COMPACT, OPTIMIZERS, Sharding, check_optimizer
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.estimate.static_memory import COMPACT, OPTIMIZERS, PRECISIONS, Sharding, check_optimizer
 
 if TYPE_CHECKING:
-    from adacc_hf.estimate.planning import Request, TrainingPlan
+    from adacc_hf.estimate.planning import Request
 
 log = logging.getLogger(__name__)
-
-COMPUTED_IN = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "bf16-amp": "bfloat16",
-    "bf16-weights-amp": "bfloat16",
-    "fp16-amp": "float16",
-}
-"""Dtype of the matrix products for each value of the option --dtype."""
 
 
 def add_parser(commands: Any) -> None:
@@ -51,7 +37,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's context length)")
     parser.add_argument(
         "--dtype",
-        choices=tuple(COMPUTED_IN),
+        choices=tuple(PRECISIONS),
         default="bf16-amp",
         help="fp32 and bf16 use that dtype for all tensors; with -amp, products have it by autocast, and weights are "
         "float32, or bfloat16 in bf16-weights-amp (default bf16-amp)",
@@ -86,13 +72,6 @@ def add_parser(commands: Any) -> None:
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
         "percent of the device's PCIe generation)",
     )
-    more.add_argument(
-        "--images",
-        type=int,
-        metavar="N",
-        help="images in each sequence, in a vision-language model with images of a fixed size. The number of their "
-        "tokens follows from the model's config, and --seq-len counts these tokens too (default: no images)",
-    )
     more.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
     more.add_argument(
         "--lora-targets", nargs="+", metavar="NAME", help="layers with adapters (default: PEFT's for the architecture)"
@@ -116,75 +95,38 @@ def add_parser(commands: Any) -> None:
         "--trace", choices=("cuda", "cpu"), help="trace the operators of this device type (default: the device's)"
     )
     more.add_argument(
-        "--outlier-share",
-        type=float,
-        default=0.01,
-        help="share of the channels assumed to be outliers, 0 to 1 (default 0.01)",
-    )
-    more.add_argument(
         "--largest",
         action="store_true",
         help="print the largest batch, the longest sequence and its time per token for five methods, and nothing else "
         "(takes minutes)",
     )
     more.add_argument("--json", action="store_true", help="print one JSON record")
-    more.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> str:
     """Compute the prediction that `arguments` ask for, and return it as text or JSON. Progress is printed on stderr."""
     _convert_options(arguments)
-    with _progress_on_stderr(), torchao_imported_silently():
+    with _progress_on_stderr():
         log.info("loading torch and Transformers")
-        gc.disable()  # imports leave no garbage, and the search for it takes a sixth of their time
-        try:
-            from adacc_hf.estimate.largest import largest_json, largest_shapes, largest_text
-            from adacc_hf.estimate.plan_report import to_json, to_text
-            from adacc_hf.estimate.planning import plan
+        from adacc_hf.estimate.largest import largest_json, largest_shapes, largest_text
+        from adacc_hf.estimate.plan_report import to_json, to_text
+        from adacc_hf.estimate.planning import plan
 
-            request = _plan_request(arguments)
-        finally:
-            gc.enable()
+        request = _plan_request(arguments)
         if arguments.largest:
             largest = largest_shapes(request)
             as_json = largest_json(request, largest)
             return json.dumps(as_json, indent=1) if arguments.json else largest_text(request, largest)
         training_plan = plan(request)
-    if arguments.html is not None:
-        _write_plan_report(arguments.html, training_plan)
     return json.dumps(to_json(training_plan), indent=1) if arguments.json else to_text(training_plan)
-
-
-_OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
-"""Loggers whose messages are dropped while Transformers imports torchao, with the beginning of these messages, which
-are about torchao's own code."""
-
-
-@contextmanager
-def torchao_imported_silently() -> Iterator[None]:
-    """Drop torchao's messages about its own code inside the `with` block."""
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(_OF_TORCHAO[record.name])
-
-    with ExitStack() as stack:
-        for logger in map(logging.getLogger, _OF_TORCHAO):
-            logger.addFilter(is_kept)
-            stack.callback(logger.removeFilter, is_kept)
-        yield
 
 
 @contextmanager
 def _progress_on_stderr() -> Iterator[None]:
-    """Print the planner's log on stderr inside the `with` block. Each line contains the seconds since the start."""
-    start = time.monotonic()
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            print(f"[{time.monotonic() - start:3.0f} s] {record.getMessage()}", file=sys.stderr, flush=True)
-
-    logger, handler = logging.getLogger(__package__), Handler()
+    """Print the planner's log on stderr inside the `with` block."""
+    logger, handler = logging.getLogger(__package__), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -205,31 +147,18 @@ _NEEDS = {
     ),
 }
 """Options that have no effect without another one, which may have a value."""
-_RANGES = {
-    "--outlier-share": (lambda share: 0 <= share <= 1, "0 to 1: a share of the channels"),
-    "--images": (lambda number: number >= 1, "at least 1: the images in each sequence"),
-    "--lora-rank": (lambda number: number >= 1, "at least 1"),
-    "--lora-dropout": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
-}
-"""Condition on an option's value, as code and as text."""
 
 
 def _convert_options(arguments: argparse.Namespace) -> None:
     """Check the options, and replace sizes by bytes. `arguments.sharding` is the sharding of all options for it."""
     if arguments.device != "cpu":  # whose rates are measured
-        find_device(arguments.device).check_dtype(COMPUTED_IN[arguments.dtype])
+        find_device(arguments.device).check_dtype(PRECISIONS[arguments.dtype].compute)
     check_optimizer(arguments.optimizer)
     for option, needed in _NEEDS.items():
         name, _, value = needed.partition(" ")
         has_needed = _value_of(arguments, name) == value if value else _value_of(arguments, name) is not None
         if _value_of(arguments, option) is not None and not has_needed:
             raise ValueError(f"{option} needs {needed}: pass both options, or neither")
-    for option, (is_allowed, rule) in _RANGES.items():
-        number = _value_of(arguments, option)
-        if number is not None and not is_allowed(number):
-            raise ValueError(f"{option}={number} must be {rule}")
-    if arguments.largest and arguments.html is not None:
-        raise ValueError("--largest prints a table and writes no report: leave out --html, or --largest")
     arguments.sharding = _plan_sharding(arguments)
     for option in ("--budget", "--host-memory", "--host-bandwidth"):
         setattr(arguments, _attribute(option), _option_bytes(_value_of(arguments, option), option))
@@ -262,11 +191,10 @@ def _option_bytes(text: str | None, option: str) -> int | None:
 
 
 def _plan_request(arguments: argparse.Namespace) -> Request:
-    from adacc_hf.estimate.adapters import Adapters
-    from adacc_hf.estimate.fake_model import PRECISIONS, Workload
+    from adacc_hf.estimate.adapters import Adapters, Quantization, quantization_of
+    from adacc_hf.estimate.fake_model import Workload
     from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
     from adacc_hf.estimate.planning import Request
-    from adacc_hf.estimate.quantized_weights import Quantization, quantization_of
 
     device, sharding = find_device(arguments.device), arguments.sharding
     if arguments.host_bandwidth is not None:
@@ -287,10 +215,8 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         adapters=None if arguments.peft is None else adapters,
         quantization=quantization or (Quantization() if arguments.load_in_4bit else None),
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
-        images=arguments.images or 0,
         trace=arguments.trace or device.trace,
         sharding=sharding,
-        outlier_share=arguments.outlier_share,
         # ZeRO 3 has the output layer's weight only during the layer's forward, before the loss is computed.
         adacc=AdaccConfig(
             exact=arguments.exact,
@@ -332,15 +258,3 @@ def _plan_sharding(arguments: argparse.Namespace) -> Sharding:
             raise ValueError(f"--zero {stage} {num_devices}: ZeRO has no stage {stage}, choose 1, 2 or 3")
         return Sharding(method=f"zero{stage}", num_devices=num_devices)
     return Sharding()
-
-
-def _write_plan_report(folder: Path, plan: TrainingPlan) -> None:
-    from adacc_hf.estimate.plan_report import remarks
-    from adacc_hf.reports.report import policy_report
-
-    policy = plan.policy or uniform_policy(plan.profile, "recompute")
-    comparison = [
-        {"method": name, **vars(forecast), "fits": "yes" if forecast.fits else "no"}
-        for name, forecast in plan.forecasts.items()
-    ]
-    policy_report(profile=plan.profile, policy=policy, comparison=comparison, remarks=remarks(plan)).save(folder)

@@ -195,44 +195,19 @@ def _gpu_attention(
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dtype is not torch.bool:
             attn_mask = attn_mask.to(dtype)
-    if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_HEAD_DIM:
-        return _flash_attention(query, key, value, dropout_p, is_causal, scale)
+    width = query.shape[-1]
+    if attn_mask is None and query.dtype in _HALVES and width <= _FLASH_HEAD_DIM:
+        padded = [pad(t, (0, -width % _ALIGNMENT)) if width % _ALIGNMENT else t for t in (query, key, value)]
+        scale = width**-0.5 if scale is None else scale
+        return attention_operator("flash")(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :width]
     if not enable_gqa or query.shape[1] == key.shape[1]:
-        return _efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        bias = None if attn_mask is None else _bias_from_mask(attn_mask, query, key)
+        needs_log_sum_exp = any(tensor.requires_grad for tensor in (query, key, value))
+        kernel = attention_operator("efficient")
+        return kernel(query, key, value, bias, needs_log_sum_exp, dropout_p, is_causal, scale=scale)[0]
     return attention_operator("math")(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
-
-
-def _flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    width = query.shape[-1]
-    scale = width**-0.5 if scale is None else scale
-    padded = [pad(t, (0, -width % _ALIGNMENT)) if width % _ALIGNMENT else t for t in (query, key, value)]
-    kernel = attention_operator("flash")
-    return kernel(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :width]
-
-
-def _efficient_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    if attn_mask is not None:
-        attn_mask = _bias_from_mask(attn_mask, query, key)
-    kernel = attention_operator("efficient")
-    needs_log_sum_exp = any(tensor.requires_grad for tensor in (query, key, value))
-    return kernel(query, key, value, attn_mask, needs_log_sum_exp, dropout_p, is_causal, scale=scale)[0]
 
 
 def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -70,9 +70,8 @@ _SAMPLE_SHAPE = (256, 256)
 class FakeMeasurement(Measurement):
     """Measurement of a model on fake tensors, with times estimated from the peak rates of `device`."""
 
-    def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.outlier_share = outlier_share
         self.rng_use = DeclaredRngUse
         self.head_shares = (1, 2)
         self._times = SumOfTimes(device)
@@ -82,7 +81,7 @@ class FakeMeasurement(Measurement):
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         available = {
-            v.index for v in tape.values if v.source is not None and _is_known_external(v.source.place, v.overwritten)
+            v.index for v in tape.values if v.source is not None and v.source.place != "unknown" and not v.overwritten
         }
         exact: set[int] = set()
         for operator in tape.operators:
@@ -98,7 +97,7 @@ class FakeMeasurement(Measurement):
         if not config.outliers:
             return {}
         channels = {v: encode_view(tape, v).geometry[0][-1] for v in outlier_codecs(tape, config)}
-        return {value: math.ceil(self.outlier_share * number) for value, number in channels.items()}
+        return {value: math.ceil(OUTLIER_SHARE * number) for value, number in channels.items()}
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         codecs = {
@@ -225,19 +224,9 @@ class SumOfTimes(TorchDispatchMode):
 def _estimated_workspace(operator: TapeOperator) -> int:
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
-    return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
-
-
-def _has_number_argument(operator: TapeOperator) -> bool:
-    """Return True if an elementwise operator has a Python number as argument. Replay makes a tensor of this number."""
     is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
-    return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
-
-
-def _is_known_external(place: str, overwritten: bool) -> bool:
-    """Return True if replay can read a tensor that existed before the recorded call. `place` is where replay finds the
-    tensor, or "unknown". If the tensor was `overwritten`, replay cannot read it."""
-    return place != "unknown" and not overwritten
+    has_number = any(isinstance(argument, (int, float)) for argument in operator.args)
+    return blank_bytes + (NUMBER_BYTES if is_pointwise and has_number else 0)
 
 
 def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,23 +14,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.estimate.adapters import Adapters, lora_model
+from adacc_hf.estimate.adapters import Adapters, Quantization, lora_model
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement
-from adacc_hf.estimate.images import (
-    image_model,
-    image_size,
-    pixel_values,
-    tokens_per_image,
-    unchecked_placeholders,
-)
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
-from adacc_hf.estimate.quantized_weights import Quantization
-from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.estimate.static_memory import Precision, Sharding
 from adacc_hf.estimate.thinning import Thinning
 from adacc_hf.head.chunked_loss import at_most_chunks
-from adacc_hf.price.codec_selection import OUTLIER_SHARE
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.run.block_search import find_blocks
 from adacc_hf.torch_glue.private import (
@@ -39,29 +30,6 @@ from adacc_hf.torch_glue.private import (
 )
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of the weights and of autocast. `autocast` is None if autocast is off."""
-
-    weights: torch.dtype
-    autocast: torch.dtype | None
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.autocast or self.weights
-
-
-PRECISIONS = {
-    "fp32": Precision(torch.float32, None),
-    "bf16": Precision(torch.bfloat16, None),
-    "bf16-amp": Precision(torch.float32, torch.bfloat16),
-    "bf16-weights-amp": Precision(torch.bfloat16, torch.bfloat16),
-    "fp16-amp": Precision(torch.float32, torch.float16),
-}
-"""Dtypes by the names that the command line accepts. fp32 and bf16 use one dtype for all tensors. The -amp precisions
-use autocast, as the Trainer's bf16=True and fp16=True do. Weights are then float32, or bfloat16 in bf16-weights-amp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +52,6 @@ class Workload:
     trace: str = "cuda"
     """Device type ("cuda" or "cpu") that the traced fake tensors have. Torch's choice of kernels depends on it."""
     sharding: Sharding = field(default_factory=Sharding)
-    images: int = 0
-    """Number of images in each sequence, in a vision-language model."""
-    outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
 
     @property
@@ -95,11 +60,7 @@ class Workload:
         return self.sharding.casts_weights and self.precision.autocast is not None
 
     def __post_init__(self) -> None:
-        self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
-        if self.images:
-            image_size(self.config)
-            if self.adapters is not None:
-                raise ValueError("--images is not planned with --peft: leave out one of the two")
+        self.device.check_dtype(self.precision.compute)
         if self.quantization is not None and self.adapters is None:
             raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
         if self.quantization is not None and self.sharding.method not in ("none", "ddp"):
@@ -119,16 +80,11 @@ class FakeModel:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         sharding, precision = workload.sharding, workload.precision
-        self.autocast = None if sharding.is_deepspeed else precision.autocast
-        weights = precision.compute if sharding.casts_weights else precision.weights
-        dtype = str(weights).removeprefix("torch.")
-        self.model = empty_model(workload, dtype)
+        casts = precision.autocast is not None and not sharding.is_deepspeed
+        self.autocast: torch.dtype | None = getattr(torch, precision.compute) if casts else None
+        self.model = empty_model(workload, precision.compute if sharding.casts_weights else precision.weights)
         _disable_caches(self.model)
         self.model.train()
-        self.image_tokens = 0
-        """Number of tokens of each sequence that stand for images."""
-        if workload.images:
-            self.image_tokens = workload.images * tokens_per_image(self.model, workload.config)
         if workload.compact_rank is not None:
             from adacc_hf.compact import CompactFactory  # which imports Transformers' Trainer
 
@@ -154,25 +110,14 @@ class FakeModel:
         return self._trace(batch_size, seq_len)[0]
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        """Return a batch of `batch_size` sequences of `seq_len` tokens, with labels.
-
-        Raises ValueError if the images leave no room for text.
-        """
-        if seq_len <= self.image_tokens:
-            raise ValueError(
-                f"the images' {self.image_tokens} tokens must be fewer than --seq-len={seq_len}, which counts the "
-                f"tokens of images and of text: raise --seq-len, or set a smaller --images"
-            )
+        """Return a batch of `batch_size` sequences of `seq_len` tokens, with labels."""
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
-        images = {}
-        if self.workload.images:
-            images = {"pixel_values": pixel_values(self.workload.config, batch_size * self.workload.images)}
-        return {"input_ids": ids, "labels": labels.clone(), **images}
+        return {"input_ids": ids, "labels": labels.clone()}
 
     def _trace(self, batch_size: int, seq_len: int) -> tuple[Profile, dict[str, float]]:
         """Return the profile of the present blocks, and the milliseconds of each block's backward."""
-        measurement = FakeMeasurement(self.workload.device, self.workload.outlier_share)
+        measurement = FakeMeasurement(self.workload.device)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
             profile = profile_model(
                 self.model, self.batch(batch_size, seq_len), self.workload.adacc, measurement=measurement
@@ -187,8 +132,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
-    placeholders = unchecked_placeholders() if workload.images else nullcontext()
-    with fake_tensors(workload.trace), placeholders:
+    with fake_tensors(workload.trace):
         try:
             yield FakeModel(workload)
         except AdaccError:
@@ -213,5 +157,4 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
     """Return a model of `workload` with new weights of `dtype`, on fake tensors inside `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
-    build = image_model if workload.images else fresh_model
-    return build(workload.config, workload.attention, dtype)
+    return fresh_model(workload.config, workload.attention, dtype)

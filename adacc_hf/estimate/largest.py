@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import logging
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.memory_simulator import Outcome
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
 from adacc_hf.estimate.plan_report import plan_table
-from adacc_hf.estimate.planning import (
-    EXACT,
-    METHODS,
-    TILED,
-    Request,
-    TrainingPlanner,
-    fully_recomputed,
-    plain_ms,
-    tiled_checkpointing,
-    tiled_title,
-)
-from adacc_hf.solve.solver import solve_policy
+from adacc_hf.estimate.planning import METHODS, Request, TrainingPlanner, fully_recomputed, plain_ms
+from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.solver import least_peak_bytes, solve_policy
+from adacc_hf.solve.tiling import most_tiled
 
 log = logging.getLogger(__name__)
 
+EXACT, TILED = "adacc, exact", "recomputation, tiles and chunked head"
+SEARCH_LIMIT = 2**20
+"""Upper end of the searches for the largest batch size and the longest sequence."""
+LENGTH_STEP = 8
+"""Step in tokens of the search for the longest sequence. For other lengths than multiples of 8, attention kernels pad
+copies of the mask. A longer sequence may then take less memory than a shorter one, but the search needs memory that
+grows with the length."""
+MAX_GROWTH = 32
+"""Upper limit of the search's next guess, as a multiple of the largest number that fits."""
+MAX_STALLS = 3
+"""Number of consecutive guesses that may shrink the interval by less than half. Then the interval is bisected."""
 LARGEST_METHODS = (METHODS[0], METHODS[1], TILED, EXACT, METHODS[2])
 """Training methods that are compared. Three have no policy: plain training, full recomputation, and full recomputation
 with modules that run on some rows at a time. Two use a policy: one with exact actions only, and one with all
@@ -36,8 +45,6 @@ class LargestShapes:
     """Largest batch and longest sequence that one training method fits into the budget."""
 
     method: str
-    title: str
-    """Name of the method in the table. TILED is named by the parts that this model and this batch have."""
     batch_size: int
     """Largest number of sequences of the requested length. 0 if none fits."""
     seq_len: int
@@ -62,32 +69,103 @@ def largest_shapes(request: Request) -> list[LargestShapes]:
         batch_size, seq_len = request.batch_size, request.seq_len
         for method in LARGEST_METHODS:  # each search starts at the previous method's result
             log.info("searching for the largest batch and the longest sequence: %s", method)
-            batch_size = planner.largest_batch(method, max(1, batch_size))
-            seq_len = planner.longest_seq_len(method, max(request.seq_len, seq_len))
-            profile = planner.profile_at(request.batch_size, seq_len if seq_len >= 2 else request.seq_len)
-            largest.append(
-                LargestShapes(
-                    method=method,
-                    title=tiled_title(profile) if method == TILED else method,
-                    batch_size=batch_size,
-                    seq_len=seq_len,
-                    is_at_limit=seq_len == request.longest_seq_len,
-                    ms_per_token=_ms_per_token(planner, profile, method, seq_len) if seq_len >= 2 else None,
-                )
-            )
+            largest.append(_shapes_of(method, planner, max(1, batch_size), max(request.seq_len, seq_len)))
+            batch_size, seq_len = largest[-1].batch_size, largest[-1].seq_len
         return largest
 
 
-def _ms_per_token(planner: TrainingPlanner, profile: Profile, method: str, seq_len: int) -> float | None:
+def _shapes_of(method: str, planner: TrainingPlanner, batch_start: int, length_start: int) -> LargestShapes:
+    """Search for the largest batch and the longest sequence of `method`, from the given first guesses on."""
     request = planner.request
+    config = request.workload.adacc
+    config = config.with_overrides(exact=True) if method == EXACT else config
+    longest = request.longest_seq_len or SEARCH_LIMIT
+    at_zero = planner.static.resting_bytes - request.budget
+
+    @cache
+    def excess(batch_size: int, seq_len: int) -> int:
+        return _least_peak(method, planner.profile_at(batch_size, seq_len), config) - request.budget
+
+    def length(steps: int) -> int:
+        return min(LENGTH_STEP * steps, longest)
+
+    batch_size = largest_fitting(lambda n: excess(n, request.seq_len), batch_start, SEARCH_LIMIT, at_zero)
+    steps = largest_fitting(
+        lambda n: excess(request.batch_size, length(n)),
+        length_start // LENGTH_STEP,
+        -(-longest // LENGTH_STEP),
+        at_zero,
+    )
+    requested_fits = excess(request.batch_size, request.seq_len) <= 0
+    seq_len = max(length(steps), request.seq_len if requested_fits else 0)
+    return LargestShapes(
+        method=method,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        is_at_limit=seq_len == request.longest_seq_len,
+        ms_per_token=_ms_per_token(method, planner, config, seq_len) if seq_len else None,
+    )
+
+
+def largest_fitting(excess: Callable[[int], int], start: int, limit: int, at_zero: int) -> int:
+    """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if no n fits.
+
+    `excess` must not decrease with n. The search starts at n = `start`. Each next n is where a polynomial through the
+    three nearest points is 0, because memory is nearly quadratic in n. `at_zero` is an estimate of excess(0).
+    """
+    points: dict[int, int] = {}
+    low, high, stalls = 0, limit + 1, 0
+    guess = min(max(start, 1), limit)
+    while low + 1 < high:
+        width = high - low
+        points[guess] = excess(guess)
+        low, high = (guess, high) if points[guess] <= 0 else (low, guess)
+        stalls = stalls + 1 if 2 * (high - low) > width else 0
+        guess = (low + high) // 2
+        if stalls <= MAX_STALLS:
+            candidates = range(low + 1, min(high, MAX_GROWTH * low) if low else high)
+            curve = _interpolation(points if len(points) > 1 else {0: at_zero, **points}, low, high)
+            guess = max(low + bisect_right(candidates, 0, key=curve), low + 1)
+    return low
+
+
+def _interpolation(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
+    """Return the polynomial through the points at `low` and `high`, and those nearest to zero, of three points."""
+    nodes = sorted(points, key=lambda n: (n not in (low, high), abs(points[n])))[:3]
+
+    def value(n: int) -> float:
+        return sum(points[a] * math.prod((n - b) / (a - b) for b in nodes if b != a) for a in nodes)
+
+    return value
+
+
+def _least_peak(method: str, profile: Profile, config: AdaccConfig) -> int:
+    """Return the smallest peak in bytes that `method` can reach."""
+    if method == METHODS[0]:
+        return uniform_policy(profile, "retain").predicted_peak_bytes
+    if method in (METHODS[1], TILED):
+        return _recomputed(method, profile).peak_bytes
+    return least_peak_bytes(profile, config)
+
+
+def _recomputed(method: str, profile: Profile) -> Outcome:
+    """Return the simulated outcome of full recomputation, with a chunked head and row-wise modules in tiles if the
+    method is TILED and the profile has them."""
+    if method != TILED:
+        return fully_recomputed(profile)
+    head = "chunked" if "chunked" in profile.heads else profile.head
+    return fully_recomputed(most_tiled(profile.with_head(head)))
+
+
+def _ms_per_token(method: str, planner: TrainingPlanner, config: AdaccConfig, seq_len: int) -> float | None:
+    request = planner.request
+    profile = planner.profile_at(request.batch_size, seq_len)
     overhead_ms = 0.0
-    if method == METHODS[1]:
-        overhead_ms = fully_recomputed(profile).overhead_ms
-    elif method == TILED:
-        overhead_ms = tiled_checkpointing(profile).overhead_ms
+    if method in (METHODS[1], TILED):
+        overhead_ms = _recomputed(method, profile).overhead_ms
     elif method != METHODS[0]:
         try:
-            overhead_ms = solve_policy(profile, request.budget, planner.config_of(method)).predicted_overhead_ms
+            overhead_ms = solve_policy(profile, request.budget, config).predicted_overhead_ms
         except InfeasibleBudgetError:
             return None
     return (plain_ms(profile) + overhead_ms) / (request.batch_size * seq_len)
@@ -101,7 +179,7 @@ def largest_text(request: Request, largest: list[LargestShapes]) -> str:
         length = f"{each.seq_len:,}{' (the context)' if each.is_at_limit else ''}" if each.seq_len else "none"
         ratio = f"{each.seq_len / plain.seq_len:.1f}" if plain.seq_len else "-"
         time = "-" if each.ms_per_token is None else f"{1e3 * each.ms_per_token:.1f}"
-        rows.append((each.title, f"{each.batch_size:,}" if each.batch_size else "none", length, ratio, time))
+        rows.append((each.method, f"{each.batch_size:,}" if each.batch_size else "none", length, ratio, time))
     title = (
         f"{request.model}: largest batch of sequences of {request.seq_len} tokens, and longest sequence in batches of "
         f"{request.batch_size}, per device within {format_bytes(request.budget)}, on {request.workload.device.title}"

@@ -8,9 +8,9 @@ from textwrap import fill
 from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.estimate.images import image_size
 from adacc_hf.estimate.planning import TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
+from adacc_hf.price.codec_selection import OUTLIER_SHARE
 
 WIDTH = 100
 """Width of the output of `adacc plan` in characters."""
@@ -52,7 +52,6 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
         "budget_bytes": request.budget,
         "host_memory_bytes": request.workload.adacc.host_memory,
         "host_bandwidth_bytes": device.host_bandwidth_bytes,
-        "outlier_share": request.workload.outlier_share,
         "fits": plan.forecasts["adacc"].fits,
         "bound_bytes": plan.bound_bytes,
         "expected_bytes": expected_bytes(plan),
@@ -72,26 +71,13 @@ def to_text(plan: TrainingPlan) -> str:
     return "\n".join([*paragraphs, "", *_method_table(plan), "", *_memory_table(plan), "", *notes])
 
 
-def remarks(plan: TrainingPlan) -> list[str]:
-    """Return the first paragraphs of the HTML report of `adacc plan`: the settings, the verdict and the assumptions."""
-    fallback = "The policy shown is full recomputation, because no policy fits the budget."
-    return [
-        f"{_plan_title(plan)}.",
-        f"{_plan_verdict(plan)}.",
-        _expected_memory(plan),
-        *([] if plan.policy is not None else [fallback]),
-        " ".join(_plan_notes(plan)),
-    ]
-
-
 def _plan_title(plan: TrainingPlan) -> str:
     request, device = plan.request, plan.request.workload.device
     sharding = request.workload.sharding
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
-    images_text = f" ({plan.image_tokens} of each sequence for images)" if plan.image_tokens else ""
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
-        f"device{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
+        f"device, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
     )
 
 
@@ -195,15 +181,7 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
         for v in kind.values
         for option in v.codecs
     ):
-        notes.append(
-            f"{100 * workload.outlier_share:g} % of the channels are assumed to be outliers (--outlier-share)."
-        )
-    if workload.images:
-        _, height, width = image_size(workload.config)
-        notes.append(
-            f"Images have {height} x {width} pixels. The vision tower is trained like the language model, and its "
-            f"activations are included."
-        )
+        notes.append(f"{100 * OUTLIER_SHARE:g} % of the channels are assumed to be outliers.")
     if workload.adacc.host_memory is not None:
         notes.append(_host_note(plan))
     if workload.trace != workload.device.trace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
 
 from torch import nn
 
@@ -16,11 +15,9 @@ from adacc_hf.artifacts.policy import BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
-from adacc_hf.estimate.integer_search import largest_fitting
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
-from adacc_hf.solve.solver import least_peak_bytes, solve_policy
-from adacc_hf.solve.tiling import most_tiled
+from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.compat import attention_of
 from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -29,14 +26,6 @@ log = logging.getLogger(__name__)
 METHODS = ("plain", "full recomputation", "adacc")
 """Training methods that are compared: retaining every activation, torch's checkpoint around every block, and the policy
 from the solver."""
-EXACT, TILED = "adacc, exact", "recomputation, tiles and chunked head"
-"""Additional training methods that the search for the largest batch and the longest sequence compares."""
-SEARCH_LIMIT = 2**20
-"""Upper end of the searches for the largest batch size and the longest sequence."""
-LENGTH_STEP = 8
-"""Step in tokens of the search for the longest sequence. For other lengths than multiples of 8, attention kernels pad
-copies of the mask. A longer sequence may then take less memory than a shorter one, but the search needs memory that
-grows with the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +80,6 @@ class TrainingPlan:
     attention: str
     """Names of the attention implementations in the model, joined by "and"."""
     static: StaticMemory
-    image_tokens: int
-    """Number of tokens of each sequence that stand for images."""
     profile: Profile
     policy: Policy | None
     """Policy from the solver. None if no policy fits the budget."""
@@ -138,7 +125,6 @@ class TrainingPlanner:
         )
         self._traced: dict[tuple[int, int], Profile] = {}
         """Profiles by (batch size, sequence length)."""
-        self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
         request = self.request
@@ -154,7 +140,6 @@ class TrainingPlanner:
             request=request,
             attention=" and ".join(attention_of(self.model.model)),
             static=self.static,
-            image_tokens=self.model.image_tokens,
             profile=profile,
             policy=policy,
             bound_bytes=bound_bytes,
@@ -245,67 +230,6 @@ class TrainingPlanner:
         fits = peak_bytes <= self.request.budget
         return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms)
 
-    def largest_batch(self, method: str, start: int) -> int:
-        """Return the largest batch size whose peak under `method` is within the budget, or 0.
-
-        The sequence length is that of `self.request`. The search begins at `start` sequences.
-        """
-        seq_len = self.request.seq_len
-        hints = {
-            batch: excess for (batch, length), excess in self._traced_excess(method).items() if length in (0, seq_len)
-        }
-        return largest_fitting(lambda n: self._excess(method, n, seq_len), start, SEARCH_LIMIT, hints)
-
-    def longest_seq_len(self, method: str, start: int) -> int:
-        """Return the longest sequence, in tokens, whose peak under `method` is within the budget, or 0.
-
-        The batch size is that of `self.request`. The search begins at `start` tokens, and uses the peaks of batch
-        shapes that were traced already.
-        """
-        request = self.request
-        longest = request.longest_seq_len or SEARCH_LIMIT
-        hints = {
-            length // LENGTH_STEP: excess
-            for (batch, length), excess in self._traced_excess(method).items()
-            if batch in (0, request.batch_size) and length % LENGTH_STEP == 0
-        }
-
-        def length(steps: int) -> int:  # leaves room for a token of text beside images
-            return min(max(LENGTH_STEP * steps, self.model.image_tokens + 1), longest)
-
-        def excess(steps: int) -> int:
-            return self._excess(method, request.batch_size, length(steps))
-
-        num_steps = largest_fitting(excess, start // LENGTH_STEP, -(-longest // LENGTH_STEP), hints)
-        requested_fits = self._excess(method, request.batch_size, request.seq_len) <= 0
-        return max(length(num_steps) if num_steps else 0, request.seq_len if requested_fits else 0)
-
-    def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
-        """Return peak minus budget in bytes, by (batch size, sequence length) of each traced shape. The number at
-        (0, 0) is an estimate from the bytes that stay allocated."""
-        estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
-        return estimate | {shape: self._excess(method, *shape) for shape in list(self._traced)}
-
-    def config_of(self, method: str) -> AdaccConfig:
-        """Return the config that the solver uses for `method`, one of the methods with a policy from the solver."""
-        config = self.request.workload.adacc
-        return config.with_overrides(exact=True) if method == EXACT else config
-
-    def _excess(self, method: str, batch_size: int, seq_len: int) -> int:
-        return self._peak(method, batch_size, seq_len) - self.request.budget
-
-    def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
-        """Return the smallest peak in bytes that `method` can reach at this batch shape. For a method with a policy, a
-        peak that is far from the budget is an estimate."""
-        profile = self.profile_at(batch_size, seq_len)
-        if method == "plain":
-            return uniform_policy(profile, "retain").predicted_peak_bytes
-        if method == "full recomputation":
-            return fully_recomputed(profile).peak_bytes
-        if method == TILED:
-            return tiled_checkpointing(profile).peak_bytes
-        return least_peak_bytes(profile, self.config_of(method))
-
 
 def fully_recomputed(profile: Profile) -> Outcome:
     """Return the simulated outcome of a step in which torch's checkpoint runs every block.
@@ -325,27 +249,6 @@ def with_checkpointing(profile: Profile) -> Profile:
         for kind in profile.kinds
     )
     return replace(profile, kinds=kinds)
-
-
-def tiled_checkpointing(profile: Profile) -> Outcome:
-    """Return the simulated outcome of a step with every block checkpointed, with tiles and a chunked head.
-
-    Each block's row-wise module, such as its MLP, runs in tiles (on some rows at a time). Tiles and the chunked head
-    are used where the profile contains them.
-    """
-    head = next((name for name in profile.heads if name == "chunked"), profile.head)
-    return fully_recomputed(most_tiled(profile.with_head(head)))
-
-
-def tiled_title(profile: Profile) -> str:
-    """Return the name of the method TILED for `profile`. The name lists only what the profile contains: tiles, a
-    chunked head, or both.
-
-    Under ZeRO 3, for example, the head stays plain, and batches of few tokens have no tiles.
-    """
-    has_tiles = any(kind.tiled is not None for kind in profile.kinds)
-    parts = [*(["tiles"] if has_tiles else []), *(["chunked head"] if "chunked" in profile.heads else [])]
-    return f"recomputation, {' and '.join(parts) or 'no tiles and plain head'}"
 
 
 def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:

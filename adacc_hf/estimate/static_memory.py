@@ -1,14 +1,6 @@
 """Static memory of training on each of N devices: parameters, gradients, optimizer state and buffers.
 
 The module imports torch only to compute sizes. Wrong options are therefore refused before torch is loaded.
-
-Dtypes by precision, the same as with the Trainer and Accelerate:
-
-- fp32, bf16: parameters, gradients and optimizer state are all stored in this dtype.
-- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. The precision has no separate master
-  weights.
-- bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients are stored in 16 bits,
-  and the optimizer's state includes float32 master weights.
 """
 
 from __future__ import annotations
@@ -35,6 +27,30 @@ _NUM_BACKWARD_BUCKETS = 2
 """Number of gradient buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate
 set. By default, DeepSpeed does not set `overlap_comm` for these stages, and uses one bucket (`setup_buckets` in
 runtime/zero/stage_1_and_2.py)."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the weights and of autocast, by name. `autocast` is None if autocast is off."""
+
+    weights: str
+    autocast: str | None
+
+    @property
+    def compute(self) -> str:
+        return self.autocast or self.weights
+
+
+PRECISIONS = {
+    "fp32": Precision("float32", None),
+    "bf16": Precision("bfloat16", None),
+    "bf16-amp": Precision("float32", "bfloat16"),
+    "bf16-weights-amp": Precision("bfloat16", "bfloat16"),
+    "fp16-amp": Precision("float32", "float16"),
+}
+"""Dtypes by the names that the command line accepts, the same as with the Trainer and Accelerate. Gradients and
+optimizer state have the dtype of the weights. With --zero, autocast stands for DeepSpeed's own mixed precision:
+parameters and gradients are stored in 16 bits, and the optimizer's state includes float32 master weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

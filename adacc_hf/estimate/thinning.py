@@ -38,8 +38,7 @@ class Thinning:
         for parent, names in groupby(blocks, key=_parent_name):
             siblings = {name: blocks[name] for name in names}
             if parent and not any(_differs_by_layer(config, len(siblings)) for config in configs):
-                settings = _settings_of(siblings)
-                for _, run in groupby(siblings, key=lambda name: settings[name]):
+                for _, run in groupby(siblings, key=lambda name: _settings_of(blocks[name])):
                     equal = list(run)
                     if len(equal) > 2 * KEPT:
                         self.gaps[equal[KEPT - 1]] = equal[KEPT:-KEPT]
@@ -126,25 +125,10 @@ def _extended(values: Sequence[int], counts: Sequence[int]) -> tuple[list[int], 
     return extended, increase
 
 
-def _settings_of(blocks: Mapping[str, nn.Module]) -> dict[str, dict[Any, Any]]:
-    """Return what decides the operators of each block: its modules' classes, tensors and attributes, but its number."""
-    settings = {
-        name: {(path, key): value for path, module in block.named_modules() for key, value in _attributes_of(module)}
-        for name, block in blocks.items()
-    }
-    numbers = {name: int(number) if (number := name.rpartition(".")[2]).isdigit() else -1 for name in blocks}
-    keys = {key for of_block in settings.values() for key in of_block}
-    is_number = {
-        key for key in keys if all(own.get(key, numbers[name]) == numbers[name] for name, own in settings.items())
-    }
-    return {name: {key: v for key, v in own.items() if key not in is_number} for name, own in settings.items()}
-
-
-def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield "class", type(module)
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield name, (tensor.shape, tensor.dtype, tensor.requires_grad)
-    yield from ((key, value) for key, value in vars(module).items() if isinstance(value, (int, float, str)))
+def _settings_of(block: nn.Module) -> tuple[Any, ...]:
+    """Return what decides the operators of a block: its modules with their settings, and its tensors."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return repr(block), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
 
 
 def _differs_by_layer(config: Any, num_layers: int) -> bool:

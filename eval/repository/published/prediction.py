@@ -22,9 +22,9 @@ from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, Workload
+from adacc_hf.estimate.fake_model import Workload
 from adacc_hf.estimate.planning import Request, plain_ms, training_profile
-from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.estimate.static_memory import PRECISIONS, Sharding
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Pair, Row, Setting, model_config
 from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy

@@ -1,6 +1,5 @@
 """The command `adacc plan`: its text and report, and refused options."""
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.cli import USER_ERROR, main
-from adacc_hf.estimate import command
-from adacc_hf.estimate.command import COMPUTED_IN
-from adacc_hf.estimate.fake_model import PRECISIONS
 from adacc_hf.estimate.plan_report import WIDTH
 from adacc_hf.estimate.presets import PRESETS
 
@@ -19,7 +15,6 @@ REFUSED = {
     "batch": ("--batch-size 0", "--batch-size=0 must be at least 1"),
     "short": ("--seq-len 1", "--seq-len=1 is outside its range \\(2 to 64"),
     "long": ("--seq-len 65", "--seq-len=65 is outside its range \\(2 to 64, the model's context\\)"),
-    "report": ("--largest --html report", "--largest prints a table and writes no report: leave out --html"),
     "budget": ("--budget 1MiB", "--budget=1.00 MiB is below the .* MiB that training takes .*--fsdp N"),
     "budget form": ("--budget much", "--budget='much'"),
     "optimizer": ("--optimizer adam", "--optimizer=adam is not known: choose from adamw"),
@@ -27,7 +22,7 @@ REFUSED = {
     "rank form": ("--optimizer compact --rank half", "--rank=half must be a fraction of a layer's inputs"),
     "rank range": ("--optimizer compact --rank 1.5", "rank=1.5 must be a fraction of a layer's inputs"),
     "lora": ("--lora-rank 0", "--lora-rank needs --peft lora: pass both"),
-    "lora rank": ("--peft lora --lora-rank 0", "--lora-rank=0 must be at least 1"),
+    "lora rank": ("--peft lora --lora-rank 0", "`r` should be a positive integer value but the value passed is 0"),
     "lora targets": ("--peft lora --lora-targets nothing", "--lora-targets=nothing"),
     "dtype": ("--device v100", "--device=v100 cannot train in bfloat16: choose another --dtype"),
     "ddp": ("--ddp 1", "--ddp needs at least 2 devices, not 1"),
@@ -36,18 +31,15 @@ REFUSED = {
     "budget as a fraction": ("--budget 0.5", "--budget=0.5 is 0 bytes: pass a size of at least 65536 bytes, such"),
     "budget in percent": ("--budget 50%", "--budget='50%' is not a size: pass a size of at least 65536 bytes, such"),
     "budget auto": ("--budget auto", "not a fraction, or leave out --budget"),
-    "lora dropout": ("--peft lora --lora-dropout 1", "--lora-dropout=1.0 must be at least 0 and below 1"),
     "modules to save": ("--modules-to-save lm_head", "--modules-to-save needs --peft lora: pass both"),
     "4 bits": ("--load-in-4bit", "--load-in-4bit needs --peft lora: pass both"),
     "4 bits in parts": ("--load-in-4bit --peft lora --fsdp 2", "--fsdp is not planned with weights of 4 bits: choose"),
-    "images of a language model": ("--images 1", "--images: GPT2Config has no vision tower"),
     "host memory without unit": (
         "--host-memory 64",
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
     ),
     "host bandwidth alone": ("--host-bandwidth 25GB", "--host-bandwidth needs --host-memory: pass both"),
     "host memory of a CPU": ("--device cpu --host-memory 64GiB", "--host-memory: a CPU has no other memory"),
-    "outliers": ("--outlier-share 2", "--outlier-share=2.0 must be 0 to 1"),
 }
 
 
@@ -58,8 +50,8 @@ def test_the_text_is_narrow_and_progress_is_printed_before_it(folder, capsys):
     long_lines = [line for line in printed.out.splitlines() if len(line) > WIDTH and folder not in line]
     assert not long_lines
     progress = [line for line in printed.err.splitlines() if line.startswith("[")]
-    assert progress[0] == "[  0 s] loading torch and Transformers"
-    assert progress[-1].endswith("simulating torch's allocator")
+    assert progress[0].endswith("] loading torch and Transformers")
+    assert progress[-1].endswith("solving for a policy within 40.00 MiB")
 
 
 def test_host_memory_is_planned(plan, folder, capsys):
@@ -85,23 +77,6 @@ def test_host_memory_is_planned(plan, folder, capsys):
     assert "Copies are assumed to run at 100000 GB/s in each direction" in text
 
 
-def test_the_report_is_written(plan, tmp_path):
-    plan("--html", str(tmp_path / "report"))
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "full recomputation" in page
-    assert "tokens per device, sdpa attention" in page
-    assert "without adacc: plain training peaks at" in page
-    assert "roofline" in page
-
-
-def test_the_report_says_that_nothing_fits(plan, tmp_path):
-    small = plan("--batch-size", "1")["methods"]["adacc"]["peak_bytes"]
-    plan("--batch-size", "64", "--budget", str(small), "--html", str(tmp_path / "report"))
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert ": the least possible peak is" in page
-    assert "The policy shown is full recomputation, because no policy fits the budget." in page
-
-
 def test_the_text_names_sources_and_assumptions(folder, capsys):
     assert main(["plan", "--model", folder, "--device", "v100", "--dtype", "fp16-amp"]) == 0
     text = capsys.readouterr().out
@@ -117,11 +92,6 @@ def test_what_is_refused(refusal_of, case):
         raise ValueError(refusal_of(*options.split()))
 
 
-def test_precisions_compute_in_the_dtype_that_is_checked_without_torch() -> None:
-    computed_in = {name: str(precision.compute).removeprefix("torch.") for name, precision in PRECISIONS.items()}
-    assert computed_in == COMPUTED_IN
-
-
 def test_wrong_options_are_refused_before_torch_is_imported() -> None:
     wrong = (
         ["--device", "b200"], ["--optimizer", "adam"], ["--zero", "4", "2"], ["--fsdp", "1"], ["--budget", "20"],
@@ -133,24 +103,6 @@ def test_wrong_options_are_refused_before_torch_is_imported() -> None:
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [f"{USER_ERROR} False"] * len(wrong), process.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "own_message", "other_message"),
-    [
-        ("torchao", "Failed to load library.so: no CUDA", "incompatible torch version"),
-        ("torch.utils._pytree", "%s is an Enum subclass and is now natively supported", "%s cannot be registered"),
-    ],
-)
-def test_torchao_is_imported_silently_and_other_warnings_are_logged(name, own_message, other_message, monkeypatch):
-    logger, records = logging.getLogger(name), []
-    monkeypatch.setattr(logger, "callHandlers", records.append)
-    arguments = ["Kind"] if "%s" in own_message else []
-    with command.torchao_imported_silently():
-        logger.warning(own_message, *arguments)
-        logger.warning(other_message, *arguments)
-    logger.warning(own_message, *arguments)
-    assert [record.msg for record in records] == [other_message, own_message]
 
 
 def test_the_help_names_every_preset_and_has_few_options_first(capsys):

@@ -3,7 +3,8 @@
 from transformers import GPT2Config
 
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
+from adacc_hf.estimate.fake_model import Workload, fake_model
+from adacc_hf.estimate.static_memory import PRECISIONS
 
 GPT2 = GPT2Config(n_layer=6, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
 

@@ -7,9 +7,10 @@ from transformers import GPT2Config
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate import planning
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, Workload
+from adacc_hf.estimate.fake_model import Workload
 from adacc_hf.estimate.plan_report import CONTEXT_BYTES, expected_bytes, to_text
 from adacc_hf.estimate.planning import Request
+from adacc_hf.estimate.static_memory import PRECISIONS
 
 CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
 

@@ -4,10 +4,10 @@ import pytest
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig, T5Config
 
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.estimate.adapters import Adapters
+from adacc_hf.estimate.adapters import Adapters, Quantization
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, FakeModel, Workload, fake_model
-from adacc_hf.estimate.quantized_weights import Quantization
+from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
+from adacc_hf.estimate.static_memory import PRECISIONS
 from adacc_hf.estimate.thinning import Thinning
 from adacc_hf.solve.simple_policies import uniform_policy
 

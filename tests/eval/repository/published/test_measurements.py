@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adacc_hf.estimate.devices import NAMES
-from adacc_hf.estimate.fake_model import PRECISIONS
-from adacc_hf.estimate.static_memory import OPTIMIZERS
+from adacc_hf.estimate.static_memory import OPTIMIZERS, PRECISIONS
 from adacc_hf.eval.repository.published.measurements import (
     UNITS,
     held_out,
