@@ -108,23 +108,9 @@ class RecordFolder:
         """Write a record to the file `name` of the folder."""
         write_json(self.folder / f"{name}{self._ending}", {"version": self._version, "record": record})
 
-    def names(self) -> list[str]:
-        """Return the names of all records in the folder."""
-        return [path.name.removesuffix(self._ending) for path in self._paths()]
-
-    def clear(self) -> int:
-        """Delete all records, including records of other versions. Return the number of deleted records."""
-        paths = self._paths()
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return len(paths)
-
     @property
     def _ending(self) -> str:
         return f".{self._record_type}.json"
-
-    def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob(f"*{self._ending}"))
 
 
 # Names of the files that a run writes to its folder and to each checkpoint.

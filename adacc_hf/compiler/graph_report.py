@@ -10,9 +10,8 @@ from adacc_hf.artifacts.tables import ACTION_COLORS, table
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Part, Report
 from adacc_hf.reports.plots import FONT, draw_action_legend, new_figure, plot_module, to_png, unit_of
-from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
+from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent, timeline_parts
 from adacc_hf.reports.text_table import table_lines
-from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
     from adacc_hf.compiler.compiled_policy import CompiledPolicy, GraphTensor, RegionPlan

@@ -28,7 +28,6 @@ NOTHING_TO_DECIDE = (
 )
 
 HEADERS = ("activation", "shape", "bytes", "action", "reason")
-BYTES_COLUMN = HEADERS.index("bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,12 @@ class ActivationRow:
         if self.option is None:
             return "; ".join([self._replay_price(), *others])
         return "; ".join([self._codec_price(self.option), self._replay_price(), *others])
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The columns of HEADERS, with a shape such as "float32[8, 256, 1024]"."""
+        shape = f"{self.value.dtype.removeprefix('torch.')}{list(self.value.shape)}"
+        return self.label, shape, format_bytes(self.value.nbytes), str(self.choice), self.reason
 
     def _replay_price(self) -> str:
         if self.needs_exact_inputs:
@@ -162,23 +167,13 @@ def explain_policy(policy: Policy, profile: Profile, columns: int | None = None)
     check_belongs(policy, profile)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile), *describe_host(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
-        cells = [HEADERS]
-        cells += [
-            (
-                row.label,
-                format_shape(row.value),
-                format_bytes(row.value.nbytes),
-                str(row.choice),
-                row.reason,
-            )
-            for row in activation_rows(kind, plan)
-        ]
         lines += ["", f"{kind.block_class}, {blocks}"]
         if plan.kind == IDLE_KIND:
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
         lines += [f"  {note}" for note in describe_block(kind, plan)]
-        lines += table_lines(cells, columns=columns, right=(BYTES_COLUMN,))
+        rows = [row.cells for row in activation_rows(kind, plan)]
+        lines += table_lines([HEADERS, *rows], columns=columns, right=(HEADERS.index("bytes"),))
     return "\n".join(lines)
 
 
@@ -260,11 +255,6 @@ def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
     outcome = run_block(kind, plan)
     host = f" and {format_bytes(outcome.host_bytes)} in host memory" if outcome.host_bytes else ""
     return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}{host}"
-
-
-def format_shape(value: Value) -> str:
-    """Return the dtype and shape of `value` as text, such as "float32[8, 256, 1024]"."""
-    return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
 
 
 def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:

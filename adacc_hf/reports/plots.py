@@ -1,27 +1,18 @@
-"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and overhead by peak memory."""
+"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and figures over the run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from adacc_hf.artifacts.block_outcome import rerun_ms
-from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import KindProfile
-from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tables import ACTION_COLORS
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.solve.plan_pools import PlanPools
-from adacc_hf.solve.search import PolicySearch
-from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +43,6 @@ CURVES: dict[str, tuple[str, float, Any]] = {
     "plain": ("#56606b", 1.6, "-"),
     "full recomputation": ("#009E73", 1.6, (0, (5, 1.5))),
     "this policy": ("#0072B2", 2.6, "-"),
-    "this policy, measured": ("#D55E00", 1.6, (0, (1, 1.2))),
 }
 
 
@@ -82,12 +72,8 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
 def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
     """Draw the live bytes over one training step, one curve per entry of `timelines`. Return PNG bytes.
 
-    Raises ValueError for a curve name that is not in CURVES, and for a phase of the step that the first curve does not
-    contain.
+    All curves have the same phases, and names in CURVES.
     """
-    unknown = set(timelines) - set(CURVES)
-    if unknown:
-        raise ValueError(f"timelines={sorted(unknown)} are unknown: choose from {', '.join(CURVES)}")
     highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
     scale, unit = unit_of(highest_bytes)
     spans = _phase_spans([phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])])
@@ -173,11 +159,6 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
     positions: list[float] = []
     sizes: list[float] = []
     for phase, group in groupby(timeline, key=lambda moment: moment[0]):
-        if phase not in spans:
-            choices = ", ".join(spans)
-            raise ValueError(
-                f"timeline {name!r} has phase {phase!r}, which is not in the first timeline: choose from {choices}"
-            )
         moments = [live / scale for _, live in group]
         start, width = spans[phase]
         positions += [start + width * k / len(moments) for k in range(len(moments))] + [start + width]
@@ -239,106 +220,129 @@ def unit_of(num_bytes: int) -> tuple[float, str]:
     return 1.0, "B"
 
 
-# Third picture of a report: the least overhead at each peak, compared with other methods.
+# Picture of a run over its optimizer steps: outliers (the paper's Figure 4), errors, step time and peak memory.
 
-NUM_BUDGETS = 16
-"""Number of budgets on the curve."""
-Point = tuple[int, float]
-"""Peak memory of the step in bytes, and overhead compared with plain training in ms."""
+MAX_CURVES = 8
+"""Maximum number of activations in the picture of outliers, because more curves could not be told apart. The
+activations with the largest change are drawn."""
+CURVE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#56606b", "#000000")
+MARKS = {
+    "policy": ("policy set", "#56606b", "-"),
+    "change": ("policy changed", "#8c959f", ":"),
+    "guard": ("guard", "#D55E00", "--"),
+}
+TIMELINE_INCHES = 2.1
+LONG_RUN = 64
+"""Number of steps above which the horizontal axis is logarithmic."""
+HEADROOM = 1.15
+"""Upper end of a panel's vertical axis, as a multiple of the largest value. The margin keeps curves and markers away
+from the edge."""
+Curve = list[tuple[int, float]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Marker for one training method in the picture of overhead by peak memory."""
+def draw_timeline(history: Sequence[Mapping[str, Any]]) -> bytes:
+    """Draw outliers, errors, step time and peak in `history` over the steps, one panel each. Return PNG bytes.
 
-    name: str
-    point: Point
-    color: str
-    shape: str
-
-
-def trade_off(profile: Profile) -> list[Point]:
-    """Return (peak, overhead) of Pareto-optimal policies, in order of increasing peak memory.
-
-    All actions and all codecs with known costs are allowed. The solver refines its policies, and so can find further
-    ones between two points.
+    Raises ValueError if `history` has none of these numbers.
     """
-    search = PolicySearch(profile, PlanPools(profile, AdaccConfig(), limits_peak=True, host_limit=0))
-    points = search.trade_off(NUM_BUDGETS)
-    best: list[Point] = []
-    for point in sorted(points):
-        if not best or point[1] < best[-1][1]:
-            best.append(point)
-    return best
-
-
-def marks(profile: Profile, policy: Policy) -> list[Mark]:
-    """Return markers for four methods: plain training, torch's checkpoint on every block, compression, and `policy`.
-
-    Compression means that every activation is compressed.
-    """
-    from adacc_hf.kernels.codecs import baseline_codec
-
-    plain, full = uniform_policy(profile, Action.RETAIN), uniform_policy(profile, Action.RECOMPUTE)
-    # torch's checkpoint reruns a block's forward up to the last saved tensor. Replay runs only operators that backward
-    # needs.
-    checkpoint_ms = sum(rerun_ms(profile.kind_of(block)) for block in profile.blocks)
-    codecs = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
-    baseline = baseline_codec() if baseline_codec() in codecs else None
-    quantized = uniform_policy(profile, Action.COMPRESS, baseline)
-    naive = "all compressed, codec by layer" if baseline is None else f"naive quantization ({baseline})"
-    return [
-        Mark(name="plain", point=_policy_point(plain), color="#56606b", shape="s"),
-        Mark(name="full checkpointing", point=(full.predicted_peak_bytes, checkpoint_ms), color="#009E73", shape="^"),
-        Mark(name=naive, point=_policy_point(quantized), color="#E69F00", shape="D"),
-        Mark(name="this policy", point=_policy_point(policy), color="#0072B2", shape="*"),
-    ]
-
-
-def _policy_point(policy: Policy) -> Point:
-    return policy.predicted_peak_bytes, policy.predicted_overhead_ms
-
-
-def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = None) -> bytes:
-    """Draw overhead by peak memory of the step: a curve of policies, and a marker for each training method.
-
-    Return PNG bytes.
-    """
-    curve, methods = trade_off(profile.with_head(policy.head)), marks(profile, policy)
-    scale, unit = unit_of(max(peak for peak, _ in [*curve, *(mark.point for mark in methods)]))
+    panels = [panel for panel in _timeline_panels(history) if any(panel[1].values())]
+    if not panels:
+        raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
     with plot_module("matplotlib").rc_context(FONT):
-        figure = new_figure(4.6)
-        axis = figure.subplots()
-        _draw_tradeoff(axis, curve, scale)
-        for mark in methods:
-            (peak, ms), size = mark.point, 15 if mark.shape == "*" else 9
-            label = f"{mark.name}: {format_bytes(peak)}, {ms:.2f} ms"
-            axis.plot(peak / scale, ms, mark.shape, ms=size, color=mark.color, mec="white", ls="", label=label)
-        if budget_bytes is not None:
-            label = f"budget, {format_bytes(budget_bytes)}"
-            axis.axvline(budget_bytes / scale, color="#CC79A7", lw=1.4, ls="-.", zorder=0, label=label)
-        axis.set_xlabel(f"peak of the step [{unit}]")
-        axis.set_ylabel("overhead per step [ms]")
-        least_ms = min(ms for _, ms in [*curve, *(mark.point for mark in methods)])  # negative if the head is faster
-        axis.set_ylim(bottom=min(0.0, least_ms) - 0.03 * axis.get_ylim()[1])
-        blocks_ms = plain_blocks_ms(profile)
-        if blocks_ms > 0:
-            share = axis.secondary_yaxis(
-                "right",
-                functions=(
-                    lambda ms: 100 * np.asarray(ms) / blocks_ms,
-                    lambda share: np.asarray(share) * blocks_ms / 100,
-                ),
-            )
-            share.set_ylabel("% of the blocks' time in a plain step")
-        axis.grid(color="#e3e6ea", lw=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top"]].set_visible(False)
-        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        figure = new_figure(TIMELINE_INCHES * len(panels) + 0.5)
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axis, (label, curves) in zip(axes, panels, strict=True):
+            _draw_panel(axis, label, curves)
+            _mark_events(axis, history)
+        _legend_of_marks(figure, history)
+        axes[-1].set_xlabel("optimizer step")
+        first, last = min(record["step"] for record in history), max(record["step"] for record in history)
+        if last > LONG_RUN:
+            axes[-1].set_xscale("symlog", base=2, linthresh=8)  # intervals between tracking steps double
+            axes[-1].xaxis.set_major_formatter("{x:g}")
+            axes[-1].set_xlim(first - 0.4, 1.2 * last)
+        else:
+            axes[-1].set_xlim(first - 0.02 * (last - first) - 0.2, last + 0.03 * (last - first) + 0.2)
         return to_png(figure)
 
 
-def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
-    """Draw the trade-off of overhead and peak as a staircase, because a policy also fits every larger budget."""
-    peaks, times = [peak / scale for peak, _ in curve], [ms for _, ms in curve]
-    axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="the solver's policies, any action")
+def _timeline_panels(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Curve]]]:
+    """Return (label of the vertical axis, curves by name) for each panel of the picture of a run."""
+    peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
+    scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
+    tracking = [record for record in history if record["event"] == "tracking"]
+    worst = [(r["step"], max(r["errors"].values())) for r in tracking if r.get("errors")]
+    return [
+        ("outlier channels", outlier_curves(tracking)),
+        (
+            "relative error",
+            {
+                "worst round trip": worst,
+                "gradient of a sampled block": _record_curve(tracking, "gradient_error"),
+            },
+        ),
+        (
+            "step [ms]",
+            {
+                "measured": _record_curve(history, "step_ms"),
+                "predicted": _record_curve(history, "predicted_step_ms"),
+            },
+        ),
+        (
+            f"peak [{unit}]",
+            {
+                "measured": _record_curve(history, "measured_peak_bytes", scale),
+                "predicted": _record_curve(history, "peak_bytes", scale),
+            },
+        ),
+    ]
+
+
+def outlier_curves(tracking: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Return curves of the number of outliers over the steps, for the MAX_CURVES activations that change most."""
+    curves: dict[str, Curve] = {}
+    for record in tracking:
+        for name, count in record.get("num_outliers", {}).items():
+            curves.setdefault(name, []).append((record["step"], float(count)))
+
+    def movement(name: str) -> tuple[float, float]:
+        counts = [count for _, count in curves[name]]
+        return (max(counts) - min(counts), max(counts))
+
+    return {name: curves[name] for name in sorted(curves, key=movement, reverse=True)[:MAX_CURVES]}
+
+
+def _record_curve(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> Curve:
+    return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
+
+
+def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
+    for color, (name, curve) in zip(CURVE_COLORS, ((n, c) for n, c in curves.items() if c), strict=False):
+        steps, values = zip(*curve, strict=True)
+        marker = "x" if name == "predicted" else "o"
+        dashes = (0, (4, 2)) if name == "predicted" else "-"
+        # Not clipped, because a marker at the value 0 is on the axis.
+        axis.plot(steps, values, color=color, marker=marker, ms=3.5, lw=1.4, ls=dashes, label=name, clip_on=False)
+    axis.set_ylabel(label)
+    axis.set_ylim(0, HEADROOM * max((value for curve in curves.values() for _, value in curve), default=0.0) or 1.0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+
+
+def _mark_events(axis: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+    for record in history:
+        if record["event"] in MARKS:
+            _, color, dashes = MARKS[record["event"]]
+            axis.axvline(record["step"], color=color, lw=0.9, ls=dashes, zorder=0)
+
+
+def _legend_of_marks(figure: Any, history: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.lines import Line2D
+
+    events = {record["event"] for record in history}
+    handles = [
+        Line2D([], [], color=color, ls=dashes, label=label)
+        for event, (label, color, dashes) in MARKS.items()
+        if event in events
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)

@@ -13,18 +13,16 @@ from adacc_hf.artifacts.tables import table
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Part, Report
 from adacc_hf.reports.explain import (
+    HEADERS,
     NOTHING_TO_DECIDE,
-    ActivationRow,
     activation_rows,
     check_belongs,
     describe_block,
     describe_head,
     describe_host,
-    format_shape,
     plan_groups,
 )
-from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
-from adacc_hf.reports.timeline import timeline_parts
+from adacc_hf.reports.plots import draw_memory, draw_policy_map, draw_timeline
 from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ Record = dict[str, Any]
 milliseconds."""
 
 TITLE = "Adacc report"
-ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
-ACTION_NUMBERS = frozenset({"bytes", "replay ms", "payload", "codec ms", "error"})
 
 
 def policy_report(
@@ -45,18 +41,14 @@ def policy_report(
     policy: Policy,
     history: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
-    remarks: Sequence[str] = (),
 ) -> Report:
     """Return the report of a policy, with text, tables and pictures.
 
     Args:
         profile: profile that the policy was solved from.
-        history: events of a run, from `AdaccCallback.history`. Each event is a record with `step` and `event`. If
-            events have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory.
-            The phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
-            drawn in timeline.png.
+        history: events of a run, from `AdaccCallback.history`. Each event is a record with `step` and `event`.
+            Outliers, errors, step times and peaks are drawn in timeline.png.
         comparison: rows of a table of training methods, one record per method. All records have the same columns.
-        remarks: paragraphs at the beginning of the report, for example the settings of the run.
 
     Raises PolicyMismatchError if policy and profile do not belong together, and ImportError if matplotlib is not
     installed.
@@ -65,11 +57,9 @@ def policy_report(
     outcomes = _simulated_steps(profile, policy)
     figures = [
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
-        Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
-        Figure("frontier.png", "Overhead against peak", draw_frontier(profile, policy, _peak_budget(policy))),
+        Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes)),
     ]
     overview = (
-        *remarks,
         *_summary_section(profile, policy, outcomes),
         f"Available on {profile.device}: {format_bytes(profile.available_bytes)}.",
         *_solver_section(policy),
@@ -80,12 +70,6 @@ def policy_report(
         "## Memory over a step",
         "Every block has the same width, so the axis shows the order of events and not time.",
         figures[1],
-        "## Overhead against peak",
-        (
-            "The curve shows the solver's policies with every action and all codecs with known costs. Full "
-            "checkpointing reruns the forward of all blocks, as torch's checkpoint does."
-        ),
-        figures[2],
         *fallback_parts(history),
         *timeline_parts(history),
     )
@@ -106,18 +90,11 @@ def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     return {name: simulate(*inputs) for name, inputs in plans.items()}
 
 
-def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], history: Sequence[Record]) -> bytes:
-    timelines: dict[str, Timeline] = {name: outcome.timeline for name, outcome in outcomes.items()}
-    measured = [record["timeline"] for record in history if "timeline" in record]
-    if measured:
-        timelines["this policy, measured"] = measured[-1]
-    return draw_memory(timelines, profile.static_bytes, _peak_budget(policy))
-
-
-def _peak_budget(policy: Policy) -> int | None:
-    """Return the budget in bytes that `policy` was solved for, or None if the budget does not limit the peak."""
+def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> bytes:
     facts = dict(policy.facts)
-    return facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
+    budget_bytes = facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
+    timelines = {name: outcome.timeline for name, outcome in outcomes.items()}
+    return draw_memory(timelines, profile.static_bytes, budget_bytes)
 
 
 def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
@@ -181,9 +158,8 @@ def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
     parts: list[Part] = [
         "## Actions",
         (
-            "Replay ms is the time to recompute an activation from the plan's stored values. Operators that two rows "
-            "need count in both, though they run once. Codec ms is the time to encode and decode, and error is the "
-            "relative L2 error of the round trip."
+            "The reason has the costs of all possible actions: the time per step, the bytes that it frees, and a "
+            "codec's relative L2 error. The time of an operator that two rows need is in both, though it runs once."
         ),
     ]
     for blocks, kind, plan in plan_groups(policy, profile):
@@ -191,29 +167,29 @@ def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
         if plan.kind == IDLE_KIND:
             parts.append(f"{NOTHING_TO_DECIDE.capitalize()}.")
             continue
-        rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
             *(f"{_capitalized(note)}." for note in describe_block(kind, plan)),
-            table(ACTION_HEADERS, rows, ACTION_NUMBERS),
+            table(HEADERS, [row.cells for row in activation_rows(kind, plan)], {"bytes"}),
         ]
     return parts
 
 
-def _action_cells(row: ActivationRow) -> tuple[str, ...]:
-    replay = "-" if row.replay_ms is None else f"{row.replay_ms:.3f}"
-    codec = ("", "", "", "")
-    if row.option is not None:
-        codec_ms = row.option.encode_ms + row.option.decode_ms
-        nbytes = row.option.nbytes + row.option.host_bytes
-        codec = (row.option.codec, format_bytes(nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
-    return (
-        row.label,
-        format_shape(row.value),
-        format_bytes(row.value.nbytes),
-        row.choice.action.value,
-        replay,
-        *codec,
-    )
+def timeline_parts(history: Sequence[Record]) -> list[Part]:
+    """Return the report's section with the picture of the run, or [] if `history` has no numbers to draw.
+
+    The numbers come from events of tracking (outliers and errors) and of memory.
+    """
+    if not any(record["event"] in ("tracking", "memory") for record in history):
+        return []
+    return [
+        "## The run",
+        (
+            "Outliers are channels stored raw at each tracking step: the maximum over all blocks of a kind. Vertical "
+            "lines are policy changes and events of the guard. Predicted time is the time of the steps before a change "
+            "plus the change in overhead."
+        ),
+        Figure("timeline.png", "Outliers, errors, step time and peak over the run", draw_timeline(history)),
+    ]
 
 
 def fallback_parts(history: Sequence[Record]) -> list[Part]:
@@ -237,7 +213,7 @@ def event_parts(history: Sequence[Record]) -> list[Part]:
             "details": "; ".join(
                 f"{_report_header(name)} {_report_cell(name, value)}"
                 for name, value in record.items()
-                if name not in ("step", "event", "timeline")
+                if name not in ("step", "event")
             ),
         }
         for record in history

@@ -156,21 +156,6 @@ class PolicySearch:
                 policy, high = candidate, self._needed_bytes(candidate, budget)
         return high, policy
 
-    def trade_off(self, number: int) -> list[tuple[int, float]]:
-        """Return (peak in bytes, overhead in ms) of the policies within `number` budgets, without refinement.
-
-        The budgets are evenly spaced from the least peak to that of plain training.
-        """
-        plain_bytes = simulate(self.profile, self.plain).peak_bytes
-        limits = Limits(Budget(plain_bytes, plain_bytes, limits_peak=True), 0)
-        least = self.least(limits.budget, 0, plain_bytes)
-        assert least is not None, "RETAIN for all activations is a policy within its own peak"
-        least_bytes, _ = least
-        sizes = [least_bytes + (plain_bytes - least_bytes) * part // (number - 1) for part in range(number)]
-        budgets = map(limits.with_budget, sizes)
-        policies = [self._assigned(each, NUM_FIRST_LABELS) or self.fitting(each) for each in budgets]
-        return [(self._needed_bytes(policy, limits.budget), self.ms(policy)) for policy in policies if policy]
-
     def _needed_bytes(self, policy: Sequence[Candidate], budget: Budget) -> int:
         outcome = simulate_blocks(self.profile, [each.outcome for each in policy])
         return outcome.peak_bytes if budget.limits_peak else outcome.stored_bytes

@@ -15,12 +15,7 @@ def run_callback(train, lossless):
 def test_a_finished_run_shows_its_pictures(run_callback, tmp_path):
     report = run_callback.report()
     names = [figure.file_name for figure in report.figures]
-    assert names == [
-        "policy_map.png",
-        "memory.png",
-        "frontier.png",
-        "timeline.png",
-    ]
+    assert names == ["policy_map.png", "memory.png", "timeline.png"]
     assert report._repr_html_().count("data:image/png;base64,") == len(names)
     text = str(report)
     assert text.startswith("# Adacc report")

@@ -1,4 +1,4 @@
-"""The plot of overhead against peak: its curve is monotone, and its marks agree with the simulator."""
+"""The pictures of memory over a step, with its sections and their labels, and of a run."""
 
 from __future__ import annotations
 
@@ -7,42 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.reports import plots
-from adacc_hf.reports.plots import draw_frontier, draw_memory, marks, trade_off
+from adacc_hf.reports.document import Figure
+from adacc_hf.reports.plots import MAX_CURVES, draw_memory, outlier_curves
+from adacc_hf.reports.report import timeline_parts
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import solve_policy
-
-
-@pytest.fixture(scope="module")
-def profile(gpt2_like_profile):
-    return gpt2_like_profile(num_blocks=3, attention="eager")
-
-
-def test_the_curve_falls_from_the_floor_to_plain(profile) -> None:
-    curve = trade_off(profile)
-    assert all(left[0] < right[0] and left[1] > right[1] for left, right in pairwise(curve))
-    assert curve[-1] == (uniform_policy(profile, "retain").predicted_peak_bytes, 0.0)
-    peak, ms = curve[len(curve) // 2]
-    assert solve_policy(profile, peak).predicted_overhead_ms <= ms + 1e-9  # sums in another order
-
-
-def test_marks_are_plain_checkpointing_quantization_and_the_policy(profile) -> None:
-    policy = solve_policy(profile, 0.5)
-    plain, full, quantized, ours = marks(profile, policy)
-    assert plain.point == (uniform_policy(profile, "retain").predicted_peak_bytes, 0.0)
-    assert full.point[0] == uniform_policy(profile, "recompute").predicted_peak_bytes
-    assert full.point[1] == pytest.approx(3 * rerun_ms(profile.kinds[0]))
-    assert quantized.name == "all compressed, codec by layer"
-    assert ours.point == (policy.predicted_peak_bytes, policy.predicted_overhead_ms)
-
-
-def test_a_budget_is_drawn(profile) -> None:
-    policy = solve_policy(profile, 0.5)
-    pictures = {draw_frontier(profile, policy, budget) for budget in (None, policy.predicted_peak_bytes)}
-    assert len(pictures) == 2
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
 @pytest.fixture
@@ -81,3 +51,34 @@ def test_a_phase_is_drawn_over_its_span(gpt2_like_profile, drawn) -> None:
     assert list(positions) == sorted(positions)
     assert positions[-1] == drawn[0].axes[0].get_xlim()[1]
     assert max(sizes) == max(live for _, live in timeline) / plots.unit_of(max(live for _, live in timeline))[0]
+
+
+def history(steps=(1, 2, 4, 8)):
+    tracked = [
+        {
+            "step": step,
+            "event": "tracking",
+            "num_outliers": {f"Block.mlp.{n}#{n}": n * step for n in range(12)},
+            "errors": {"Block.mlp.0#0": 0.1},
+            "gradient_error": 0.2,
+            "step_ms": 10.0,
+            "predicted_step_ms": 11.0,
+        }
+        for step in steps
+    ]
+    changed = {"step": 5, "event": "change", "reason": "less", "peak_bytes": 2**20, "predicted_step_ms": 9.0}
+    measured = {"step": 6, "event": "memory", "peak_bytes": 2**20, "measured_peak_bytes": 2**20 + 7}
+    return [{"step": 0, "event": "policy", "peak_bytes": 2**21}, *tracked, changed, measured]
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 4, 8), (1, 64, 4096)], ids=["short", "long"])
+def test_it_is_drawn(steps):
+    pytest.importorskip("matplotlib")
+    (figure,) = [part for part in timeline_parts(history(steps)) if isinstance(part, Figure)]
+    assert figure.png.startswith(b"\x89PNG")
+
+
+def test_the_activations_that_move_most_are_shown():
+    curves = outlier_curves([record for record in history() if record["event"] == "tracking"])
+    assert list(curves) == [f"Block.mlp.{n}#{n}" for n in range(11, 11 - MAX_CURVES, -1)]
+    assert curves["Block.mlp.11#11"] == [(1, 11.0), (2, 22.0), (4, 44.0), (8, 88.0)]

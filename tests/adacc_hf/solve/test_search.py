@@ -6,7 +6,6 @@ import itertools
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_builders import SLOW_EXAMPLES
@@ -118,13 +117,3 @@ def test_stored_plans_are_in_the_best_order(gpt2_like_profile):
     plans = [candidate.plan for candidate in policy]
     peaks = {simulate(profile, order).peak_bytes for order in itertools.permutations(plans)}
     assert simulate(profile, plans).peak_bytes == min(peaks)
-
-
-@pytest.mark.parametrize("num_budgets", [2, 9])
-def test_a_trade_off_ends_at_the_least_peak_and_at_plain(gpt2_like_profile, num_budgets):
-    profile = gpt2_like_profile(num_blocks=3, attention="eager")
-    search = search_of(profile)
-    points = search.trade_off(num_budgets)
-    assert points[0][0] == search.least(limits_of(1).budget, 0)[0]
-    assert points[-1] == (uniform_policy(profile, "retain").predicted_peak_bytes, 0.0)
-    assert points == sorted(points)
