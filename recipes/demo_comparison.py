@@ -7,18 +7,20 @@ method, so that a busy machine slows all methods alike.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from comparison_table import ComparisonRow, save_comparison, table_text
-from text_packing import stack_sequences
+from recipe_arguments import RecipeArguments
+from text_data import stack_sequences
 from training_run import FinishedRun, PreparedRun, save_report, train_once
 from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
+from adacc_hf.artifacts.files import write_json
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.price.timing import seconds_of
-from adacc_hf.reports.run_record import Spread
+from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_table
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import StepMemory, measure_step, static_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter
@@ -48,6 +50,43 @@ BASELINE = "plain"  # folder of the row that throughput is relative to
 REPORTED = "adacc-50"  # folder of the row whose policy the report shows
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """Memory, speed and losses of one training method in the recipe's comparison."""
+
+    title: str
+    folder: str
+    """Name of the folder of the method's run, inside the folder of the comparison."""
+    activation_bytes: int
+    """Largest number of bytes of the activations that forward stores for backward."""
+    peak_bytes: int
+    """Peak of live tensor bytes over forward and backward, including parameters and gradients."""
+    step_peak_bytes: int
+    """Peak of live tensor bytes over a whole training step, including the optimizer's state. Predicted peaks of
+    policies are defined in the same way."""
+    relative_throughput: Spread
+    """Tokens per second, divided by the tokens per second of plain training in the same round of timing."""
+    final_train_loss: float
+    validation_loss: float
+
+    def cells(self) -> dict[str, str]:
+        """Return the formatted cells of this row, by column heading."""
+        return {
+            "method": self.title,
+            "peak activation bytes": format_bytes(self.activation_bytes),
+            "peak of forward and backward": format_bytes(self.peak_bytes),
+            "peak of the step": format_bytes(self.step_peak_bytes),
+            "tokens/s relative to plain": self.relative_throughput.text(2),
+            "final training loss": f"{self.final_train_loss:.4f}",
+            "validation loss": f"{self.validation_loss:.4f}",
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of this row, by column name."""
+        numbers = {name: value for name, value in vars(self).items() if name not in ("title", "folder")}
+        return {**numbers, "relative_throughput": self.relative_throughput.median}
+
+
 def compare_methods(run: PreparedRun) -> dict[str, float]:
     """Train and measure every method of CONTENDERS, print the table, and save it in the run folder. Return the numbers
     of the table as a dict with the keys "<folder>/<column>"."""
@@ -58,10 +97,10 @@ def compare_methods(run: PreparedRun) -> dict[str, float]:
         folder = str(output_dir / contender.folder)
         finished[contender.folder] = train_once(run, contender.method, contender.memory_budget, folder)
     rows = measured_rows(finished, example_batch(run))
-    save_comparison(rows, output_dir, run.args)
+    text = save_comparison(rows, output_dir, run.args)
     if run.args.method.report:
-        save_report(finished[REPORTED], str(output_dir), [row.report_cells() for row in rows])
-    print(f"\n{table_text(rows)}\n\nsaved in {output_dir}")
+        save_report(finished[REPORTED], str(output_dir), [row.cells() for row in rows])
+    print(f"\n{text}\n\nsaved in {output_dir}")
     return {f"{row.folder}/{name}": value for row in rows for name, value in row.numbers().items()}
 
 
@@ -163,3 +202,29 @@ def training_step(model: PreTrainedModel, batch: Batch, optimizer: torch.optim.O
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArguments) -> str:
+    """Write comparison.md and comparison.json into `folder`, and return the table. The JSON file is in the format of
+    records of `adacc eval`."""
+    settings = Settings(
+        runner="demo_comparison",
+        seed=args.training.seed,
+        threads=torch.get_num_threads(),
+        device=args.training.device.type,
+        output=folder / "comparison.json",
+    )
+    run_info = {"model": asdict(args.model), "data": asdict(args.data), "training": args.training.to_sanitized_dict()}
+    points = {row.folder: asdict(row) for row in rows}
+    record = make_record(settings, run_info, {"points": points}, "complete")
+    training = args.training
+    note = (
+        f"{args.model.model} on {args.data.dataset}, {training.max_steps} steps of "
+        f"{training.per_device_train_batch_size} sequences, seed {training.seed}, {record['meta_info']['device']}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}. Tokens/s: median (20th to 80th percentile) of "
+        f"whole training steps, with the methods in turn."
+    )
+    write_json(settings.output, record)
+    text = markdown_table([row.cells() for row in rows])
+    (folder / "comparison.md").write_text(f"{text}\n\n{note}\n", encoding="utf-8")
+    return text

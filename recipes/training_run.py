@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_arguments import RecipeArguments
-from text_data import TextData, load_text_data
-from text_packing import stack_sequences
+from text_data import TextData, load_text_data, stack_sequences
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback, AdaccConfig
