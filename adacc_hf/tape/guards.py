@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -38,7 +39,7 @@ from torch import nn
 from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.tape.graph_operators import graph_operators, operators_of
+from adacc_hf.tape.graph_operators import Operators, SymbolicGraph, graph_operators, operators_of
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
@@ -75,6 +76,7 @@ class TracedPath:
         self.is_witness: dict[str, bool] = {}
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly its operators,
         and so tells the operators at other sizes too."""
+        self._symbolic: SymbolicGraph | None = None
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -85,6 +87,15 @@ class TracedPath:
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs:
         """Return (traced graph, its inputs) of a call `fn(*args)` that takes this path."""
         return self.guards.graph, self.guards.inputs(scope_of(fn, args))
+
+    def operators_at(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Operators | None:
+        """Return the operators of the path's graph in a call `fn(*args)`, as expressions of symbolic sizes tell them.
+        None if they do not."""
+        graph, inputs = self.graph_of(fn, args)
+        with suppress(Exception), torch.set_grad_enabled(torch.is_grad_enabled()):  # not all operators take symbols
+            self._symbolic = self._symbolic or SymbolicGraph(graph, self.guards.examples, inputs)
+            return self._symbolic.operators(inputs)
+        return None
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers in a call that are inputs of the traced graph, as keys of their type and bits."""
@@ -205,7 +216,10 @@ class BlockPaths:
     def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Return True if the graph of the latest call, `fn(*args)`, shows that `tape` is wrong for the call's sizes."""
         path = self._latest
-        return path is not None and self.has_graph_of(tape) and not _graph_has(path, tape, fn, args)
+        if path is None or not self.has_graph_of(tape):
+            return False
+        operators = path.operators_at(fn, args)
+        return not _graph_has(path, tape, fn, args) if operators is None else operators != operators_of(tape)
 
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs | None:
         """Return (graph, its inputs) of the latest call, `fn(*args)`. The graph may have somewhat other operators than

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tape_builders import Block, record_block, text
+from torch import nn
 
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.run.blocks import Installation
@@ -64,3 +66,29 @@ def test_a_graph_tells_what_any_block_runs(name):
 def test_under_autocast_a_graph_casts_as_the_block_does():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(comparisons(architectures()["llama"]))
+
+
+def branching(layer, hidden):
+    first, second = layer(hidden).split([hidden.shape[1] // 2, (hidden.shape[1] + 1) // 2], dim=1)
+    return first.mean() * second.exp() + (0 if hidden.shape[1] < 16 else second)
+
+
+def padded(layer, hidden):
+    """Work on a multiple of four tokens. `pad` takes no symbolic sizes, so the graph runs at each size."""
+    return layer(nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 4))).tanh()
+
+
+@pytest.mark.parametrize("forward", [branching, padded])
+def test_a_graph_tells_the_operators_of_all_sizes_on_its_path(forward):
+    block, known_shapes = Block(forward), KnownShapes()
+    tapes = {}
+    for size in ((2, 9), (3, 10), (2, 7), (5, 14), (3, 19)):
+        args = (text(*size),)
+        path = known_shapes.key(block, block, args, {}).shape[2]
+        _, tape = record_block(block, *args)
+        known_shapes.paths.compare_graph(tape, block, args)
+        tapes.setdefault(path, []).append(tape)
+        assert [known_shapes.paths.has_other_numbers(each, block, args) for each in tapes[path]] == [
+            each is not tape for each in tapes[path]
+        ]
+    assert len(tapes) == (2 if forward is branching else 1)
