@@ -12,11 +12,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint
-from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
-from adacc_hf.adapt.run_state import RESUMES_ANEW
-from adacc_hf.adapt.session import AdaccSession
-from adacc_hf.adapt.training_loop import SessionAdapter
+from adacc_hf.adapt.session import AdaccSession, SessionAdapter
+from adacc_hf.adapt.training_loop import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.tables import policy_tables
@@ -71,7 +69,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     | `adacc/measured_peak_gib` | GiB of live tensors at the peak of the last measured step |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
     | `adacc/gradient_error` | largest relative L2 error of a sampled block's gradient, at the last tracking step |
-    | `adacc/tracking_ms` | milliseconds so far of tracking, solving, measuring memory and writing files |
 
     For example:
 
@@ -204,7 +201,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def _save(self, folder: str, state: TrainerState) -> None:
         if state.is_world_process_zero:
             checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
-            with self._session.state.warning_of_write_errors(checkpoint, RESUMES_ANEW):
+            with self._session.state.warning_of_write_errors(checkpoint):
                 drop_files(checkpoint)
                 self._session.phase.save(checkpoint)
 

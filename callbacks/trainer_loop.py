@@ -33,10 +33,6 @@ class TrainerLoop(TrainingLoop):
         """Ignore a count: the setting is known."""
 
     @property
-    def precision(self) -> str:
-        return "no" if self._trainer is None else str(self._trainer.accelerator.mixed_precision)
-
-    @property
     def clips(self) -> bool:
         return bool(self._args.max_grad_norm)
 

@@ -5,25 +5,43 @@ The functions return copies of profiles with measured sizes and errors of codecs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from adacc_hf.adapt.outlier_tracking import Observation, OptionKey, TrackedKey
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
+from adacc_hf.artifacts.policy import Choice
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
 from adacc_hf.price.memory_profile import with_missing_bytes
 from adacc_hf.torch_glue.batch_shapes import num_elements
 
-if TYPE_CHECKING:
-    from adacc_hf.artifacts.config import AdaccConfig
-    from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
-    from adacc_hf.artifacts.policy import Choice
-    from adacc_hf.artifacts.profile import Profile
-
-
 FINER_STEPS = 16
 """Error of INT4 divided by the error of INT8, the more precise codec: the number of INT8 steps in one INT4 step."""
+
+SwitchedOff = tuple[str, str, str]
+"""A codec switched off for an activation: (block, activation, codec). If a block has several activations of the name
+"attn:clone", the second one is called "attn:clone#2". Names are used, because the tape of another batch size may number
+its values differently or have other values."""
+
+
+def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tuple[CodecOption, ...]]) -> Profile:
+    kinds = tuple(
+        replace(
+            kind,
+            values=tuple(
+                replace(value, codecs=codecs_of((index, value.index), value)) if value.codecs else value
+                for value in kind.values
+            ),
+        )
+        for index, kind in enumerate(profile.kinds)
+    )
+    return replace(profile, kinds=kinds)
 
 
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
@@ -32,149 +50,81 @@ def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> P
     `counts` contains, for each activation, the number of outlier channels counted during the run.
     """
 
-    def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
+    def repriced(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         if key not in counts or not codec_type(option.codec).keeps_outliers:
             return option
-        return _with_outlier_channels(value, option, counts[key])
+        codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": counts[key]}))
+        nbytes = codec.predicted_bytes(value.encoded_shape, getattr(torch, value.dtype))
+        return replace(option, options=tuple(sorted(codec.options.items())), nbytes=nbytes)
 
-    return _with_repriced_codecs(profile, reprice)
-
-
-def _with_outlier_channels(value: Value, option: CodecOption, count: int) -> CodecOption:
-    import torch
-
-    codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": count}))
-    nbytes = codec.predicted_bytes(value.encoded_shape, getattr(torch, value.dtype))
-    return replace(option, options=tuple(sorted(codec.options.items())), nbytes=nbytes)
+    return _with_codecs(profile, lambda key, value: tuple(repriced(key, value, option) for option in value.codecs))
 
 
-def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
-    """Return `profile` with the measured round-trip errors of codecs. The keys of `errors` are (index of the kind of
-    block, index of the value, codec)."""
+def _with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
+    """Return `profile` with the measured round-trip errors of codecs."""
 
-    def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
-        return replace(option, error=errors.get((*key, option.codec), option.error))
+    def repriced(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
+        return tuple(replace(o, error=errors.get((*key, o.codec), o.error)) for o in value.codecs)
 
-    return _with_repriced_codecs(profile, reprice)
+    return _with_codecs(profile, repriced)
 
 
 def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
     """Return `profile` without the codecs that are `switched_off`."""
-    off_options = switched_off_options(profile, switched_off)
-    if not off_options:
-        return profile
-
-    def allowed(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
-        return tuple(option for option in value.codecs if (*key, option.codec) not in off_options)
-
-    return _with_codecs(profile, allowed)
+    off = switched_off_options(profile, switched_off)
+    return _with_codecs(profile, lambda key, value: tuple(o for o in value.codecs if (*key, o.codec) not in off))
 
 
-def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
+def with_finer(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
     """Return a profile in which values that lost a codec may use INT8, the more precise codec.
 
-    If `config.codecs` is set, return `profile` unchanged. INT8 gets the predicted times of the switched-off codec,
-    because both codecs read the same number of bytes, and INT8 writes only twice as many.
+    INT8 gets the predicted times of the switched-off codec, because both codecs read the same number of bytes, and INT8
+    writes only twice as many.
     """
-    off_options = switched_off_options(profile, switched_off) if config.codecs is None else frozenset()
-    if not off_options:
-        return profile
+    off, codec = switched_off_options(profile, switched_off), get_codec(precise_codec())
 
     def with_precise(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
-        off_option = next((option for option in value.codecs if (*key, option.codec) in off_options), None)
-        has_precise = any(option.codec == precise_codec() for option in value.codecs)
-        if off_option is None or has_precise:
+        option, dtype = next((o for o in value.codecs if (*key, o.codec) in off), None), getattr(torch, value.dtype)
+        has_precise = any(o.codec == codec.name for o in value.codecs)
+        if option is None or has_precise or not codec.supports(value.encoded_shape, dtype):
             return value.codecs
-        return (*value.codecs, *_precise_option(value, off_option))
-
-    return _with_codecs(profile, with_precise)
-
-
-def _precise_option(value: Value, option: CodecOption) -> Iterator[CodecOption]:
-    import torch
-
-    codec, dtype = get_codec(precise_codec()), getattr(torch, value.dtype)
-    if codec.supports(value.encoded_shape, dtype):
-        yield replace(
+        precise = replace(
             option,
             codec=codec.name,
             options=tuple(sorted(codec.options.items())),
             nbytes=codec.predicted_bytes(value.encoded_shape, dtype),
             error=option.error / FINER_STEPS,
         )
+        return (*value.codecs, precise)
 
-
-def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
-    """Return `profile` with `extra_bytes` more live bytes throughout forward and backward.
-
-    Used if a measured peak exceeds the predicted peak by `extra_bytes`.
-    """
-    at_blocks = [extra_bytes] * len(profile.blocks)
-    return profile.with_extra_live_bytes(extra_bytes, extra_bytes, at_blocks, extra_bytes)
+    return _with_codecs(profile, with_precise)
 
 
 def with_static_memory(profile: Profile, extra_bytes: int) -> Profile:
     """Return `profile` with `extra_bytes` more bytes that are live throughout training, such as optimizer state."""
-    more = with_more_memory(profile, extra_bytes)
+    at_blocks = [extra_bytes] * len(profile.blocks)
+    more = profile.with_extra_live_bytes(extra_bytes, extra_bytes, at_blocks, extra_bytes)
     peak = profile.optimizer_peak_bytes + extra_bytes if profile.optimizer_peak_bytes else 0
     return replace(more, static_bytes=profile.static_bytes + extra_bytes, optimizer_peak_bytes=peak)
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
     """Return `choice` (the action for `value`) with its codec's options as they are now in `kind`, the profile of the
-    block.
-
-    Return `choice` unchanged if the choice's codec is no longer an option.
-    """
-    options = (option for option in kind.codec_options(value) if option.codec == choice.codec)
-    option = next(options, None)
+    block. Return `choice` unchanged if its codec is no longer an option."""
+    option = next((option for option in kind.codec_options(value) if option.codec == choice.codec), None)
     return choice if option is None else replace(choice, options=option.options)
 
 
-def _with_repriced_codecs(
-    profile: Profile, reprice: Callable[[TrackedKey, Value, CodecOption], CodecOption]
-) -> Profile:
-    return _with_codecs(profile, lambda key, value: tuple(reprice(key, value, option) for option in value.codecs))
-
-
-def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tuple[CodecOption, ...]]) -> Profile:
-    def with_new_codecs(kind_index: int, value: Value) -> Value:
-        if not value.codecs:
-            return value
-        return replace(value, codecs=codecs_of((kind_index, value.index), value))
-
-    kinds = tuple(
-        replace(kind, values=tuple(with_new_codecs(index, value) for value in kind.values))
-        for index, kind in enumerate(profile.kinds)
-    )
-    return replace(profile, kinds=kinds)
-
-
-# Codecs that are switched off are identified by names, because the tape of another batch size may number its values
-# differently or have other values. The names of blocks and modules are the same at all sizes, and so is the order of
-# the activations of a module.
-
-SwitchedOff = tuple[str, str, str]
-"""A codec switched off for an activation: (block, activation, codec). If a block has several activations of the name
-"attn:clone", the second one is called "attn:clone#2"."""
-
-
 def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
-    """Return the codec options of `profile` that are switched off in at least one block to which the option applies.
-
-    An option is (index of the kind of block, index of the value, codec), and applies to all blocks of this kind.
-    """
-    options = set()
-    pairs = [(block, index) for block in profile.blocks for index in profile.kinds_of(block)]
-    for block, index in pairs if switched_off else ():
-        kind = profile.kinds[index]
-        for value, name in zip(kind.values, kind.names, strict=True):
-            options |= {
-                (index, value.index, option.codec)
-                for option in value.codecs
-                if (block.name, name, option.codec) in switched_off
-            }
-    return frozenset(options)
+    """Return the codec options of `profile` that are switched off in at least one block to which the option applies."""
+    return frozenset(
+        (index, value.index, option.codec)
+        for block in profile.blocks
+        for index in profile.kinds_of(block)
+        for value, name in zip(profile.kinds[index].values, profile.kinds[index].names, strict=True)
+        for option in value.codecs
+        if (block.name, name, option.codec) in switched_off
+    )
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
@@ -266,12 +216,14 @@ class Corrections:
                 degrading_codecs=frozenset(),
             )
             observed = named.for_profile(corrected)
-            corrected = with_errors(with_outlier_counts(corrected, observed.num_outliers), observed.option_errors)
-        return with_finer(corrected, self.switched_off, self.config) if self.switched_off else corrected
+            corrected = _with_errors(with_outlier_counts(corrected, observed.num_outliers), observed.option_errors)
+        may_add = self.switched_off and self.config.codecs is None
+        return with_finer(corrected, self.switched_off) if may_add else corrected
 
     def allowed(self, profile: Profile) -> Profile:
         """Return `profile` without switched-off codecs, and without codecs for values below `min_compress_bytes`."""
-        return without_codecs(profile, self.switched_off).without_codecs_below(self.config.min_compress_bytes)
+        remaining = without_codecs(profile, self.switched_off) if self.switched_off else profile
+        return remaining.without_codecs_below(self.config.min_compress_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of the corrections, for a checkpoint."""

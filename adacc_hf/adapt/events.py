@@ -47,14 +47,7 @@ class PolicyChanged(Event):
     stored_bytes: int
     peak_bytes: int
     overhead_ms: float
-    moved: str
-    """Text with the number of activations whose action changed, and the number whose outlier channels changed."""
-    waited_ms: float
-    """Time in ms for which training waited for the solver."""
     host_bytes: int | None = None
-    step_ms: float | None = None
-    """Median time in ms of a step under the replaced policy."""
-    predicted_step_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +64,6 @@ class OutliersTracked(Event):
     """Bytes that the policy stores for backward, divided by the bytes that plain training stores."""
     gradient_error: float | None = None
     gradient_cosine: float | None = None
-    step_ms: float | None = None
-    predicted_step_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

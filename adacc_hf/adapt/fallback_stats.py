@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
 from adacc_hf.artifacts.policy import Action, BlockAction, Policy
@@ -18,9 +18,6 @@ from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import num_elements
-
-if TYPE_CHECKING:
-    from adacc_hf.adapt.size_policy import SizePolicy
 
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which has no budget"
@@ -94,13 +91,6 @@ def full_recomputation(profile: Profile) -> Policy:
 
 
 _latest: tuple[Profile, Policy] | None = None
-
-
-def recomputing_peak_bytes(shapes: Shapes, reference: SizePolicy) -> int:
-    """Return the estimated peak of a batch of `shapes` under full recomputation, from the profile of `reference`."""
-    static_bytes = reference.profile.static_bytes
-    above_static = full_recomputation(reference.profile).predicted_peak_bytes - static_bytes
-    return int(static_bytes + ratio(shapes, reference.shapes) * above_static)
 
 
 def ratio(shapes: Shapes | None, other: Shapes | None) -> float:

@@ -14,7 +14,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import STATE_STEPS, RunState
+from adacc_hf.artifacts.errors import UncoveredBlockError
+from adacc_hf.run.policy_handle import remove_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 from adacc_hf.torch_glue.distributed import is_sharded
 from adacc_hf.torch_glue.memory import component_optimizers
@@ -31,6 +34,11 @@ OTHER_MODEL = (
     "Adacc: the optimizer that AdaccSession was given updates no parameter of the model, so the session does not see "
     "when the model is updated: make AdaccSession(model, optimizer) with the optimizer of this model's parameters"
 )
+NO_FORWARD = (
+    "a step without a forward of the model in train mode and with gradients on (%s) runs under no policy, has no "
+    "budget, and is not counted"
+)
+TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 
 
 class LoopHooks:
@@ -129,6 +137,18 @@ class LoopHooks:
 
     def _optimizer_ends(self, *_: Any) -> None:
         self._run.phase.end_optimizer_step()
+        if self.num_forwards == 0:
+            try:
+                refuse_uncovered(self._run.config, ALL_BLOCKS, self.untrained_step, TRAIN_MODEL)
+            except UncoveredBlockError:
+                remove_policy(self._run.model)  # detaches the session
+                raise
+
+    @property
+    def untrained_step(self) -> str:
+        """Description of a step without a forward for training, with the probable cause."""
+        is_training = self._run.model.training
+        return NO_FORWARD % ("of the very model that the session was given" if is_training else "it is in eval mode")
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:

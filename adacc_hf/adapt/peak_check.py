@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.events import MemoryNoted
-from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_choice import RECORDED_STEPS, PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import current_policy
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.size_policy import RECORDED_STEPS, SizePolicy
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.memory_profile import StepMarker, missing_bytes, moment_peaks
@@ -35,8 +33,6 @@ class StepMeter:
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         """Peak memory of the last measured step, without the optimizer's step. None if no step was measured."""
-        self.counting_ms = 0.0
-        """Overhead of the last measurement in ms: the time to begin and to end the measurement."""
         self.moments: dict[str, int] = {}
         """Peak memory of each part of the step (see `StepMarker`), such as a block's forward. Empty if `count_memory`
         was called without `functions`."""
@@ -48,39 +44,31 @@ class StepMeter:
     def begin(self) -> None:
         self.peak_bytes = None
         self.moments = {}
-        self.counting_ms = 0.0
 
     def count_memory(
         self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
     ) -> None:
-        """Begin to measure the memory of the step. If `functions` (the block calls) is not None, also measure the peak
-        in each part of the step.
-
-        On a CPU, do nothing while another profiler is active.
-        """
+        """Begin to measure the memory of the step and, with `functions` (the block calls), of each part of the step. On
+        a CPU, do nothing while another profiler is active."""
         device = next(model.parameters()).device
         if device.type == "cpu" and is_profiling():
             return
-        started = time.perf_counter()
         self.static_bytes = static_bytes(model, {}, optimizer)
         self._memory = MemoryMeter.for_device(device)
         self._memory.__enter__()
         self._memory.mark(("step",))
         if functions is not None:
             self._marks = StepMarker(functions, self._memory)
-        self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def end_backward(self) -> None:
-        """End the measurement, and set the attributes with its results. The optimizer's step is left out, because
-        policies do not affect its memory."""
+        """End the measurement before the optimizer's step, whose memory policies do not affect. Set the results."""
         if self._memory is not None:
-            started, memory, marks = time.perf_counter(), self._memory, self._marks
+            memory, marks = self._memory, self._marks
             self.close()
             if memory.points:
                 self.peak_bytes = self.static_bytes + memory.peak_bytes
                 if marks is not None:
                     self.moments = {m: self.static_bytes + peak for m, peak in moment_peaks(memory.points).items()}
-            self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def close(self) -> None:
         """End the measurement of memory without a result. Do nothing if memory is not being measured."""
@@ -99,75 +87,58 @@ class PeakCheck:
         self.is_on = False
         """True during a step whose memory is measured."""
         self._choice, self._run = choice, run
-        self._meter = StepMeter()
+        self.meter = StepMeter()
         self._num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
         """Number of batches that are on the device before a step begins. A measurement does not include them."""
         self._pause = self._measure_after = 0
 
     @property
     def is_due(self) -> bool:
-        """True if the memory of the step that begins is to be measured."""
-        is_recorded = self._choice.shown.num_steps >= RECORDED_STEPS
-        return self._choice.must_measure and is_recorded and self._run.current_step > self._measure_after
-
-    @property
-    def counting_ms(self) -> float:
-        """Time in ms that beginning and ending the last measurement took."""
-        return self._meter.counting_ms
+        """True if the memory of the step that begins may be measured."""
+        return self._choice.shown.num_steps >= RECORDED_STEPS and self._run.current_step > self._measure_after
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
         self.is_on = True
-        self._meter.begin()
-        self._meter.count_memory(self._run.model, self._run.optimizer, handle.installation.functions)
-
-    def end_backward(self) -> None:
-        """End the measurement. The optimizer's step is not measured, because policies have no effect on its memory."""
-        self._meter.end_backward()
+        self.meter.begin()
+        self.meter.count_memory(self._run.model, self._run.optimizer, handle.installation.functions)
 
     def close(self) -> None:
         """Stop measuring memory. Do nothing if memory is not being measured."""
-        self._meter.close()
+        self.meter.close()
         self.is_on = False
 
     def compare(self, step: int) -> None:
         """Compare the measured peak of `step` with the predicted peak. If it is higher, correct the run's predictions,
         and replace the policy if it then exceeds the budget."""
-        record, run = self._measured_record(), self._run
+        run, choice, used = self._run, self._choice, self._choice.used
+        known = [record for record in used if record is not None and record.num_steps > RECORDED_STEPS]
         # If no profile predicts the step's memory, or another profiler was active, the measurement is repeated, after a
         # growing pause of 0, 1, 3, 7, ... steps.
-        self._choice.must_measure = record is None
-        self._pause = 0 if record is not None else 2 * self._pause + 1
+        is_known = 0 < len(known) == len(used) and self.meter.peak_bytes is not None
+        self._pause = 0 if is_known else 2 * self._pause + 1
         self._measure_after = step + self._pause // 2
-        if record is None or self._meter.peak_bytes is None:
+        if not is_known or self.meter.peak_bytes is None:
             return
-        unmeasured_bytes = self._num_uncounted * self._choice.batch_bytes
-        peak = self._meter.peak_bytes + unmeasured_bytes
-        moments = {moment: nbytes + unmeasured_bytes for moment, nbytes in self._meter.moments.items()}
-        predicted = record.policy.predicted_peak_bytes
-        record.measured_peak_bytes, record.must_measure = peak, False
+        for record in known:
+            record.must_measure = False
+        record = max(known, key=lambda record: record.policy.predicted_peak_bytes)
+        unmeasured_bytes = self._num_uncounted * choice.batch_bytes
+        peak = self.meter.peak_bytes + unmeasured_bytes
+        moments = {moment: nbytes + unmeasured_bytes for moment, nbytes in self.meter.moments.items()}
+        predicted, budget = record.policy.predicted_peak_bytes, run.budget(record.profile)
+        record.measured_peak_bytes = peak
         profile = self._step_profile(record)
         excess = missing_bytes(profile, current_policy(profile, record.policy), moments)
-        budget = run.budget(record.profile)
-        is_above = peak > predicted * (1 + PEAK_TOLERANCE) or (
-            peak > predicted and budget.limits_peak and peak > budget.nbytes
-        )
-        is_corrected = bool(excess) and (is_above or self._choice.is_provisional)
+        is_first = budget.limits_peak and not run.corrections.counted_elements
+        is_above_budget = peak > predicted and budget.limits_peak and peak > budget.nbytes
+        is_above = peak > predicted * (1 + PEAK_TOLERANCE) or is_above_budget
+        is_corrected = bool(excess) and (is_above or is_first)
         run.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=is_corrected))
         if is_corrected:
-            above = max(excess.values())
-            reason = f"a measured step took up to {above} bytes more than predicted"
-            run.corrections.add_missing(excess, num_elements(self._choice.largest), reason)
-        self._choice.is_provisional = False
-        self._choice.refresh(record)
-
-    def _measured_record(self) -> SizePolicy | None:
-        """Return the record whose policy has the largest predicted peak of the step, or None if no profile predicts the
-        step's peak."""
-        used = [record for record in self._choice.used() if record is not None and record.num_steps > RECORDED_STEPS]
-        if len(used) != len(self._choice.used()) or self._meter.peak_bytes is None:
-            return None
-        return max(used, key=lambda record: record.policy.predicted_peak_bytes)
+            reason = f"a measured step took up to {max(excess.values())} bytes more than predicted"
+            run.corrections.add_missing(excess, num_elements(choice.largest), reason)
+        choice.refresh(record)
 
     def _step_profile(self, record: SizePolicy) -> Profile:
         """Return the profile of the step's largest batch, which may be smaller than the bounds of its class."""

@@ -4,7 +4,7 @@ NOTE [Phases of a run]
 | phase | blocks run under | begins | ends |
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
-| WarmUpPhase | torch's checkpoint | a run, or a resumed run | the first policy, after a step |
+| WarmUpPhase | torch's checkpoint | a run, a resumed run, other blocks or operators | the first policy, after a step |
 | FixedPolicyPhase | the user's policy, unchanged | such a policy | the run's end |
 | AdaptivePhase | policies that follow the data | the first solved policy | the run's end |
 | CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
@@ -18,13 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.adaptive_phase import AdaptivePhase
-from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import describe_costs
-from adacc_hf.adapt.first_policy import first_policy
-from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
-from adacc_hf.adapt.oom_retry import run_with_retry
+from adacc_hf.adapt.oom_retry import memory_reported
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
+from adacc_hf.adapt.policy_fit import first_policy
+from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError
@@ -39,16 +38,11 @@ from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
-
-MOST_FAILURES = 2
-"""Number of recorded micro-batches that may run out of memory before the run goes on without a policy."""
 MOST_STEPS = 64
 """Maximum number of steps to wait for a batch on which the model runs every block. After these steps, the policy leaves
 the other blocks out.
 
 If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
-
-
 MOST_TILE_STEPS = 16
 """Maximum number of steps to wait for a batch of the profiled sizes, to profile it with modules in tiles."""
 
@@ -57,15 +51,16 @@ class WarmUpPhase(Phase):
     """Phase of a run before the first policy. Blocks run under torch's checkpoint, except in the micro-batch that is
     recorded for the profile (price/live_step.py)."""
 
-    def __init__(self, run: RunState, saved: Sequence[Policy] = ()) -> None:
-        """Begin a run. A resumed run has `saved` policies in its checkpoint."""
-        self._run, self._saved = run, saved
+    def __init__(self, run: RunState, saved: Sequence[Policy] = (), reason: str | None = None) -> None:
+        """Begin a run. A resumed run has `saved` policies in its checkpoint. A run with policies begins again, for a
+        `reason`."""
+        self._run, self._saved, self._reason = run, saved, reason
+        self._num_before = run.num_steps
+        """Number of finished steps of the run before this phase."""
         self._profiler = run.profiler
         self._checkpointing = FullRecompute(run.model, run.config)
         self._num_begun = 0
         """Number of micro-batches that have begun in the current step."""
-        self._is_retry = False
-        """True after memory ran out in the current step."""
         self._has_forward = False
         """True after the first forward. The loop may skip batches, for example without labels."""
         self._is_checked = False
@@ -74,13 +69,14 @@ class WarmUpPhase(Phase):
         """The error if no policy without tiles fits the budget, while a step with modules in tiles is awaited."""
         self._num_waited = 0
         """Number of steps that had other sizes than the awaited one."""
-        self._num_failures = 0
-        """Number of recorded micro-batches in which memory ran out. After MOST_FAILURES, no other one is recorded."""
-        if run.source is None or callable(run.source):
+        run.corrections.static_bytes = 0  # the new profile counts them
+        if reason is not None:
+            announce("Adacc: a step is profiled again, because %s", reason)
+        elif run.source is None or callable(run.source):
             announce("Adacc: memory_budget=%r: the first step is profiled while it trains", run.config.memory_budget)
 
     def begin_step(self, step: int) -> None:
-        self._num_begun, self._is_retry = 0, False
+        self._num_begun = 0
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._checkpointing.begin_step()
@@ -90,20 +86,8 @@ class WarmUpPhase(Phase):
             self._record(None)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run` and return its result. If memory runs out while a call is recorded, call it again unrecorded."""
-        state, retries = self._run, self._run.config.retry_out_of_memory
-        return run_with_retry(run, state.model, self.tighten, self.advice, state.memory_report, retries)
-
-    def tighten(self) -> str | None:
-        if self._run.has_stepped:
-            return "the optimizer has begun to change the weights"
-        if not self._profiler.is_recording:
-            return "it ran under full recomputation already"
-        self._profiler.cancel()
-        self._num_failures += 1
-        self._is_retry = True
-        self._run.note(MemoryNoted(step=self._run.step, reason="out of memory while a micro-batch was recorded"))
-        return None
+        with memory_reported(self._run.memory_report):
+            return run()
 
     def end_micro_batch(self) -> None:
         self._profiler.end_backward()
@@ -120,12 +104,7 @@ class WarmUpPhase(Phase):
         """Return True if the micro-batch that begins is to be recorded."""
         profiler, run = self._profiler, self._run
         is_turn = profiler.is_turn(self._num_begun, run.model) and run.num_steps >= run.loop.num_unrecorded_steps
-        is_possible = is_turn and not (profiler.has_recorded or self._is_retry or self._is_too_large)
-        return is_possible and not profiler.must_wait(run.model)
-
-    @property
-    def _is_too_large(self) -> bool:
-        return self._num_failures >= MOST_FAILURES
+        return is_turn and not profiler.has_recorded and not profiler.must_wait(run.model)
 
     def _record(self, inputs: Any) -> None:
         checkpointing = self._checkpointing
@@ -136,7 +115,8 @@ class WarmUpPhase(Phase):
 
     def begin_optimizer_step(self) -> None:
         self._profiler.end_backward()
-        self._run.watch_optimizer()
+        if not self._profiler.optimizer.has_seen:
+            self._profiler.optimizer.begin(self._run.loop.clips, self._run.model)
 
     def end_optimizer_step(self) -> None:
         self._profiler.optimizer.end()
@@ -153,10 +133,8 @@ class WarmUpPhase(Phase):
         if self._has_forward and not self._is_checked:
             self._is_checked = True
             check_called(self._checkpointing, self._checkpointing.executed)
-        num_more = run.num_steps - run.config.profile_steps
-        if self._is_too_large:
-            reason, remedy = "memory ran out while it was recorded", "use a smaller batch"
-        elif not all(gather_from_all_ranks(self._profiler.has_recorded)):
+        num_more = run.num_steps - self._num_before - run.config.profile_steps
+        if not all(gather_from_all_ranks(self._profiler.has_recorded)):
             self._profiler.cancel()
             if num_more < 0 or not any(gather_from_all_ranks(self._has_forward)):
                 return
@@ -204,7 +182,8 @@ class WarmUpPhase(Phase):
             raise
         checkpointing.remove()
         run.phase = follow(run, policy, profile)
-        run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
+        num_steps = run.num_steps - self._num_before
+        run.note(PolicySet(step=step, reason=self._reason, fallback_steps=num_steps, **predictions(policy)))
         run.save()
 
     def abandon_step(self) -> None:
@@ -212,7 +191,9 @@ class WarmUpPhase(Phase):
 
     def ends(self) -> None:
         num_steps, config = self._run.num_steps, self._run.config
-        if num_steps:
+        if self._reason is not None:
+            self._run.save()
+        elif num_steps:
             # No error even with on_uncovered="error", which allows profile_steps steps: all steps are done.
             log.warning(
                 "Adacc: training ended after %d step%s, before a policy was set, and all blocks ran under torch's "
@@ -249,11 +230,8 @@ class FullRecompute(Installation):
         self.executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks that were expected to train on the most recent batch, but did not.
-
-        If the batch trained no block at all, return the names of all blocks. Otherwise, leave out blocks that ran
-        without gradients (frozen blocks), because these blocks store no activations.
-        """
+        """Return the names of the blocks that did not train on the most recent batch: all, or those that did not run
+        without gradients either (frozen blocks, which store no activations)."""
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
             return untrained
@@ -270,11 +248,9 @@ class FullRecompute(Installation):
 
 
 def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[str]:
-    """Return the names of the blocks that, on some rank, the model did not run on the most recent batch.
-
-    A batch is profiled only if the result is empty. After MOST_STEPS steps of waiting (`num_waited`), the result is
-    empty if all ranks have left out the same blocks. Otherwise, raise UncalledBlocksError.
-    """
+    """Return the names of the blocks that, on some rank, the model did not run on the most recent batch. After
+    MOST_STEPS steps of waiting (`num_waited`), return [] if all ranks have left out the same blocks, or raise
+    UncalledBlocksError."""
     by_rank = gather_from_all_ranks(installation.skipped_blocks())
     skipped_blocks = [name for name in installation.blocks if any(name in skipped for skipped in by_rank)]
     if not skipped_blocks or num_waited < MOST_STEPS:
@@ -291,16 +267,13 @@ def skipped_on_any_rank(installation: FullRecompute, num_waited: int) -> list[st
 
 
 def follow(run: RunState, policy: Policy, profile: Profile | None) -> FixedPolicyPhase:
-    """Apply `policy` to the model, and return the phase that trains under this policy.
-
-    If the user passed the policy, or `profile` is None, the policy never changes. Raises
-    UncoveredBlockError if the config requires a policy for all blocks and `policy` does not cover all blocks.
-    """
+    """Apply `policy` to the model, and return the phase that trains under this policy, which never changes if it comes
+    from the user. Raises UncoveredBlockError if the config requires a policy for all blocks."""
     if profile is not None:
         refuse_whole_blocks(run.config, policy, profile)
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
-    run.show(policy, profile)
+    run.policy, run.profile = policy, profile
     announce("Adacc: policy set: %s", describe_costs(policy, profile))
     if run.source is None and profile is not None:
-        return AdaptivePhase(run, handle, profile, policy)
+        return AdaptivePhase(run, handle, profile, policy, lambda reason: WarmUpPhase(run, reason=reason))
     return FixedPolicyPhase(run, handle)

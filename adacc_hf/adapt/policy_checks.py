@@ -54,54 +54,41 @@ def excluded_codec(choices: Iterable[Choice], config: AdaccConfig) -> str | None
     return f"compresses with {codecs[0]}, which {setting} excludes"
 
 
-def refuse_other_actions(policy: Policy, config: AdaccConfig) -> None:
-    """Raise ValueError if the user passed a policy together with settings that exclude its actions."""
-    reason = excluded_action(policy, config)
-    if reason is not None:
-        raise ValueError(
-            f"the policy that was passed in {reason}: leave out this setting, or pass a policy that was solved with it"
-        )
-
-
-def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_bytes: float | None = None) -> None:
-    """Raise ValueError if the user passed a policy together with a budget that the policy exceeds.
+def refuse_policy(policy: Policy, config: AdaccConfig, host_bytes: int, plain_bytes: float | None = None) -> None:
+    """Raise ValueError if the user passed a policy together with settings that exclude its actions, with a smaller
+    budget, or with a limit of host memory, `host_bytes`, that it exceeds.
 
     A budget of type float is a fraction of `plain_bytes`, the bytes that plain training stores. If `plain_bytes` is
     None, this number is read from `Policy.facts`. The default budget, "auto", is not checked.
     """
-    if memory_budget == "auto":
-        return
-    if isinstance(memory_budget, float):
+    reason, budget = excluded_action(policy, config), config.memory_budget
+    if reason is not None:
+        raise ValueError(
+            f"the policy that was passed in {reason}: leave out this setting, or pass a policy that was solved with it"
+        )
+    what, needed = "has a peak of", policy.predicted_peak_bytes
+    if isinstance(budget, float):
         facts = dict(policy.facts)
-        solved_for = facts.get("memory_budget")
-        if plain_bytes is None and isinstance(solved_for, float):
-            plain_bytes = facts["budget_bytes"] / solved_for
-        if plain_bytes is None:
-            return
-        what, needed, allowed = "stores", policy.predicted_stored_bytes, math.ceil(memory_budget * plain_bytes)
+        if plain_bytes is None and isinstance(facts.get("memory_budget"), float):
+            plain_bytes = facts["budget_bytes"] / facts["memory_budget"]
+        what, needed = "stores", policy.predicted_stored_bytes
+        allowed = needed if plain_bytes is None else math.ceil(budget * plain_bytes)
+    elif budget == "auto":
+        allowed = needed
     else:
-        allowed = memory_budget if isinstance(memory_budget, int) else parse_bytes(memory_budget, "memory_budget")
-        what, needed = "has a peak of", policy.predicted_peak_bytes
+        allowed = budget if isinstance(budget, int) else parse_bytes(budget, "memory_budget")
     if needed > allowed:
         raise ValueError(
-            f"memory_budget={memory_budget!r} allows {format_bytes(allowed)}, and the policy that was passed with it "
-            f"{what} {format_bytes(needed)}: leave one of the two out, or pass a policy that was solved for this budget"
+            f"memory_budget={budget!r} allows {format_bytes(allowed)}, and the policy that was passed with it {what} "
+            f"{format_bytes(needed)}: leave one of the two out, or pass a policy that was solved for this budget"
         )
-
-
-def refuse_above_host_memory(policy: Policy, config: AdaccConfig, limit_bytes: int) -> None:
-    """Raise ValueError if the user passed a policy that stores more than `limit_bytes` in host memory.
-
-    `limit_bytes` follows from the setting `host_memory` and the free memory of the hosts.
-    """
-    if policy.predicted_host_bytes <= limit_bytes:
-        return
-    needed = format_bytes(policy.predicted_host_bytes)
-    raise ValueError(
-        f"host_memory={config.host_memory!r} allows {format_bytes(limit_bytes)} of the host's free memory, and the "
-        f"policy that was passed with it stores {needed} there: set host_memory to at least {needed}, which may be "
-        f"{HOST_SHARE:.0%} of the free memory, or pass a policy that was solved for this limit"
-    )
+    if policy.predicted_host_bytes > host_bytes:
+        needed_text = format_bytes(policy.predicted_host_bytes)
+        raise ValueError(
+            f"host_memory={config.host_memory!r} allows {format_bytes(host_bytes)} of the host's free memory, and the "
+            f"policy that was passed with it stores {needed_text} there: set host_memory to at least {needed_text}, "
+            f"which may be {HOST_SHARE:.0%} of the free memory, or pass a policy that was solved for this limit"
+        )
 
 
 MOST_NAMES = 4
@@ -119,11 +106,8 @@ other reasons is CHANGE_BLOCKS."""
 
 
 def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str) -> None:
-    """Raise UncoveredBlockError if `on_uncovered` is "error".
-
-    `blocks` names the blocks, `reason` says why the blocks have no policy, and `remedy` is an instruction, such as "pad
-    batches to one size".
-    """
+    """Raise UncoveredBlockError if `on_uncovered` is "error": `blocks` have no policy for a `reason`, and `remedy` is
+    an instruction, such as "pad batches to one size"."""
     if config.on_uncovered == "error":
         raise UncoveredBlockError(
             f"on_uncovered='error' allows no block without a policy, but {blocks} would train without one: {reason}. "
@@ -139,24 +123,20 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
     names = [name for name, kind in kinds.items() if kind in reasons]
     if names:
         listed = "; ".join(sorted({reasons[kinds[name]] for name in names}))
-        refuse_uncovered(
-            config, describe_blocks(names), f"their operators cannot be replayed ({listed})", CHANGE_BLOCKS
-        )
+        reason = f"their operators cannot be replayed ({listed})"
+        refuse_uncovered(config, describe_blocks(names), reason, CHANGE_BLOCKS)
 
 
 def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
     """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
-    plan.
-
-    Calls with a reason in `TRANSIENT` are allowed, because such a reason does not apply to the block's next call.
-    """
+    plan, except for a reason that does not apply to the block's next call (`TRANSIENT`)."""
     for reason, names in fallbacks.blocks.items():
         if reason not in TRANSIENT:
             refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 
 
 def describe_blocks(names: Iterable[str]) -> str:
-    """Return text with the first few of the block `names` and, if there are more, the total number."""
+    """Return text with the number of blocks and the first few `names`."""
     listed = list(names)
     shown = ", ".join(listed[:MOST_NAMES]) + (", ..." if len(listed) > MOST_NAMES else "")
     return f"{len(listed)} block{'' if len(listed) == 1 else 's'} ({shown})"

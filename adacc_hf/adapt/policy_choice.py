@@ -13,10 +13,9 @@ and policies are replaced here and nowhere else, at once, by the rank that needs
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,25 +26,51 @@ from adacc_hf.adapt.fallback_stats import NO_POLICY, describe_costs, full_recomp
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
 from adacc_hf.adapt.policy_fit import NOTHING_FITS, PolicyFit, current_policy, distinct
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.size_policy import RECORDED_STEPS, SizePolicy
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.policy import Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.run.entries import OTHER_OPERATORS
-from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, fits_in, num_elements
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
-log = logging.getLogger(__name__)
-
+RECORDED_STEPS = 2
+"""Number of steps after a policy is set in which calls of blocks may be recorded. A step with recordings takes longer
+than later steps, and more memory if no profile has recorded the model before."""
 MAX_SIZES = 64
 """Number of size classes that a run remembers. The least recently used one is dropped."""
 FEW_PROFILES, MOST_PROFILES = 6, 16
 """Number of profiles up to which each size that no profile predicts is recorded, because profiles of a few sizes
 predict all others, and the number up to which sizes are recorded that do not fit in a recorded one."""
+
+
+@dataclass(slots=True, eq=False)
+class SizePolicy:
+    """Record of a run for one size class: the profile and the policy of its batches, and measurements of its steps."""
+
+    shapes: Shapes | None
+    """Sizes of the batch that the policy was made for, or None if unknown."""
+    base: Profile
+    """Profile for these sizes, recorded or predicted from other sizes."""
+    profile: Profile
+    """`base` with the run's corrections (`Corrections.applied`)."""
+    policy: Policy
+    plans: BlockPlans
+    version: int
+    """Version of the corrections in `profile`."""
+    must_measure: bool = False
+    """True if the memory of a step is to be measured under the current actions."""
+    num_waiting: int = 0
+    """Number of batches under a policy that a solver run may improve. 0 if a run would find no faster one."""
+    num_steps: int = 0
+    error: float | None = None
+    """Largest round-trip error in the last tracking step."""
+    gradient_error: float | None = None
+    measured_peak_bytes: int | None = None
 
 
 class PolicyChoice:
@@ -61,31 +86,24 @@ class PolicyChoice:
         """Sizes of the most recent micro-batch."""
         self.nbytes = 0
         """Bytes of the tensors in the most recent micro-batch."""
+        self._sizes: list[tuple[str, torch.Size]] = []
         self._has_shapes = False
         """False from the begin of a micro-batch until its tensors are known."""
-        self._sizes: list[tuple[str, torch.Size]] = []
         self.largest: Shapes = ()
         """Sizes of the largest micro-batch of the step."""
         self.batch_bytes = 0
         """Bytes of the largest micro-batch of the step."""
+        self.used: set[SizePolicy | None] = set()
+        """Records under which the step's micro-batches ran. None stands for torch's checkpoint."""
         self.has_changed = False
         """True if a policy was set or replaced in the current step."""
-        self.is_provisional = False
-        """True if the budget limits the peak, until the memory of a first step has been measured."""
-        self.must_measure = False
-        """True if the memory of a step is to be measured as soon as possible, once after each change of a policy."""
-        self._num_batches = self._num_diverged = 0
-        """Numbers of micro-batches since the last call of `most_diverged`: of all, and of those in which most block
-        calls did not follow their plan."""
-        self._run = run
-        self._handle = handle
-        self._used: dict[int, SizePolicy | None] = {}
-        """Records of the step's micro-batches by `id`. None stands for torch's checkpoint."""
-        self._lasts = False
-        """True if the record also applies to the next micro-batch, if this has the same shapes."""
         self.is_unpredicted = False
         """True if no profile predicts the micro-batch's sizes, and they may be recorded."""
         self.num_profiles = 0
+        self._num_batches = self._num_diverged = 0
+        """Numbers of micro-batches since the last call of `most_diverged`: of all, and of those in which most block
+        calls did not follow their plan."""
+        self._run, self._handle = run, handle
 
     @property
     def shown(self) -> SizePolicy:
@@ -99,7 +117,7 @@ class PolicyChoice:
 
     def begin_step(self) -> None:
         """Drop what is known of the previous step's micro-batches."""
-        self._used.clear()
+        self.used.clear()
         self.largest, self.batch_bytes, self.has_changed = (), 0, False
 
     def begin_micro_batch(self) -> None:
@@ -107,34 +125,27 @@ class PolicyChoice:
         self._has_shapes = False
 
     def read(self, inputs: Any) -> None:
-        """Apply the policy for a micro-batch with the tensors of the mapping `inputs`. Do nothing if the sizes of the
-        micro-batch are known already, or if `inputs` is not a mapping.
+        """Apply the policy for a micro-batch with the tensors of the mapping `inputs`, unless its sizes are known.
 
-        In reinforcement learning, the tensors are sampled within the step, so they do not always exist when the
-        micro-batch begins.
+        In reinforcement learning, the tensors are sampled within the step, so `inputs` may be None at first.
         """
         if self._has_shapes or not isinstance(inputs, Mapping):
             return
         self._has_shapes = True
         sizes = [(name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-        shapes = self.shapes
-        if sizes != self._sizes:  # skipped for equal sizes: `batch_shapes` takes time
-            self._sizes, shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
-        self.choose(shapes, self.nbytes)
-
-    def choose(self, shapes: Shapes, nbytes: int) -> None:
-        """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of the micro-batch's tensors."""
-        self.batch_bytes = max(self.batch_bytes, nbytes)
-        current = self.current
-        is_stale = current is None or current.version != self._run.corrections.version
-        if is_stale or not self._lasts or shapes != self.shapes:
-            self._choose(shapes)
-        self._used[id(self.current)] = self.current
-        if shapes != self.largest and num_elements(shapes) > num_elements(self.largest):
-            self.largest = shapes
+        current, version = self.current, self._run.corrections.version
+        is_same = sizes == self._sizes  # `batch_shapes` takes time
+        if not is_same:
+            self._sizes, self.shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
+        self.batch_bytes = max(self.batch_bytes, self.nbytes)
+        if not is_same or current is None or current.version != version or current.num_waiting or self.is_unpredicted:
+            self._choose(self.shapes)
+        self.used.add(self.current)
+        if not self.largest or num_elements(self.shapes) > num_elements(self.largest):
+            self.largest = self.shapes
 
     def _choose(self, shapes: Shapes) -> None:
-        self.shapes, self.is_unpredicted = shapes, False
+        self.is_unpredicted = False
         sizes = self.fit.class_of(shapes)
         record = self._around(shapes) if sizes is None else self._of_class(sizes, shapes)
         if record is not None:
@@ -146,46 +157,42 @@ class PolicyChoice:
         if record is None:
             reason = f"no profile predicts batches of {describe(shapes)}"
             refuse_uncovered(self._run.config, ALL_BLOCKS, reason, SAME_SIZE)
-        if record is not None or not self.is_unpredicted:  # a batch that is recorded gets a policy right away
-            self._run.warnings.before(shapes, record, self.shown, self._run.budget(self.shown.profile))
-        self._lasts = record is not None and not record.num_waiting and not self.is_unpredicted
+            if not self.is_unpredicted:  # a batch that is recorded gets a policy right away
+                self._warn_of_checkpoint(shapes, reason)
 
     def _around(self, shapes: Shapes) -> SizePolicy | None:
         """Return the record of the smallest sizes in which a batch of `shapes`, which belongs to no class, fits."""
         if None in self.records:
             return self.records[None]
-        best = self.records.get(_smallest_around(shapes, self.records) or ())
+        best = self._smallest_around(shapes, self.records)
         limit = MOST_PROFILES if best is None else FEW_PROFILES
         self.is_unpredicted = (best is None or best.shapes != shapes) and self.num_profiles < limit
         return best
 
     def _of_class(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
-        """Return the record of a batch of `shapes`, whose class is `sizes`. Make one if the class is new."""
-        record = self.records.get(sizes) or self.records.get(shapes)
-        if record is None and self.fit.is_above_budget(sizes):
-            within = [other for other in self.records if other is not None and fits_in(other, sizes)]
-            record = self.records.get(_smallest_around(shapes, within) or ())
-        return record or self._new(sizes, shapes)
+        """Return the record of a batch of `shapes`, whose class is `sizes`. Make one if the class is new, and has no
+        record of smaller sizes in which the batch fits."""
+        within = (other for other in self.records if other is not None and fits_in(other, sizes))
+        return self.records.get(sizes) or self._smallest_around(shapes, within) or self._new(sizes, shapes)
+
+    def _smallest_around(self, shapes: Shapes, candidates: Iterable[Shapes | None]) -> SizePolicy | None:
+        fitting = (sizes for sizes in candidates if sizes is not None and fits_in(shapes, sizes))
+        return self.records.get(min(fitting, key=num_elements, default=()))
 
     def _new(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
         """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
         with reported_if_slow(f"solving for batches of {describe(sizes)}"):
-            fitting = self.fit.for_class(sizes)
+            fitting = self.fit.fitting(sizes)
             if fitting is None:
                 names = dict(sizes)
                 sizes = tuple((name, size) for name, size in shapes if name in names)
-                fitting = self.fit.for_sizes(sizes)
+                fitting = self.fit.fitting(sizes) or (self.fit.least(sizes), False)
         policy, may_improve = fitting
         record = self._record(sizes, self.fit.predicted(sizes), policy)
         record.num_waiting, record.num_steps = int(may_improve), RECORDED_STEPS
-        self._measure_if_larger(record)
+        record.must_measure = self.fit.is_larger(sizes)
         self._note_set(f"for batches of {describe(sizes)}", policy)
         return record
-
-    def _measure_if_larger(self, record: SizePolicy) -> None:
-        """Request a measurement of a step's memory if batches of this size are larger than every recorded batch."""
-        record.must_measure = self.fit.is_larger(record.shapes)
-        self.must_measure |= record.must_measure
 
     def _record(self, shapes: Shapes | None, base: Profile, policy: Policy) -> SizePolicy:
         corrections = self._run.corrections
@@ -195,7 +202,7 @@ class PolicyChoice:
         if shapes is None:
             self.records.clear()
         put_latest(self.records, shapes, record, MAX_SIZES)
-        self._lasts, self.has_changed = False, True
+        self.has_changed = True
         return record
 
     def add(self, measured: Profile, policy: Policy | None = None) -> SizePolicy:
@@ -213,42 +220,36 @@ class PolicyChoice:
         record = self._record(shapes, base, policy)
         self.num_profiles += 1
         self._put(record)
+        self._sizes = []  # the sizes may be those of another rank
         return record
-
-    def clear(self) -> None:
-        """Remove all policies, because the model now trains other blocks, or its blocks run other operators."""
-        self.records.clear()
-        self.fit.clear()
 
     # Replacement of policies.
 
-    def refresh(self, record: SizePolicy, must_fit: bool = False) -> None:
+    def refresh(self, record: SizePolicy) -> None:
         """Apply the run's corrections to the profile of `record`. If its policy then exceeds the budget, or uses a
         codec that is not allowed any more, solve at once. If it leaves much memory unused, solve when that pays.
 
-        If no policy fits, follow the one that needs the least memory, or raise InfeasibleBudgetError if `must_fit`.
+        If no policy fits, follow the one that needs the least memory.
         """
         corrections, run = self._run.corrections, self._run
         if record.version == corrections.version:
             return
         record.version = corrections.version
         record.profile = corrections.applied(record.base, record.shapes)
-        started = time.perf_counter()
         with reported_if_slow(f"step {run.current_step}: solving for a policy, because {corrections.reason}"):
-            policy, reason, may_improve = self.fit.adapted(record.profile, record.policy, must_fit)
-        waited_ms = (time.perf_counter() - started) * 1e3
-        record.num_waiting, self._lasts = max(record.num_waiting, 1) if may_improve else 0, False
+            policy, reason, may_improve = self.fit.adapted(record.profile, record.policy)
+        record.num_waiting = max(record.num_waiting, 1) if may_improve else 0
         if NOTHING_FITS in reason:
-            log.warning("Adacc: step %d: %s", run.current_step, reason)
-            run.warnings.add(record.shapes)
-            run.note_memory(reason)
+            run.warn_of_memory(f"step {run.current_step}: {reason}")
         if len(distinct([record.policy, policy])) > 1:
-            self._change(record, policy, f"{corrections.reason}: {reason}", waited_ms)
+            self._change(record, policy, f"{corrections.reason}: {reason}")
+        elif record is self.current:
+            self._put(record)
 
     def _solve_if_it_pays(self, record: SizePolicy) -> None:
         """Count a batch under a policy that a solver run may improve. Once the overhead of these batches has reached
         the time of a solver run, solve, and follow the new policy if it is faster."""
-        if not record.num_waiting or self.is_provisional:
+        if not record.num_waiting or record.must_measure:
             return
         record.num_waiting += 1
         num_batches = record.num_waiting - 1
@@ -262,7 +263,7 @@ class PolicyChoice:
             except InfeasibleBudgetError:
                 return
         if policy.predicted_overhead_ms < current_policy(record.profile, record.policy).predicted_overhead_ms:
-            self._measure_if_larger(record)
+            record.must_measure = record.measured_peak_bytes is not None or self.fit.is_larger(record.shapes)
             self._note_set(f"for batches of {sizes}, which have come {num_batches} times", policy)
             self._follow(record, policy)
 
@@ -274,10 +275,8 @@ class PolicyChoice:
         return 1e3 * max(float(dict(record.policy.facts).get("seconds", 0.0)) for record in self.records.values())
 
     def tighten(self, memory_budget: float | int) -> Policy:
-        """Solve for `memory_budget`, which is smaller than before, and follow the new policy from now on.
-
-        Other sizes follow when they come. Raises InfeasibleBudgetError if no policy fits. The old one then remains.
-        """
+        """Solve for a smaller budget, and follow the new policy. Other sizes follow when they come. Raises
+        InfeasibleBudgetError if no policy fits. The old one then remains."""
         record, corrections = self.current, self._run.corrections
         assert record is not None
         policy = self.fit.solved(record.profile, memory_budget)
@@ -287,36 +286,20 @@ class PolicyChoice:
         self._follow(record, policy)
         return policy
 
-    def _change(self, record: SizePolicy, policy: Policy, reason: str, waited_ms: float) -> None:
-        """Replace the policy of `record`, and append the change to the history. Training has waited `waited_ms`."""
-        before, run = record.policy, self._run
-        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._run.loop.num_micro
-        step_ms = record.times.median_ms
-        record.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
-        num_actions, num_channels = num_changes(before, policy)
-        if num_actions:
-            record.must_measure = self.must_measure = True
-        run.note(
-            PolicyChanged(
-                step=run.current_step,
-                reason=reason,
-                moved=f"{num_actions} actions, {num_channels} sets of channels",
-                waited_ms=waited_ms,
-                step_ms=step_ms,
-                predicted_step_ms=record.predicted_step_ms,
-                **predictions(policy),
-            )
-        )
+    def _change(self, record: SizePolicy, policy: Policy, reason: str) -> None:
+        """Replace the policy of `record`, and append the change to the history."""
+        run, is_other = self._run, _actions(policy) != _actions(record.policy)
+        record.must_measure |= is_other
+        run.note(PolicyChanged(step=run.current_step, reason=reason, **predictions(policy)))
         self._follow(record, policy)
-        if num_actions:
+        if is_other:
             costs = describe_costs(policy, record.profile)
             announce("Adacc: policy changed at step %d (%s): %s", run.current_step, reason, costs)
 
     def _follow(self, record: SizePolicy, policy: Policy) -> None:
-        """Replace the policy of `record` from the next micro-batch on, and drop the times of its steps."""
+        """Replace the policy of `record` from the next micro-batch on."""
         record.policy, record.plans = policy, self._handle.prepare(policy, record.plans)
-        record.times.start_over()
-        record.is_fresh = self.has_changed = True
+        self.has_changed = True
         if record is self.current:
             self._put(record)
 
@@ -325,45 +308,60 @@ class PolicyChoice:
 
     def _put(self, record: SizePolicy | None) -> None:
         self._handle.follow(None if record is None else record.plans)
-        self.current, self._lasts = record, False
+        self.current = record
+        if record is not None:
+            self._run.policy, self._run.profile = record.policy, record.profile
 
     def suspend(self) -> None:
         """Run the blocks of the current micro-batch under torch's checkpoint, because it is to be recorded."""
-        self._used.pop(id(self.current), None)
+        self.used.discard(self.current)
         self._put(None)
-        self._used[id(None)] = None
+        self.used.add(None)
 
-    # What the step's micro-batches used.
-
-    def used(self) -> list[SizePolicy | None]:
-        """Return the records under which the step's micro-batches ran. None stands for torch's checkpoint."""
-        return list(self._used.values()) or [self.current]
-
-    def ran_alone(self) -> bool:
-        """Return True if all micro-batches of the step ran under the active policy."""
-        return self.current is not None and all(record is self.current for record in self._used.values())
+    # Micro-batches that did not follow a policy.
 
     def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """Return the predicted overhead in ms of the finished micro-batch, and its number of fallbacks by reason.
-
-        `fallbacks` contains the number of calls of blocks that did not follow their plans, by reason.
-        """
+        `fallbacks` counts the calls of blocks that did not follow their plans, by reason."""
         self._num_batches += 1
         if self.current is None:
-            return self._fallback_ms(), {NO_POLICY: 1}
+            return self._recomputing(self.shown)[0], {NO_POLICY: 1}
         policy = self.current.policy
         planned_ms = policy.predicted_overhead_ms * ratio(self.shapes, self.current.shapes)
         if not fallbacks:
             return planned_ms, {}
         share = min(1.0, sum(fallbacks.values()) / len(policy.blocks))
         self._num_diverged += share > 0.5
+        fallback_ms, peak_bytes = self._recomputing(self.current)
         budget = self._run.budget(self.current.profile)
-        self._run.warnings.after(self.shapes, self.current, budget, OTHER_OPERATORS in fallbacks)
-        return (1 - share) * planned_ms + share * self._fallback_ms(), dict(fallbacks)
+        if budget.limits_peak and (peak_bytes > budget.nbytes or OTHER_OPERATORS in fallbacks):
+            self._run.warn_of_memory(
+                f"a batch of {describe(self.shapes)} did not follow a policy, and may take more than memory_budget="
+                f"{budget.setting!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one "
+                f"length",
+                key=OTHER_OPERATORS,
+            )
+        return (1 - share) * planned_ms + share * fallback_ms, dict(fallbacks)
 
-    def _fallback_ms(self) -> float:
-        """Return the overhead that the most recent micro-batch would have under full recomputation."""
-        return full_recomputation(self.shown.profile).predicted_overhead_ms * ratio(self.shapes, self.shown.shapes)
+    def _recomputing(self, reference: SizePolicy) -> tuple[float, int]:
+        """Return the overhead in ms and the peak in bytes that the most recent micro-batch would have under full
+        recomputation, estimated from the record `reference` of other sizes."""
+        factor, static_bytes = ratio(self.shapes, reference.shapes), reference.profile.static_bytes
+        policy = full_recomputation(reference.profile)
+        above_static = policy.predicted_peak_bytes - static_bytes
+        return factor * policy.predicted_overhead_ms, int(static_bytes + factor * above_static)
+
+    def _warn_of_checkpoint(self, shapes: Shapes, reason: str) -> None:
+        """Warn that a batch of `shapes` runs under torch's checkpoint, if the budget limits the peak."""
+        budget = self._run.budget(self.shown.profile)
+        if budget.limits_peak:
+            _, peak = self._recomputing(self.shown)
+            self._run.warn_of_memory(
+                f"a batch runs under torch's checkpoint, because {reason}. It takes about {peak} bytes "
+                f"({format_bytes(peak)}), {peak / budget.nbytes:.0%} of memory_budget={budget.setting!r}, and perhaps "
+                f"more. To avoid this, pad batches to one size, or begin with the largest",
+                key=shapes,
+            )
 
     def most_diverged(self) -> bool:
         """Return True if, in most micro-batches since the last call of this method, most block calls ran under torch's
@@ -373,24 +371,10 @@ class PolicyChoice:
         return is_majority
 
 
-def _smallest_around(shapes: Shapes, candidates: Iterable[Shapes | None]) -> Shapes | None:
-    """Return the smallest of `candidates` in which a batch of `shapes` fits, or None."""
-    fitting = (sizes for sizes in candidates if sizes is not None and fits_in(shapes, sizes))
-    return min(fitting, key=num_elements, default=None)
-
-
-def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
-    """Count the activations of all blocks that a change of policy affects. Return (num_actions, num_channels).
-
-    `num_actions` counts the activations whose action or codec changed. `num_channels` counts the activations with the
-    same codec but other codec options, which in practice are other outlier channels.
-    """
-    num_actions = num_channels = 0
-    for block, _ in before.blocks:
-        old = dict(before.plan_of(block).choices)
-        for value, choice in after.plan_of(block).choices:
-            earlier = old.get(value, choice)
-            is_other = (earlier.action, earlier.codec) != (choice.action, choice.codec)
-            num_actions += is_other
-            num_channels += not is_other and earlier.options != choice.options
-    return num_actions, num_channels
+def _actions(policy: Policy) -> tuple[str, list[Plan]]:
+    """Return the head and the plan of each block, without outlier channels."""
+    plans = [
+        replace(plan, choices=tuple((value, replace(choice, options=())) for value, choice in plan.choices))
+        for plan in policy.plans
+    ]
+    return policy.head, [plans[index] for _, index in policy.blocks]

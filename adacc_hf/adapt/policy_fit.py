@@ -1,34 +1,33 @@
 """PolicyFit: finds a policy of the run that fits the budget at a batch size, or runs the solver, at once.
 
 The predictions of a profile (bytes, times and errors) change during the run, because codecs and memory are measured
-again.
+again. `first_policy` makes the policy of the run's first profile.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.corrections import repriced_choice
 from adacc_hf.adapt.outlier_tracking import full_name
+from adacc_hf.adapt.policy_checks import refuse_policy
+from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.config import AdaccConfig, Budget
-from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.files import put_latest
-from adacc_hf.artifacts.kind_profile import CodecOption
+from adacc_hf.artifacts.errors import InfeasibleBudgetError, as_sentence
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO, Shapes, SizeModel, joined
+from adacc_hf.artifacts.size_model import Shapes, SizeModel, joined
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import policy_of_plans
-from adacc_hf.solve.solver import recomputing_policies, solve_policy
-from adacc_hf.torch_glue.batch_shapes import describe, fits_in, num_elements
-
-if TYPE_CHECKING:
-    from adacc_hf.adapt.run_state import RunState
+from adacc_hf.solve.solver import least_policy, recomputing_policies, solve_policy
+from adacc_hf.torch_glue.batch_shapes import describe, num_elements
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks
+from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
+from adacc_hf.torch_glue.progress import reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,6 @@ FAR_ABOVE = 0.05
 the budget by more: it would take seconds to find one that needs hardly less."""
 MAX_PROFILES = 12
 """Number of recorded profiles of different sizes that are kept to predict further sizes."""
-MAX_ABOVE = 64
-"""Number of size classes that are remembered because no policy fits them."""
 ERROR_MARGIN = 0.05
 """Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
 NOTHING_FITS = "no policy fits the budget any more"
@@ -61,8 +58,6 @@ class PolicyFit:
         """Recorded profiles of different sizes, the latest last."""
         self._predictor: Profile | None = None
         """Latest recorded profile that predicts other sizes."""
-        self._above_budget: OrderedDict[Shapes, int] = OrderedDict()
-        """Bounds of classes that no policy fits, with the version of the corrections."""
         self._least: Policy | None = None
         """Policy that needs the least memory, of the latest solver run at a size that no policy fits."""
         self.solver_ms: float | None = None
@@ -78,13 +73,6 @@ class PolicyFit:
         if merged.sizes is not None:
             self._predictor = merged
         return merged
-
-    def clear(self) -> None:
-        """Forget all profiles, because the model now trains other blocks, or its blocks run other operators."""
-        self._profiles, self._predictor, self._least = [], None, None
-        self._above_budget.clear()
-
-    # Sizes.
 
     def class_of(self, shapes: Shapes) -> Shapes | None:
         """Return the size class of a batch of `shapes`, or None if no profile predicts batches of this size."""
@@ -107,37 +95,26 @@ class PolicyFit:
         """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
         return self._predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
 
-    def is_above_budget(self, sizes: Shapes) -> bool:
-        """Return True if no policy fits the budget for batches of `sizes`, because none fits for smaller batches."""
-        version = self._run.corrections.version
-        return any(number == version and fits_in(smaller, sizes) for smaller, number in self._above_budget.items())
-
-    # Policies.
-
-    def for_class(self, sizes: Shapes) -> tuple[Policy, bool] | None:
-        """Return (policy, may be improved) for batches of the class `sizes`, or None if no policy fits its bounds."""
+    def fitting(self, sizes: Shapes) -> tuple[Policy, bool] | None:
+        """Return (policy, may be improved) for batches of `sizes`, with room for the uncertainty of predicted peaks, or
+        None if no policy fits."""
         try:
-            return None if self.is_above_budget(sizes) else self._fitting(self._corrected(sizes), far=0.0)
+            return self._fitting(self._corrected(sizes))
         except InfeasibleBudgetError:
-            put_latest(self._above_budget, sizes, self._run.corrections.version, MAX_ABOVE)
             return None
 
-    def for_sizes(self, sizes: Shapes) -> tuple[Policy, bool]:
-        """Return (policy, may be improved) for batches of exactly `sizes`.
-
-        If a policy fits only without room for the uncertainty of predicted peaks, or none fits, warn. Raise
-        InfeasibleBudgetError if none fits and `on_over_budget` is "error".
-        """
-        profile = self._corrected(sizes)
+    def least(self, sizes: Shapes) -> Policy:
+        """Return a policy within the whole budget for batches of `sizes`, or the one that needs the least memory, with
+        a warning. Raise InfeasibleBudgetError if none fits and `on_over_budget` is "error"."""
         try:
-            return self._fitting(profile, FAR_ABOVE)
-        except InfeasibleBudgetError:
-            return self._without_room(sizes, profile), False
+            return self.solved(self._corrected(sizes), self._run.corrections.memory_budget)
+        except InfeasibleBudgetError as error:
+            return self.least_of(sizes, error)
 
     def _corrected(self, sizes: Shapes) -> Profile:
         return self._run.corrections.applied(self.predicted(sizes), sizes)
 
-    def _fitting(self, profile: Profile, far: float) -> tuple[Policy, bool]:
+    def _fitting(self, profile: Profile) -> tuple[Policy, bool]:
         allowed, roomy = self._run.corrections.allowed(profile), self.with_room(profile)
         budget = Budget.resolve(roomy, profile, self._config)
         current = (suitable_policy(policy, allowed, self._config) for policy in self._policies())
@@ -150,13 +127,13 @@ class PolicyFit:
             is_final = uses_up(fastest, budget)
             if is_final or budget.limits_peak:
                 return fastest, not is_final
-        return self.solved(profile, roomy, far), False
+        return self.solved(profile, roomy), False
 
-    def adapted(self, profile: Profile, policy: Policy, must_fit: bool) -> tuple[Policy, str, bool]:
+    def adapted(self, profile: Profile, policy: Policy) -> tuple[Policy, str, bool]:
         """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
 
         The actions stay if they are allowed and fit the budget. If no policy fits, return the one that needs the least
-        memory, or raise InfeasibleBudgetError if `must_fit`.
+        memory.
         """
         allowed, budget = self._run.corrections.allowed(profile), self._run.budget(profile)
         disallowed = over_bound(allowed, policy, self._config)
@@ -170,74 +147,34 @@ class PolicyFit:
         try:
             return self.solved(profile, self._run.corrections.memory_budget), reason, False
         except InfeasibleBudgetError as error:
-            if must_fit:
-                raise
             if current is not None and isinstance(budget.setting, float):
                 # Exceeding a fraction of the activations may still fit in memory.
                 return policy, f"{NOTHING_FITS}, the policy is unchanged: {error}", False
             text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
             return error.least or policy, text, False
 
-    def _without_room(self, sizes: Shapes, profile: Profile) -> Policy:
-        """Return a policy within the whole budget, or the one that needs the least memory, with a warning."""
-        memory_budget = self._run.corrections.memory_budget
-        try:
-            policy = self.solved(profile, memory_budget, FAR_ABOVE)
-        except InfeasibleBudgetError as error:
-            return self.least_of(sizes, error)
-        text = (
-            f"batches of {describe(sizes)} may take more than memory_budget={memory_budget!r}: the predicted peak of "
-            f"{policy.predicted_peak_bytes} bytes is exact to {self._sizes.uncertainty:.0%} only"
-        )
-        log.warning("Adacc: %s", text)
-        self._run.note_memory(text)
-        return policy
-
     def least_of(self, sizes: Shapes, error: InfeasibleBudgetError) -> Policy:
         """Return the policy that needs the least memory for `sizes`, because of `error`, with a warning. Raise
         InfeasibleBudgetError if `on_over_budget` is "error"."""
-        least, floor = error.least, error.smallest_budget_bytes
+        least, text = error.least, f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least"
         assert least is not None  # the solver's errors contain this policy
-        fitting = self._largest_fitting(sizes, least)
-        text = f"batches of {describe(sizes)} need {floor} bytes at least"
-        text += f", batches of {describe(fitting)} would fit the budget" if fitting else ""
         if self._config.on_over_budget == "error":
-            raise InfeasibleBudgetError(f"{text}: {error}", floor, error.bound_bytes)
-        log.warning("Adacc: %s. Training continues with the least memory: %s", text, error)
-        self._run.warnings.add(sizes)
-        self._run.note_memory(f"{text}: {error}")
+            raise InfeasibleBudgetError(f"{text}: {error}", error.smallest_budget_bytes, error.bound_bytes)
+        self._run.warn_of_memory(f"{text}. Training continues with the least memory: {error}")
         return least
 
-    def _largest_fitting(self, sizes: Shapes, least: Policy) -> Shapes | None:
-        """Return the largest size class with shorter sequences than `sizes` for which the policy `least` fits the
-        budget, or None."""
-        length = max((size[1] for _, size in sizes if len(size) > 1), default=0)
-        for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
-            cut = tuple(
-                (name, tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(size)))
-                for name, size in sizes
-            )
-            size_class = self.class_of(cut)
-            if size_class is None:
-                return None
-            profile = self._corrected(size_class)
-            budget, policy = self._run.budget(profile), suitable_policy(least, profile, self._config)
-            if policy is not None and budget.needed_bytes(policy) <= budget.nbytes:
-                return size_class
-        return None
-
-    def solved(self, profile: Profile, memory_budget: str | float | int, far: float = FAR_ABOVE) -> Policy:
+    def solved(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """Run the solver, and return its policy.
 
         Raise InfeasibleBudgetError if no policy fits. Raise it without a solver run if the policy that needed the least
-        memory at another size exceeds the budget by more than the fraction `far`.
+        memory at another size is FAR_ABOVE the budget.
         """
         allowed = self._run.corrections.allowed(profile)
         least = None if self._least is None else suitable_policy(self._least, allowed, self._config)
         if least is not None and self._config.on_over_budget != "error":
             budget = Budget.resolve(memory_budget, allowed, self._config)
             needed = budget.needed_bytes(least)
-            if needed > (1 + far) * budget.nbytes:
+            if needed > (1 + FAR_ABOVE) * budget.nbytes:
                 what = "peak" if budget.limits_peak else "stored bytes"
                 text = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
                 raise InfeasibleBudgetError(text, needed, bound_bytes=0, least=least)
@@ -260,17 +197,73 @@ class PolicyFit:
         return self._run.corrections.memory_budget
 
 
+def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) -> Policy:
+    """Return the policy for the run's first profile, from the user's function or the solver. The result is the same on
+    all ranks.
+
+    `profile` includes the corrections of a resumed run, and one of the `saved` policies of its checkpoint is used if
+    it fits well. If the budget limits the peak and an optimizer steps within backward, no profile predicts the peak:
+    the policy that needs the least memory is used. Raises InfeasibleBudgetError if no policy fits the budget, except
+    in a run that begins again.
+    """
+    config, source, budget = run.config, run.source, run.budget(profile)
+    _warn_of_fragments(profile, budget)
+    has_inner_steps = any(gather_from_all_ranks(run.profiler.inner_steps.has_detected))
+
+    def solve() -> Policy:
+        if callable(source):
+            policy = source(profile)
+            if not isinstance(policy, Policy):
+                raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
+            refuse_policy(policy, config, config.host_limit(profile.host_free_bytes), profile.plain_stored_bytes)
+            return policy
+        allowed = run.corrections.allowed(profile)
+        suitable = (suitable_policy(policy, allowed, config) for policy in saved)
+        fitting = [p for p in suitable if p and uses_up(p, budget) and budget.needed_bytes(p) <= budget.nbytes]
+        fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
+        fastest = fastest or _solved_first(run, allowed)  # raises if even the least memory is too much
+        return least_policy(profile, config) if has_inner_steps and budget.limits_peak else fastest
+
+    with reported_if_slow("solving for the first policy"):
+        return broadcast_from_first_rank(solve)
+
+
+def _solved_first(run: RunState, profile: Profile) -> Policy:
+    budget = run.corrections.memory_budget
+    try:
+        return solve_policy(profile, budget, run.config)
+    except InfeasibleBudgetError as error:
+        if run.policy is not None and run.config.on_over_budget == "warn" and error.least is not None:
+            run.warn_of_memory(f"no policy fits the new profile. Training continues with the least memory: {error}")
+            return error.least
+        message = as_sentence(error)
+        if not isinstance(budget, float) and not run.profiler.counted_state_bytes:
+            message += " State that the optimizer creates in its first step comes on top."
+        if budget == "auto" and profile.device.startswith("cuda") and not has_expandable_segments():
+            message += f" {FRAGMENTATION_HINT}"
+        raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes, error.least) from None
+
+
+def _warn_of_fragments(profile: Profile, budget: Budget) -> None:
+    """Warn, before the first step, of a budget that fragmentation of the GPU's memory leaves no room for."""
+    is_larger = budget.limits_peak and budget.setting != "auto" and budget.nbytes > profile.available_bytes
+    if is_larger and profile.device.startswith("cuda") and not has_expandable_segments():
+        log.warning(
+            "Adacc: memory_budget=%r is more than the %s of the GPU that remain after fragmentation: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training, or a budget of at most that",
+            budget.setting,
+            format_bytes(profile.available_bytes),
+        )
+
+
 def uses_up(policy: Policy, budget: Budget) -> bool:
     """Return True if a solver run cannot find a much faster policy within `budget`, which `policy` fits."""
     return policy.is_plain or budget.needed_bytes(policy) >= USED_UP * budget.nbytes
 
 
 def suitable_policy(policy: Policy, profile: Profile, config: AdaccConfig) -> Policy | None:
-    """Return `policy` with the predictions of `profile`, or None if it is not suitable.
-
-    A policy is suitable if it was made for blocks with the operators of `profile` (on a batch of one sample, blocks may
-    run other operators), uses only allowed codecs, and keeps to the limit of host memory.
-    """
+    """Return `policy` with the predictions of `profile`, or None if it was made for blocks with other operators (as on
+    a batch of one sample), uses codecs that are not allowed, or exceeds the limit of host memory."""
     plans = dict(policy.blocks)
     if plans.keys() != {block.name for block in profile.blocks}:
         return None
@@ -298,26 +291,19 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
 
 
 def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
-    """Return the names of the activations for which `policy` uses a codec that is no longer allowed.
-
-    A codec is allowed if it is an option in `profile`, and its error is at most `error_bound`.
-    """
+    """Return the names of the activations for which `policy` uses a codec that is not allowed any more: one that is no
+    option in `profile`, or has an error above `error_bound`."""
     bound = error_bound(config)
     names: dict[str, None] = {}
     for block in profile.blocks:
         plan = policy.plan_of(block.name)
         index = profile.kind_index(block, plan)
         for value, choice in plan.choices:
-            options = profile.kinds[index].codec_options(value)
-            if choice.codec is not None and not _may_use_codec(options, choice.codec, bound):
+            options = profile.kinds[index].codec_options(value) if choice.codec is not None else ()
+            is_allowed = any(o.codec == choice.codec and (bound is None or o.error <= bound) for o in options)
+            if choice.codec is not None and not is_allowed:
                 names[full_name(profile, (index, value))] = None
     return list(names)
-
-
-def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
-    """Return True if `codec` is one of `options`, with an error of at most `bound`."""
-    option = next((option for option in options if option.codec == codec), None)
-    return option is not None and (bound is None or option.error <= bound)
 
 
 def error_bound(config: AdaccConfig) -> float | None:

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.budget_warnings import BudgetWarnings
 from adacc_hf.adapt.checkpoint_files import save_files, save_history
 from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.events import Event, MemoryNoted
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
-from adacc_hf.adapt.first_policy import PolicySource
-from adacc_hf.adapt.memory_table import LiveMemory, memory_table
+from adacc_hf.adapt.memory_table import memory_table
 from adacc_hf.adapt.run_profiler import RunProfiler
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import Installation
-from adacc_hf.torch_glue.memory import distinct_bytes
 
 log = logging.getLogger(__name__)
 
 STATE_STEPS = 8
 """Number of steps in which an optimizer's state is expected. In fp16, GradScaler skips the first updates."""
-UNWRITTEN = "Adacc: some files could not be written into %s (%s), and training continues. "
-REPORTS_LACK = UNWRITTEN + "Reports may be incomplete: free space on the disk, or choose a folder that can be written"
-RESUMES_ANEW = UNWRITTEN + "A run that resumes from there solves again. Later checkpoints get no further warning"
+UNWRITTEN = (
+    "Adacc: some files could not be written into %s (%s), and training continues. Reports may be incomplete, and a run "
+    "that resumes from there solves again: free space on the disk, or choose a folder that can be written"
+)
 
 
 class Phase:
@@ -45,36 +43,17 @@ class Phase:
         """Begin a training step (one optimizer step)."""
 
     def begin_micro_batch(self, inputs: Any) -> None:
-        """Begin a micro-batch.
-
-        `inputs` is a mapping with the micro-batch's tensors. If it is not a mapping, `begin_forward` gets the tensors
-        later.
-        """
+        """Begin a micro-batch. `inputs` is a mapping with its tensors, or None if `begin_forward` gets them later."""
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result."""
         return run()
 
-    def tighten(self) -> str | None:
-        """Follow a policy that needs less memory, after the step ran out of memory.
-
-        Return None, or the reason why there is no such policy.
-        """
-        return "no policy that can change was active"
-
-    def advice(self) -> str:
-        """Return a sentence for the error message after memory ran out: which settings would make a step fit in
-        memory."""
-        return "Use a smaller batch or shorter sequences"
-
     def begin_forward(self, inputs: Any) -> None:
         """Handle the start of a forward on `inputs` in training. A micro-batch may have several."""
 
     def note_loss(self, result: Any, inputs: Any) -> None:
-        """Handle the end of a forward on `inputs` in training or evaluation.
-
-        `result` is the loss, or (loss, outputs).
-        """
+        """Handle the end of a forward in training or evaluation. `result` is the loss, or (loss, outputs)."""
 
     def end_micro_batch(self) -> None:
         """End the micro-batch, and record the micro-batch's predicted overhead and fallbacks."""
@@ -83,13 +62,11 @@ class Phase:
         """Stop the measurements of a step that an error has ended."""
 
     def end_backward(self) -> None:
-        """End the measurement of memory in a training step whose optimizer step was not observed.
-
-        If the optimizer's step is observed, the measurement ends before it.
-        """
+        """End the measurement of a step's memory: before the optimizer's step, or at the end of a step without one."""
 
     def begin_optimizer_step(self) -> None:
         """Handle the start of the optimizer's step."""
+        self.end_backward()
 
     def end_optimizer_step(self) -> None:
         """Handle the end of the optimizer's step."""
@@ -98,14 +75,8 @@ class Phase:
         """End a step. A policy may be set or replaced."""
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        """Return the metrics to add to `logs`, the training loop's metrics at the current step.
-
-        `is_on_all_ranks` is True if all ranks log at this step.
-        """
+        """Return the metrics to add to the loop's own metrics `logs`. All ranks log if `is_on_all_ranks`."""
         return {}
-
-    def show(self) -> None:
-        """Set the policy and profile that the session shows to the policy and profile of the current batch size."""
 
     def save(self, folder: Path) -> None:
         """Write the files from which a run can resume into the checkpoint `folder`."""
@@ -132,8 +103,6 @@ class RunState:
         self.stats = FallbackStats()
         self.corrections = Corrections(config)
         """What the run has learned about memory, codecs and its budget."""
-        self.warnings = BudgetWarnings(self.note_memory)
-        """Warnings on micro-batches that may exceed the budget."""
         self.profiler = RunProfiler(config, loop)
         self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
@@ -142,23 +111,19 @@ class RunState:
         """Number of finished steps of this run, without `num_before`."""
         self.current_step = 0
         """Number of the current step, counted from 1."""
-        self.extra_ms = 0.0
-        """Overhead of the controller in ms: extra time of steps with tracking, solving, measuring or profiling."""
+        self.num_restarts = 0
+        """Number of times that the run began again with its warm-up."""
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
         self.num_without_state = STATE_STEPS
         """Number of further steps after which an optimizer may create its state."""
-        self._warned: set[str] = set()
+        self._warned: set[Hashable] = set()
 
     def memory_report(self) -> str:
-        """Return a table of the device's memory for the log, after memory ran out.
-
-        Call this while the tensors of the failed step are alive. If the table cannot be built, return a line that
-        describes the error. The error is not raised, because it would hide the out-of-memory error.
-        """
-        self.phase.show()
+        """Return a table of the device's memory for the log, after memory ran out. Call this while the tensors of the
+        failed step are alive. An error is returned as text, because it would hide the out-of-memory error."""
         try:
-            return memory_table(LiveMemory.measure(self.model, self.optimizer), self.policy, self.profile)
+            return memory_table(self.model, self.optimizer, self.policy, self.profile)
         except Exception as error:
             return f"Adacc: no table of the device's memory: {error!r}"
 
@@ -183,28 +148,16 @@ class RunState:
         """Append `event` to the history."""
         self.history.append(event.to_record())
 
-    def note_memory(self, reason: str) -> None:
-        """Append an event about memory to the history at the current step. `reason` describes the event."""
-        self.note(MemoryNoted(step=self.current_step, reason=reason))
+    def warn_of_memory(self, text: str, key: Hashable = None) -> None:
+        """Log the warning `text`, and append it to the history. With a `key`, do so once in the run for this key."""
+        if key is None or key not in self._warned:
+            self._warned.add(key)
+            log.warning("Adacc: %s", text)
+            self.note(MemoryNoted(step=self.current_step, reason=text))
 
     def budget(self, profile: Profile) -> Budget:
         """Return the run's budget in bytes for policies of `profile`."""
         return Budget.resolve(self.corrections.memory_budget, profile, self.config)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients of all trained parameters on this rank."""
-        return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def show(self, policy: Policy, profile: Profile | None) -> None:
-        """Set the policy in use and its profile, which the session shows and the run's files contain."""
-        self.policy, self.profile = policy, profile
-
-    def watch_optimizer(self) -> None:
-        """Begin to measure the memory of clipping and of the optimizer's step, unless this memory was measured
-        already."""
-        if not self.profiler.optimizer.has_seen:
-            self.profiler.optimizer.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if any of its block calls did not follow the policy."""
@@ -221,12 +174,12 @@ class RunState:
         self.write(save_history, self.history)
 
     @contextmanager
-    def warning_of_write_errors(self, folder: str | Path, text: str = REPORTS_LACK) -> Iterator[None]:
-        """Log the warning `text`, once in the run, instead of raising an OSError in the `with` block."""
+    def warning_of_write_errors(self, folder: str | Path) -> Iterator[None]:
+        """Log a warning, once in the run, instead of raising an OSError in the `with` block."""
         try:
             yield
         except OSError as error:
-            self.warn_once(text, folder, error)
+            self.warn_once(UNWRITTEN, folder, error)
 
     def write(self, write: Callable[..., None], *content: Any) -> None:
         """Call `write(folder, *content)` with the run's folder on the first rank."""

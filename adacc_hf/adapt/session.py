@@ -1,4 +1,4 @@
-"""AdaccSession: keeps a user's own training loop within a memory budget.
+"""AdaccSession: keeps a user's own training loop within a memory budget. SessionAdapter: base class of callbacks.
 
 AdaccCallback uses a session too, and passes the Trainer's events to the session. The run's current phase handles each
 event (phases.py).
@@ -19,18 +19,11 @@ from torch import nn
 from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint
 from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.events import PolicySet, predictions
-from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
 from adacc_hf.adapt.phases import WarmUpPhase, follow
-from adacc_hf.adapt.policy_checks import (
-    ALL_BLOCKS,
-    refuse_above_budget,
-    refuse_above_host_memory,
-    refuse_other_actions,
-    refuse_uncovered,
-)
-from adacc_hf.adapt.run_state import RESUMES_ANEW, Phase, RunState
-from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
+from adacc_hf.adapt.policy_checks import refuse_policy
+from adacc_hf.adapt.run_state import Phase, RunState
+from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
@@ -43,21 +36,13 @@ from adacc_hf.torch_glue.meters import refuse_unmeasurable
 
 log = logging.getLogger(__name__)
 
-UNSEEN_STEPS = 4
-"""Number of consecutive training steps without an observed optimizer step after which a warning is logged. GradScaler
-skips a few optimizer steps at the start of training."""
-MOST_MICRO = 256
+MOST_UNSEEN = 256
 """Number of micro-batches without an optimizer step after which a warning is logged."""
 NOT_SEEN = (
-    "Adacc: %d %s without a step of the optimizer that AdaccSession was given: call optimizer.step() within "
+    "Adacc: %d micro-batches without a step of the optimizer that AdaccSession was given: call optimizer.step() within "
     "session.step(batch), or right after the last session.micro_batch(batch), and make a new session for a new "
     "optimizer"
 )
-NO_FORWARD = (
-    "a step without a forward of the model in train mode and with gradients on (%s) runs under no policy, has no "
-    "budget, and is not counted"
-)
-TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 MANY = 2
 """Assumed number of micro-batches in the first step if the step may have several. With any number above 1, the
 predicted memory includes accumulated gradients."""
@@ -144,9 +129,7 @@ class AdaccSession:
         """True after `close` or `detach`, which restore the model."""
         self._place = Place.NEW
         self._num_unseen = 0
-        """Number of the latest consecutive steps in which no optimizer step was observed."""
-        self._untrained_step: str | None = None
-        """Probable cause if the last step had no forward for training, else None."""
+        """Number of micro-batches since the last step of the optimizer."""
 
     def __repr__(self) -> str:
         state = " (closed)" if self.is_closed else ""
@@ -160,8 +143,7 @@ class AdaccSession:
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for, or None if the policy was passed in as a Policy or
-        file."""
+        """The profile that the current policy was solved for. None if the policy was passed in as a Policy or file."""
         return self.state.profile
 
     @property
@@ -240,17 +222,18 @@ class AdaccSession:
         if the optimizer's step had begun.
         """
         is_step = self._place is not Place.IN_BLOCK
+
+        def attempt() -> Any:
+            self.hooks.begin_micro_batch(batch)
+            return fn(batch)
+
         with self._breaking_off(may_try=False):
             self._begin_micro_batch(batch, is_one=is_step)
-            result = self.phase.attempt(lambda: self._call(fn, batch))
+            result = self.phase.attempt(attempt)
         self.end_micro_batch()
         if is_step:
             self.end_step()
         return result
-
-    def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        self.hooks.begin_micro_batch(batch)
-        return fn(batch)
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
@@ -260,7 +243,7 @@ class AdaccSession:
         """
         folder = Path(folder)
         if self.state.loop.is_first_rank:
-            with self.state.warning_of_write_errors(folder, RESUMES_ANEW):
+            with self.state.warning_of_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 drop_files(folder)
                 self.phase.save(folder)
@@ -274,8 +257,13 @@ class AdaccSession:
         """
         if self._place is not Place.NEW:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
-        # The first rank decides, even if the others cannot see its files.
-        saved = broadcast_from_first_rank(lambda: _loaded_session_state(folder, self.config))
+
+        def saved_state() -> Saved | None:
+            if not Path(folder).is_dir():
+                raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder")
+            return load_from_checkpoint(folder, self.config)
+
+        saved = broadcast_from_first_rank(saved_state)  # the other ranks may not see its files
         if saved is not None:
             self.begin(saved, saved.step)
         return saved is not None
@@ -321,10 +309,8 @@ class AdaccSession:
         self._place, run.num_before = Place.BETWEEN_STEPS, step
         if isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
-            refuse_other_actions(policy, self.config)
-            refuse_above_budget(policy, self.config.memory_budget)
-            if policy.predicted_host_bytes:
-                refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))
+            has_payloads = policy.predicted_host_bytes > 0
+            refuse_policy(policy, self.config, common_host_limit(self.config, run.model) if has_payloads else 0)
             run.phase = follow(run, policy, None)
             run.note(PolicySet(step=step, **predictions(policy)))
             run.save()
@@ -353,10 +339,6 @@ class AdaccSession:
             self.begin()
         if optimizer is not None:
             self.state.optimizer = optimizer
-        if self.state.has_stepped and self._is_own:  # outside the context of the last step
-            with self._detaching():
-                self._refuse_untrained_step()
-        self._untrained_step = None
         self._place, self.state.has_stepped, self._num_micro = Place.IN_STEP, False, 0
         self.hooks.num_forwards = 0
         step = self.num_steps if step is None else step
@@ -400,35 +382,18 @@ class AdaccSession:
             self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self) -> bool:
-        """Return True if the step has called the model for training.
-
-        Warn if the forward or the optimizer's step is missing.
-        """
+        """Return True if the step has called the model for training. Warn if not."""
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
-            why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
-            self._untrained_step = why
-            if self.state.has_stepped:
-                self._refuse_untrained_step()
-            self.state.warn_once(f"Adacc: {NO_FORWARD}", why)
+            self.state.warn_once("Adacc: %s", self.hooks.untrained_step)
             return False
         if self._num_micro:
             self.state.loop.num_micro = self._num_micro
-        self._num_unseen = 0 if self.state.has_stepped else self._num_unseen + 1
-        if not self.state.has_stepped:
+        if self.state.has_stepped:
+            self._num_unseen = 0
+        else:
             self.phase.end_backward()
-        if self._num_unseen == UNSEEN_STEPS and not self.hooks.has_warned:
-            self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
-
-    def _refuse_untrained_step(self) -> None:
-        """If `on_uncovered` is "error", raise UncoveredBlockError if the last step had no forward for training.
-
-        Call this only if the optimizer has stepped. Otherwise the loop may just have skipped a batch.
-        """
-        why, self._untrained_step = self._untrained_step, None
-        if why is not None:
-            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
 
     def _begin_micro_batch(self, batch: Any, is_one: bool) -> None:
         """Begin a micro-batch, which is known to be the only one of its step if `is_one`."""
@@ -437,8 +402,9 @@ class AdaccSession:
         if self._place in (Place.NEW, Place.BETWEEN_STEPS):
             self.begin_step()
         self._num_micro += 1
-        if self._num_micro > MOST_MICRO and self._place is Place.IN_STEP:
-            self.state.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
+        self._num_unseen += 1
+        if self._num_unseen > MOST_UNSEEN and not self.hooks.has_warned:
+            self.state.warn_once(NOT_SEEN, MOST_UNSEEN)
         if self._is_own and self.state.num_steps == 0:
             self.state.loop.num_micro = 1 if is_one else MANY
         self.hooks.begin_micro_batch(batch)
@@ -474,9 +440,42 @@ class AdaccSession:
             raise
 
 
-def _loaded_session_state(folder: str | Path, config: AdaccConfig) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`, or None. Raise FileNotFoundError without the
-    folder."""
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
-    return load_from_checkpoint(folder, config)
+class SessionAdapter:
+    """Base class of the callbacks that connect a trainer to an AdaccSession: its settings, and its current run."""
+
+    def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
+        self.config = checked_config(type(self).__name__, config, policy, overrides)
+        self._source = policy
+        self._session: Any = None
+        """The session of the current run, or of the last run. None only before the first event of a run."""
+
+    @property
+    def session(self) -> AdaccSession | None:
+        """The AdaccSession of the current run, or of the last run. None before the first run."""
+        return self._session
+
+    @property
+    def policy(self) -> Policy | None:
+        """The current policy, or None before the first policy is set."""
+        return None if self.session is None else self.session.policy
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that the current policy was solved for. None if the policy was passed in as a Policy or file."""
+        return None if self.session is None else self.session.profile
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
+        and the event's own values. A "fallback" event counts the steps that did not follow the policy for one reason. A
+        resumed run continues the history of its checkpoint."""
+        return [] if self.session is None else self.session.history
+
+    @property
+    def _is_policy_given(self) -> bool:
+        """True if the user passed a Policy or a file, which is used even if a checkpoint contains another policy."""
+        return isinstance(self._source, (str, Path, Policy))
+
+    def __repr__(self) -> str:
+        text = f"{type(self).__name__}({self.config.describe_changes()})"
+        return text if self.policy is None else f"<{text}: {self.policy.describe()}>"

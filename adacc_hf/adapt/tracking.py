@@ -17,10 +17,9 @@ from adacc_hf.adapt.corrections import lossy_options, with_outlier_counts
 from adacc_hf.adapt.events import GuardVerdict, OutliersTracked
 from adacc_hf.adapt.gradient_check import BlockSample, GradientError, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, Observation, OptionKey, full_name
-from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import error_bound, over_bound
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.memory_simulator import simulate_policy
@@ -88,10 +87,6 @@ class Tracking:
                 self._sizes.append(_TrackedSize(record, self._run, names))
         self.is_on = any(gather_from_all_ranks(bool(self._sizes)))
         self.num_tracked += self.is_on
-        # On a CPU, measuring memory needs a profiler and takes as long as a step, so it is not repeated for unchanged
-        # actions while tracking.
-        must_measure = any(record.must_measure for record in self._choice.records.values())
-        self._choice.must_measure = not self.is_on or must_measure
 
     def _sample_names(self, record: SizePolicy, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared: if `every_kind`, the block of each lossy kind
@@ -318,8 +313,6 @@ def _event(step: int, record: SizePolicy, tracked: Tracked) -> OutliersTracked:
         compression_rate=record.policy.predicted_stored_bytes / record.profile.plain_stored_bytes,
         gradient_error=max((gradient.error for gradient in gradients), default=None),
         gradient_cosine=min((gradient.cosine for gradient in gradients), default=None),
-        step_ms=record.times.median_ms,
-        predicted_step_ms=record.predicted_step_ms,
     )
 
 

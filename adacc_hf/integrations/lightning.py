@@ -15,11 +15,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.adapt.first_policy import PolicySource
 from adacc_hf.adapt.loop_hooks import warn_of_model_checkpointing
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
-from adacc_hf.adapt.session import AdaccSession
-from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
+from adacc_hf.adapt.session import AdaccSession, SessionAdapter
+from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.torch_glue.memory import is_out_of_memory
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model_builders import gradients_of
 
 from adacc_hf import AdaccConfig, AdaccSession, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
-from adacc_hf.adapt.memory_table import LiveMemory, memory_table
+from adacc_hf.adapt.memory_table import memory_table
 from adacc_hf.adapt.policy_fit import suitable_policy
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.plans import checkpoint_plan
@@ -238,7 +238,7 @@ def test_a_session_uses_host_memory_logs_it_and_frees_it(tiny_gpt2, token_batch,
     assert metrics["adacc/host_gib"] == policy.predicted_host_bytes / 2**30
     assert 0.9 * policy.predicted_host_bytes < metrics["adacc/measured_host_gib"] * 2**30 <= policy.predicted_host_bytes
     assert session.history[0]["host_bytes"] == policy.predicted_host_bytes
-    table = memory_table(LiveMemory.measure(model, optimizer), policy, session.profile)
+    table = memory_table(model, optimizer, policy, session.profile)
     assert "pool of host memory" in table
     assert "planned: payloads in host memory" in table
     session.close()

@@ -5,7 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig, NestedHooksError, PolicyMismatchError
-from adacc_hf.adapt.fixed_policy_phase import FixedPolicyPhase
+from adacc_hf.adapt.policy_phases import FixedPolicyPhase
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING, switch_checkpointing
 

@@ -3,7 +3,6 @@ gradients degrade. This file is also the script of the ranks."""
 
 import os
 import sys
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.first_policy as maker_module
 import adacc_hf.adapt.policy_fit as fit_module
 from adacc_hf import AdaccCallback
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -68,12 +66,8 @@ def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
     sharpen = toys.Sharpen(20.0 if os.environ["RANK"] == "1" else 1.0)
     adacc = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "tracking": 4})
     model = toys.tiny_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    with ExitStack() as stack:
-        for module in (maker_module, fit_module):  # replaces the solver, whose choice depends on measured times
-            compress = mock.patch.object(
-                module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress")
-            )
-            stack.enter_context(compress)
+    # Replaces the solver, whose choice depends on measured times.
+    with mock.patch.object(fit_module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress")):
         toys.tiny_trainer(folder, [adacc, sharpen], model=model, max_steps=NUM_STEPS).train()
     return [{k: v for k, v in e.items() if k in ("step", "verdict")} for e in adacc.history] + [str(adacc.policy)]
 

@@ -6,7 +6,6 @@ from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.torch_glue.memory import has_expandable_segments
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +59,7 @@ def test_training_is_as_plain_and_keeps_to_the_predicted_peak(train, lossless, a
 
 
 def test_a_budget_above_what_fragments_leave_is_told_of_at_once(train, caplog, monkeypatch):
-    for module in ("adapt.first_policy", "torch_glue.memory"):
+    for module in ("adapt.policy_fit", "torch_glue.memory"):
         monkeypatch.setattr(f"adacc_hf.{module}.has_expandable_segments", lambda: False)
     total = torch.cuda.get_device_properties(0).total_memory
     with caplog.at_level("WARNING"):
@@ -71,14 +70,8 @@ def test_a_budget_above_what_fragments_leave_is_told_of_at_once(train, caplog, m
     assert "expandable_segments:True" in caplog.text
 
 
-def test_a_budget_that_leaves_room_for_fragments_says_how_to_use_it(train, caplog):
-    with caplog.at_level("INFO"):
-        train(AdaccCallback())
-    assert ("expandable_segments:True" in caplog.text) == (not has_expandable_segments())
-
-
 def test_where_no_policy_fits_beside_fragments_it_is_said_how_to_use_their_room(train, monkeypatch):
-    for module in ("adapt.first_policy", "torch_glue.memory"):
+    for module in ("adapt.policy_fit", "torch_glue.memory"):
         monkeypatch.setattr(f"adacc_hf.{module}.has_expandable_segments", lambda: False)
     monkeypatch.setattr("adacc_hf.price.measurement.available_bytes", lambda device, static_bytes: 1 << 20)
     with pytest.raises(InfeasibleBudgetError, match=r"smaller batch or shorter sequences\. .*expandable_segments:True"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import adacc_hf.adapt.first_policy as maker_module
 import adacc_hf.adapt.policy_fit as fit_module
 from adacc_hf import AdaccCallback, AdaccSession
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
@@ -23,8 +22,8 @@ def test_codecs_that_degrade_gradients_are_switched_off_and_healthy_ones_stay(to
     gets no gradient. INT4 and INT8 decode all other channels to 0, so the error of the gradient is 1. The error of the
     input itself is below 1 %, and the huge channel is no outlier: a Z-score of eight channels is at most sqrt(7), and
     the threshold is 3. The learning rate is 0, so rounding does not accumulate."""
-    for module in (maker_module, fit_module):  # all activations are compressed, so that only the guard can help
-        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
+    # All activations are compressed, so that only the guard can help.
+    monkeypatch.setattr(fit_module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     model, plain = models = [toy_model(lambda block, x: block.down(block.function(block.up(x)))) for _ in range(2)]
     for block, function in zip([*model.layers, *plain.layers], FUNCTIONS * 2, strict=True):
         block.function = function
@@ -82,8 +81,7 @@ def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
 ):
     """The backward of fused attention recomputes the softmax. The profile was taken before attention became sharp, and
     could not show this error."""
-    for module in (maker_module, fit_module):  # replaces the solver, whose choice depends on measured times
-        monkeypatch.setattr(module, "solve_policy", compress_all_but_softmax)
+    monkeypatch.setattr(fit_module, "solve_policy", compress_all_but_softmax)
     callback_before = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
     sharp_callback = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -123,8 +121,7 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
 ):
     """The step after the switch finds the error. The next tracking step would be the 13th. No finer codec replaces a
     codec that the guard names."""
-    for module in (maker_module, fit_module):
-        monkeypatch.setattr(module, "solve_policy", recompute_what_is_not_compressed)
+    monkeypatch.setattr(fit_module, "solve_policy", recompute_what_is_not_compressed)
     callback = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0, tracking=4, codecs=("channel_int4",))
     model = make_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     make_trainer([callback, sharpen(20.0)], model=model, max_steps=12).train()
@@ -140,7 +137,9 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
     """The first policy compresses everything, like one of a profile that showed no error. Tracking finds the true
     errors."""
-    monkeypatch.setattr(maker_module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
+    solvers = iter([lambda profile, *_: uniform_policy(profile, "compress")])
+    solve = fit_module.solve_policy
+    monkeypatch.setattr(fit_module, "solve_policy", lambda *args: next(solvers, solve)(*args))
     bound = 0.1
     settings = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.5}
     callback = AdaccCallback(**settings, max_error=bound)

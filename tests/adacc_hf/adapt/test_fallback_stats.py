@@ -11,9 +11,9 @@ import torch
 from run_builders import InOrder, refuse_profiles_of
 from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
 
-import adacc_hf.adapt.adaptive_phase as phases_module
+import adacc_hf.adapt.policy_phases as phases_module
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.adaptive_phase import OTHER_OPERATORS
+from adacc_hf.adapt.policy_phases import OTHER_OPERATORS
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
 

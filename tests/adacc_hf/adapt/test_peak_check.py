@@ -37,7 +37,7 @@ def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_o
 @pytest.mark.parametrize("missed_bytes", [2**18, 2**14], ids=["much", "within-the-tolerance"])
 def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, late_policy, missed_bytes):
     """The profile is falsified by `missed` bytes in every phase of the step."""
-    from adacc_hf.adapt.corrections import with_more_memory
+    from adacc_hf.adapt.corrections import with_static_memory
 
     original = LiveStep.profile
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
@@ -45,7 +45,7 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(LiveStep, "profile", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes))
+    monkeypatch.setattr(LiveStep, "profile", lambda *a, **k: with_static_memory(original(*a, **k), -missed_bytes))
     budget = honest["peak_bytes"] - missed_bytes
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()

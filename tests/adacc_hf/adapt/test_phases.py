@@ -8,7 +8,6 @@ from run_builders import InOrder, failing, run_lengths
 from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, profile_model
-from adacc_hf.adapt.memory_table import LiveMemory
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -51,7 +50,7 @@ def test_the_policy_is_set_after_the_first_recorded_step(train, lossless, late_p
 
 
 def test_an_error_within_the_table_leaves_the_out_of_memory_error(make_trainer, lossless, caplog, monkeypatch):
-    monkeypatch.setattr(LiveMemory, "measure", lambda *_: 1 / 0)
+    monkeypatch.setattr("adacc_hf.adapt.run_state.memory_table", lambda *_: 1 / 0)
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     run_out_of_memory(make_trainer, callback)
     assert "no table of the device's memory: ZeroDivisionError" in caplog.text

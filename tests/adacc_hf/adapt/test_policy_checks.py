@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from adacc_hf.adapt.policy_checks import excluded_action, refuse_above_budget, refuse_other_actions
+from adacc_hf.adapt.policy_checks import excluded_action, refuse_policy
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.units import format_bytes
@@ -25,29 +25,34 @@ def policy(profile):
     return solve_policy(profile, 0.5, AdaccConfig())
 
 
+def refuse(policy, budget=None, plain_bytes=None, **settings):
+    """Check a policy that stores nothing in host memory."""
+    refuse_policy(policy, AdaccConfig(**settings, memory_budget=budget or "auto"), 0, plain_bytes)
+
+
 def test_a_budget_that_a_users_policy_keeps_to_is_accepted(policy, profile):
     stored, peak, plain_bytes = policy.predicted_stored_bytes, policy.predicted_peak_bytes, profile.plain_stored_bytes
     for budget in ("auto", peak, f"{peak}B", 0.5, stored / plain_bytes):
-        refuse_above_budget(policy, budget, plain_bytes)
-        refuse_above_budget(policy, budget)
+        refuse(policy, budget, plain_bytes)
+        refuse(policy, budget)
 
 
 def test_a_budget_that_a_users_policy_exceeds_is_refused_with_both_sizes(policy, profile):
     stored, peak, plain_bytes = policy.predicted_stored_bytes, policy.predicted_peak_bytes, profile.plain_stored_bytes
     with pytest.raises(ValueError, match=f"memory_budget={peak - 1} allows .* has a peak of {format_bytes(peak)}"):
-        refuse_above_budget(policy, peak - 1, plain_bytes)
+        refuse(policy, peak - 1, plain_bytes)
     fraction = 0.99 * stored / plain_bytes
     for known_bytes in (plain_bytes, None):
         with pytest.raises(ValueError, match=f"allows .*, and the policy .* stores {format_bytes(stored)}: leave one"):
-            refuse_above_budget(policy, fraction, known_bytes)
+            refuse(policy, fraction, known_bytes)
 
 
 def test_a_fraction_of_what_nobody_knows_is_not_judged(profile):
     policy = uniform_policy(profile, "retain")
     assert "memory_budget" not in dict(policy.facts)
-    refuse_above_budget(policy, 0.01)
+    refuse(policy, 0.01)
     with pytest.raises(ValueError, match="stores"):
-        refuse_above_budget(policy, 0.01, profile.plain_stored_bytes)
+        refuse(policy, 0.01, profile.plain_stored_bytes)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +83,9 @@ def test_a_policy_keeps_to_the_settings_that_it_was_solved_with(profile, config,
 )
 def test_actions_that_the_settings_exclude_are_refused(profile, action, settings, message):
     policy = uniform_policy(profile, action)
-    refuse_other_actions(policy, AdaccConfig())
+    refuse(policy)
     with pytest.raises(ValueError, match="the policy that was passed in .*" + re.escape(message)):
-        refuse_other_actions(policy, AdaccConfig(**settings))
+        refuse(policy, **settings)
 
 
 def test_a_chunked_head_is_refused_where_gradients_must_be_exact(profile):

@@ -39,7 +39,7 @@ def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_mode
     assert least < plain
     budget = (2 * least + plain) // 3
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
-    run_lengths(make_trainer, [30, 31, *[32] * 5, *[24, 32] * 5], [callback], model=make_model())
+    run_lengths(make_trainer, [30, 31, *[32] * 5, *[24, 32] * 5, 24], [callback], model=make_model())
     borrowed, *later = [event for event in events(callback, "policy") if event["step"] > 3]
     assert (borrowed["step"], [event["step"] for event in later]) == (8, [] if solved_at is None else [solved_at])
     if solved_at is None:
@@ -75,17 +75,17 @@ def test_a_longer_batch_is_recomputed_until_a_solver_run_pays(make_trainer, monk
 def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(make_trainer, monkeypatch):
     """Sizes that no profile predicts are recorded, three in all."""
     is_unplanned, num_profiles = [], []
-    original = PolicyChoice.choose
+    original = PolicyChoice.read
 
-    def choose(choice, shapes, nbytes):
-        original(choice, shapes, nbytes)
+    def read(choice, inputs):
+        original(choice, inputs)
         is_unplanned.append(choice.current is None and not choice.is_unpredicted)
         num_profiles.append(choice.num_profiles)
 
-    monkeypatch.setattr(PolicyChoice, "choose", choose)
+    monkeypatch.setattr(PolicyChoice, "read", read)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     run_lengths(make_trainer, [24, 20, 32, 17, 30, 9, 32, 25, 11], [callback])
-    assert is_unplanned == [False] * 8
+    assert not any(is_unplanned)
     assert num_profiles[-1] == 3
 
 
@@ -101,3 +101,13 @@ def test_a_run_forgets_the_sizes_that_it_used_least_recently(make_trainer, monke
     run_lengths(make_trainer, [24, 20, 32, 16, 32, 12, 24], [callback, Note()])
     assert max(map(len, remembered)) == 3
     assert remembered[-1][-1] >= 24 > remembered[-1][-2] >= 12
+
+
+def test_a_batch_without_a_policy_is_warned_of_before_it_runs(make_trainer, late_policy, monkeypatch, caplog):
+    monkeypatch.setattr(policy_choice, "MOST_PROFILES", 1)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget="1GiB")
+    run_lengths(make_trainer, [16] * 3 + [32, 16, 32], [callback])
+    found = [event for event in events(callback, "memory") if "under torch's checkpoint" in event.get("reason", "")]
+    assert [event["step"] for event in found] == [4]
+    assert "no profile predicts batches of input_ids 4x32, labels 4x32. It takes about" in found[0]["reason"]
+    assert [r.levelname for r in caplog.records if "It takes about" in r.getMessage()] == ["WARNING"]

@@ -1,15 +1,20 @@
-"""PolicyFit: sizes at which no policy keeps to the budget, or no policy certainly does."""
+"""PolicyFit: sizes at which no policy keeps to the budget. The first policy within a device's memory."""
 
 from __future__ import annotations
 
 import pytest
 from run_builders import events, run_lengths
 
-from adacc_hf import AdaccCallback, InfeasibleBudgetError
+from adacc_hf import AdaccCallback, AdaccConfig, InfeasibleBudgetError
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.artifacts.size_model import SizeModel
 from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
+
+QUIET = {"tracking": "off", "min_compress_bytes": 0}
+BATCH_SIZE = 16
+BATCH_BYTES = 2 * BATCH_SIZE * 32 * 8
+"""Bytes of the token numbers and labels of one micro-batch."""
 
 
 @pytest.mark.parametrize("reaction", ["warn", "error"])
@@ -31,22 +36,7 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     memory_events = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
     assert [event["step"] for event in memory_events] == [4]
     assert memory_events[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
-    assert ", batches of input_ids 4x16, labels 4x16 would fit the budget" in memory_events[0]["reason"]
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
-
-
-def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_room_for_that(
-    make_trainer, make_model, monkeypatch
-):
-    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
-    run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
-    budget = int(probe.policy.predicted_peak_bytes)
-    for uncertainty, expected in ((0.0, []), (0.5, [5])):
-        monkeypatch.setattr(SizeModel, "uncertainty", uncertainty)
-        callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
-        run_lengths(make_trainer, [15, 16, 14, 16, 12, 12], [callback], model=make_model())
-        found = [event for event in events(callback, "memory") if "is exact to 50% only" in event.get("reason", "")]
-        assert [event["step"] for event in found] == expected
 
 
 def test_batches_of_a_class_above_the_budget_share_policies(make_trainer, make_model, monkeypatch):
@@ -66,3 +56,39 @@ def test_batches_of_a_class_above_the_budget_share_policies(make_trainer, make_m
     others = [event for event in events(callback, "policy") if event["step"] > 8]
     assert [event["reason"] for event in others] == ["for batches of input_ids 4x27, labels 4x27"]
     assert others[0]["peak_bytes"] <= budget
+
+
+@pytest.fixture
+def device_with(monkeypatch):
+    """Return `device_with(nbytes)`, which sets the bytes of device memory that this process may use."""
+
+    def set_memory(nbytes: int) -> None:
+        monkeypatch.setattr("adacc_hf.price.measurement.available_bytes", lambda device, static_bytes: nbytes)
+
+    return set_memory
+
+
+def test_what_fits_the_device_is_trained_as_it_is(train, device_with, heads_take):
+    device_with(1 << 40)
+    heads_take(plain=1.0, chunked=1.0)
+    callback = AdaccCallback(memory_budget="auto", **QUIET)
+    run = train([callback])
+    assert callback.policy.is_plain
+    run.assert_equals(train())
+
+
+def test_what_does_not_fit_keeps_to_the_device_less_the_margin(
+    make_trainer, make_model, measure_step_peak, device_with
+):
+    settings = {"per_device_train_batch_size": BATCH_SIZE, "max_steps": 3}
+    device_with(1 << 40)
+    plain, adacc = (AdaccCallback(memory_budget="auto", **QUIET) for _ in range(2))
+    make_trainer([plain], model=make_model(), **settings).train()
+    peaks = [uniform_policy(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
+    budget_bytes = sum(peaks) // 2
+    device_with(int(budget_bytes / (1 - AdaccConfig().memory_margin)) + 1)
+    peak_meter = measure_step_peak(5)
+    make_trainer([adacc, peak_meter], model=make_model(), **{**settings, "max_steps": 5}).train()
+    assert dict(adacc.policy.facts)["budget_bytes"] == budget_bytes
+    assert not adacc.policy.is_plain
+    assert peak_meter.peak_bytes + 2 * BATCH_BYTES <= budget_bytes

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from profile_builders import in_all_blocks
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.adapt.corrections import (
-    lossy_options,
-    switched_off_options,
-    with_finer,
-    without_codecs,
-)
+from adacc_hf.adapt.corrections import lossy_options, switched_off_options, with_finer, without_codecs
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -64,7 +58,7 @@ def test_all_lossy_options_are_those_of_the_kinds_of_some_blocks(profiles):
 def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
     switched_off = in_all_blocks(profiles[0], {(0, clones(profiles[0])[0].index, "channel_int4")})
     for profile in profiles:
-        offered = with_finer(profile, switched_off, CONFIG)
+        offered = with_finer(profile, switched_off)
         (before, *others), (value, *rest) = clones(profile), clones(offered)
         int4, int8 = value.codecs
         assert (int4,) == before.codecs
@@ -73,13 +67,12 @@ def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
         assert math.prod(value.shape) < int8.nbytes < value.nbytes
         assert int8.error < int4.error
         assert others == rest
-        assert with_finer(offered, switched_off, CONFIG) == offered
-        assert with_finer(profile, switched_off, replace(CONFIG, codecs=("channel_int4",))) == profile
-        assert with_finer(profile, (), CONFIG) is profile
+        assert with_finer(offered, switched_off) == offered
+        assert with_finer(profile, ()) == profile
 
 
 def test_nothing_stands_in_where_all_that_is_lossy_ends(profiles):
     profile = profiles[0]
     switched_off = in_all_blocks(profile, lossy_options(profile, ["transformer.h.0"]))
-    remaining_profile = without_codecs(with_finer(profile, switched_off, CONFIG), switched_off)
+    remaining_profile = without_codecs(with_finer(profile, switched_off), switched_off)
     assert all(option.lossless for kind in remaining_profile.kinds for value in kind.values for option in value.codecs)

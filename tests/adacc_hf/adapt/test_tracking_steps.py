@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.first_policy as maker_module
 import adacc_hf.adapt.outlier_tracking as tracking_module
 import adacc_hf.adapt.policy_fit as fit_module
 from adacc_hf import AdaccCallback, Policy, Profile
@@ -59,8 +58,8 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
                 for block in model.transformer.h:
                     block.ln_2.bias.data[[5, 40, 41]] = 30.0
 
-    for module in (maker_module, fit_module):  # replaces the solver, whose choice depends on measured times
-        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
+    # Replaces the solver, whose choice depends on measured times.
+    monkeypatch.setattr(fit_module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     train([callback, PlantOutlier()], max_steps=7)
     outlier_counts = {

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
+from adacc_hf.adapt.session import SessionAdapter
+from adacc_hf.adapt.training_loop import TrainingLoop
 
 
 def test_facts_of_a_loop_that_is_not_known():

@@ -1,4 +1,4 @@
-"""Policy changes in the middle of a run: other batch sizes, out-of-memory errors, degraded gradients."""
+"""Policy changes within a run: other batch sizes, out-of-memory errors, degraded gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.adaptive_phase import AdaptivePhase
+from adacc_hf.adapt.policy_phases import AdaptivePhase
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.tape import call_key as known_shapes
@@ -151,8 +151,7 @@ class SpoilCodec(TrainerCallback):
 @pytest.mark.parametrize("degraded", [True, False], ids=["degraded", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_trainer, monkeypatch, caplog, degraded):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("adapt.first_policy", "adapt.policy_fit"):
-        monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.adapt.policy_fit.solve_policy", compress_first)
     spoilers = [SpoilCodec(monkeypatch, 8)] if degraded else []
     trainer = make_trainer([callback, *spoilers], trainer_class=SpikeLoss, max_steps=13)
     trainer.train()
@@ -174,8 +173,7 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens get a policy at their first appearance. Batches of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("adapt.first_policy", "adapt.policy_fit"):
-        monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.adapt.policy_fit.solve_policy", compress_first)
     policies = {}
 
     class RecordPolicies(TrainerCallback):
@@ -216,7 +214,7 @@ class CountingTrainer(Trainer):
 
 
 def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr("adacc_hf.adapt.first_policy.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.adapt.policy_fit.solve_policy", compress_first)
     steps = []
     for number, tracking in enumerate(["off", 5]):
         # The memory meter's profiler would count a dispatch mode's operators, too. No step before the 6th is metered.

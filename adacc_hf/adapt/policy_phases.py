@@ -1,0 +1,358 @@
+"""FixedPolicyPhase, AdaptivePhase: training under a policy, unchanged or adapted to the data and the batch sizes.
+
+NOTE [Timetable of a step]. All ranks do the same at the same step. Part 2 runs in every step, and parts 1 and 3 only
+when they are due.
+1. Step begins: if a tracking step is due, the measurement of outliers and gradient errors starts. Otherwise, if the
+   policy has changed, the measurement of the step's memory starts.
+2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
+   runs again under a tighter policy.
+3. Step ends: measurements correct the run's predictions (tracking.py, peak_check.py, corrections.py), and the policy
+   in use is solved again if it then exceeds the budget; other sizes follow when they come. A micro-batch of the next
+   step is recorded for a batch size without a policy. If the model now trains more blocks than the profile contains, or
+   runs other operators, the run begins again with its warm-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
+from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.fallback_stats import describe_costs, describe_coverage
+from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
+from adacc_hf.adapt.peak_check import PeakCheck
+from adacc_hf.adapt.policy_checks import refuse_fallbacks
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_fit import distinct
+from adacc_hf.adapt.run_state import Phase, RunState, check_called
+from adacc_hf.adapt.tracking import Tracking, lossy_blocks
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.kernels._host_pool import host_pool
+from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import describe
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
+from adacc_hf.torch_glue.memory import distinct_bytes
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
+
+log = logging.getLogger(__name__)
+
+LOOK_STEPS, FIRST_LOOKS = 16, 8
+"""Number of steps after which all ranks decide together, by a collective, if a batch is to be recorded. They also do so
+at each of the first FIRST_LOOKS steps."""
+MOST_RESTARTS = 4
+"""Number of times that a run may begin again with its warm-up, because the model runs other blocks or operators."""
+MORE_BLOCKS = "more blocks are trained than before"
+OTHER_OPERATORS = "most batches run other operators than the profiled one"
+
+
+class FixedPolicyPhase(Phase):
+    """Phase of a run that trains under a fixed policy, which is not adapted to the data."""
+
+    def __init__(self, run: RunState, handle: PolicyHandle) -> None:
+        self._run = run
+        self.handle = handle
+        self._must_check = True
+        self._has_forward = False
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, which trains on the micro-batch, once, because the policy is fixed. Return its result."""
+        with memory_reported(self._run.memory_report):
+            return run()
+
+    def begin_forward(self, inputs: Any) -> None:
+        self._has_forward = True
+
+    def begin_micro_batch(self, inputs: Any) -> None:
+        self.handle.installation.begin_step()
+        self.handle.tape_cache.fallbacks.clear()
+
+    def end_micro_batch(self) -> None:
+        fallbacks = self.handle.tape_cache.fallbacks
+        if fallbacks.blocks:
+            refuse_fallbacks(self._run.config, fallbacks)
+        self._run.stats.add(*self._outcome(fallbacks.counts))
+
+    def _outcome(self, fallbacks: dict[str, int]) -> tuple[float, dict[str, int]]:
+        """Return the micro-batch's predicted overhead in ms, and its number of fallbacks by reason."""
+        return self._run.active_policy.predicted_overhead_ms, fallbacks
+
+    def end_step(self, step: int) -> None:
+        if self._run.stats.reasons:
+            self._run.count_step(step)
+        if self._must_check and self._has_forward:  # a loop may skip the first batches
+            self._must_check = False
+            check_called(self.handle.installation)
+
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        run, policy, overhead_ms = self._run, self._run.active_policy, self._run.stats.overhead_ms
+        figures = {
+            "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
+            "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
+            "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
+        }
+        if policy.predicted_host_bytes:
+            figures["adacc/host_gib"] = policy.predicted_host_bytes / 2**30
+            figures["adacc/measured_host_gib"] = host_pool.take_peak() / 2**30
+        if run.profile is not None:
+            figures["adacc/compression_rate"] = policy.predicted_stored_bytes / run.profile.plain_stored_bytes
+        if is_on_all_ranks:
+            run.stats.logged()
+        return figures | run.fallback_figures()
+
+    def save(self, folder: Path) -> None:
+        save_in_checkpoint(folder, self._saved(), self._run.profile)
+        self._run.save()
+
+    def _saved(self) -> Saved:
+        run = self._run
+        return Saved(
+            policies=[run.active_policy],
+            memory_budget=run.config.memory_budget,
+            host_memory=run.config.host_memory,
+            history=run.history,
+            step=run.step,
+        )
+
+    def ends(self) -> None:
+        run = self._run
+        run.save()
+        announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+
+class AdaptivePhase(FixedPolicyPhase):
+    """Phase of a run that adapts its policies to the data and to the batch sizes: the controller of the run."""
+
+    def __init__(
+        self,
+        run: RunState,
+        handle: PolicyHandle,
+        profile: Profile,
+        policy: Policy,
+        warm_up: Callable[[str], Phase],
+    ) -> None:
+        """Follow the run's first `policy`, made for `profile`. `warm_up` makes the phase in which the run begins again,
+        for a reason."""
+        super().__init__(run, handle)
+        self.choice = PolicyChoice(handle, run)
+        self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
+        self._peaks = PeakCheck(self.choice, run)
+        self._profiler = run.profiler
+        self._warm_up = warm_up
+        self._is_alone = num_ranks() == 1
+        self._num_micro = run.loop.num_micro
+        """Micro-batches per step that the predictions count."""
+        self._has_recorded = False
+        """True if a micro-batch of the current step is, or was, recorded."""
+        self._is_due = False
+        """True if all ranks record a micro-batch of the next step, because a rank has a batch without a policy."""
+        self._num_begun = 0
+        """Number of the current step's micro-batches so far."""
+        record = self.choice.add(profile, policy)
+        record.must_measure = True
+        record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
+
+    def begin_step(self, step: int) -> None:
+        self.choice.begin_step()
+        self._num_begun = 0
+        self._count_accumulation(self._run.loop.num_micro)
+        if self._tracking.is_due(step + 1):
+            self._tracking.start()
+        if self.choice.shown.must_measure and not self._tracking.is_on and self._peaks.is_due:
+            self._peaks.start(self.handle)
+
+    def begin_micro_batch(self, inputs: Any) -> None:
+        self.choice.begin_micro_batch()
+        super().begin_micro_batch(inputs)
+        self._num_begun += 1
+        if self._is_alone:
+            self._count_accumulation(self._num_begun)
+        self.choice.read(inputs)
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Call `run` and return its result. If memory runs out, call it again under a policy that needs less."""
+        state, retries = self._run, self._run.config.retry_out_of_memory
+        return run_with_retry(run, state.model, self._tighten, self._advice, state.memory_report, retries)
+
+    def _tighten(self) -> str | None:
+        """Follow a policy that needs less memory. Return None, or the reason why there is no such policy."""
+        if self._run.has_stepped:
+            return "the optimizer has begun to change the weights"
+        self._cancel()
+        record, step = self.choice.current, self._run.current_step
+        if not self._is_alone:
+            return "the other ranks are in the middle of it"
+        if record is None:
+            return "it ran under full recomputation already"
+        budget = tighter_budget(record.policy, record.profile, self._run.budget(record.profile))
+        try:
+            with reported_if_slow(f"step {step}: solving for memory_budget={budget}, because memory ran out"):
+                policy = self.choice.tighten(budget)
+        except InfeasibleBudgetError as error:
+            return f"no policy needs that much less: {error}"
+        reason = f"out of memory: from now on memory_budget={budget}"
+        self._run.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
+        return None
+
+    def _advice(self) -> str:
+        return advice(self.choice.shown.policy, self._run.corrections.memory_budget)
+
+    def end_micro_batch(self) -> None:
+        self._end_recorded()
+        super().end_micro_batch()
+
+    def _outcome(self, fallbacks: dict[str, int]) -> tuple[float, dict[str, int]]:
+        return self.choice.end_micro_batch(fallbacks)
+
+    def begin_forward(self, inputs: Any) -> None:
+        super().begin_forward(inputs)
+        self.choice.read(inputs)
+        profiler, run = self._profiler, self._run
+        if self._has_recorded:
+            profiler.enter_forward(inputs)
+        elif self._is_to_be_recorded() and not profiler.must_wait(run.model):
+            self.choice.suspend()
+            handle, self._has_recorded = self.handle, True
+            profiler.begin(handle.installation, run.optimizer, inputs, handle.tape_cache, handle.head)
+
+    def _is_to_be_recorded(self) -> bool:
+        """Return True if the micro-batch that begins is to be recorded for a profile."""
+        is_wanted = self.choice.is_unpredicted if self._is_alone else self._is_due
+        is_busy = self._tracking.is_on or self._peaks.is_on
+        return is_wanted and not is_busy and self._profiler.is_turn(self._num_begun, self._run.model)
+
+    def note_loss(self, result: Any, inputs: Any) -> None:
+        if self._has_recorded:
+            self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
+
+    def abandon_step(self) -> None:
+        self._cancel()
+        self._profiler.remove()
+
+    def _cancel(self) -> None:
+        """Stop the measurements of a step that has failed."""
+        self._profiler.cancel()
+        self._has_recorded = False
+        self._tracking.cancel()
+        self._peaks.close()
+
+    def end_backward(self) -> None:
+        self._end_recorded()
+        if self._peaks.is_on:
+            self._peaks.meter.end_backward()
+
+    def _end_recorded(self) -> None:
+        if self._has_recorded:
+            self._profiler.end_backward()
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        run, choice = self._run, self.choice
+        for record in choice.used:
+            if record is not None:
+                record.num_steps += 1
+        if self._tracking.is_on:
+            self._tracking.finish(step)
+        if self._peaks.is_on:
+            self._peaks.compare(step)
+            self._peaks.close()
+        if run.num_without_state:
+            self._count_state()
+        if self._has_recorded or self._is_due:
+            self._end_recording(step)
+        num_steps = step - self._tracking.policy_step
+        is_regular = num_steps % LOOK_STEPS == 0
+        if choice.has_changed:
+            run.save()
+        if is_regular or num_steps <= FIRST_LOOKS:
+            self._look(is_regular)
+
+    def _count_accumulation(self, num_micro: int) -> None:
+        """Count the gradients and batches of earlier micro-batches if steps have more micro-batches than before."""
+        before = self._num_micro
+        if num_micro <= before:
+            return
+        self._num_micro = num_micro
+        trained = (parameter for parameter in self._run.model.parameters() if parameter.requires_grad)
+        extra_bytes = (num_micro - before) * max(self.choice.batch_bytes, self.choice.nbytes)
+        extra_bytes += distinct_bytes(trained) if before == 1 else 0
+        self.add_static(extra_bytes, f"steps have {num_micro} micro-batches, and not {before}")
+
+    def _count_state(self) -> None:
+        """Count the state that the optimizer has created since the profile."""
+        run, profiler = self._run, self._profiler
+        counted, state_bytes = profiler.counted_state_bytes, profiler.state_bytes(run.model, run.optimizer)
+        extra_bytes = max(gather_from_all_ranks(0 if counted is None else state_bytes - counted))
+        run.num_without_state = 0 if extra_bytes or counted is None else run.num_without_state - 1
+        profiler.counted_state_bytes = None if counted is None else state_bytes
+        if extra_bytes > 0:
+            self.add_static(extra_bytes, f"the optimizer created {extra_bytes} bytes of state")
+
+    def add_static(self, extra_bytes: int, reason: str) -> None:
+        """Count bytes that live throughout training from now on."""
+        self._run.corrections.static_bytes += extra_bytes
+        self._run.corrections.changed(reason)
+        self.choice.refresh(self.choice.shown)
+
+    def _look(self, is_regular: bool) -> None:
+        """Decide with all ranks what to record next. If `is_regular`, decide also on other operators."""
+        choice, blocks = self.choice, self.handle.installation.blocks
+        has_more = any(blocks[name].num_calls for name in choice.idle_blocks)
+        own = choice.is_unpredicted, has_more, is_regular and choice.most_diverged()
+        self._is_due, has_more, has_diverged = map(any, zip(*gather_from_all_ranks(own), strict=True))
+        if (has_more or has_diverged) and self._run.num_restarts < MOST_RESTARTS:
+            self._run.num_restarts += 1
+            self.remove()
+            self._run.phase = self._warm_up(MORE_BLOCKS if has_more else OTHER_OPERATORS)
+
+    def _end_recording(self, step: int) -> None:
+        """Add a policy for the sizes of the recorded micro-batch. Warn if it trains fewer blocks than the others."""
+        run, choice = self._run, self.choice
+        self._has_recorded = self._is_due = False
+        profile = self._profiler.take(run.model, run.optimizer, is_largest=True)
+        if profile is None:
+            return
+        sizes = describe(profile.measured[0][0])
+        trained = {block.name for block in profile.blocks}
+        if any(name not in trained for record in choice.records.values() for name, _ in record.policy.blocks):
+            choice.num_profiles += 1
+            reason = "they train fewer blocks, and a policy needs all of them"
+            run.warn_of_memory(f"batches of {sizes} get no policy of their own: {reason}")
+            return
+        record = choice.add(profile)
+        run.note(PolicySet(step=step, reason=f"for batches of {sizes}", **predictions(record.policy)))
+        announce("Adacc: policy set, for batches of %s: %s", sizes, describe_costs(record.policy, record.profile))
+
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        """Return the metrics to add to `logs`. If all ranks log, and the loss or gradient norm in `logs` is suspicious,
+        the next step compares gradients under compression with exact gradients."""
+        if is_on_all_ranks:
+            is_lossy = any(lossy_blocks(record.policy) for record in self.choice.records.values())
+            self._tracking.guard.logged(logs, is_lossy)
+        shown = self.choice.shown
+        is_exact, peak = not lossy_blocks(shown.policy), shown.measured_peak_bytes
+        own = {
+            "adacc/measured_peak_gib": None if peak is None else peak / 2**30,
+            "adacc/error": 0.0 if is_exact else shown.error,
+            "adacc/gradient_error": 0.0 if is_exact else shown.gradient_error,
+        }
+        figures = super().figures(logs, is_on_all_ranks)
+        return figures | {name: value for name, value in own.items() if value is not None}
+
+    def _saved(self) -> Saved:
+        shown = self.choice.shown
+        policies = [shown.policy, *(record.policy for record in self.choice.records.values() if record is not shown)]
+        return replace(super()._saved(), policies=distinct(policies), corrections=self._run.corrections.to_json())
+
+    def remove(self) -> None:
+        self._cancel()
+        self._profiler.remove()
+        super().remove()
