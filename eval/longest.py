@@ -25,7 +25,7 @@ from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile, Shapes
 from adacc_hf.artifacts.size_model import joined
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
-from adacc_hf.estimate.integer_search import largest_fitting
+from adacc_hf.estimate.largest import largest_fitting
 from adacc_hf.estimate.planning import with_checkpointing
 from adacc_hf.eval.records.command_line import CLOCKS, parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
@@ -114,7 +114,9 @@ def predicted_longest(profile: Profile, method: str, info: dict[str, Any]) -> in
         return peak_at(profile, method, number * info["multiple"]) - info["limit_bytes"]
 
     multiple = info["multiple"]
-    return multiple * largest_fitting(excess, info["profiled"] // multiple, info["most"] // multiple, {})
+    return multiple * largest_fitting(
+        excess, info["profiled"] // multiple, info["most"] // multiple, -info["limit_bytes"]
+    )
 
 
 def point_key(model: str, method: str, tokens: int) -> str:

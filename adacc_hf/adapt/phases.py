@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.fallback_stats import describe_costs
-from adacc_hf.adapt.oom_retry import memory_reported
+from adacc_hf.adapt.oom_retry import run_with_retry
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.policy_fit import first_policy
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
@@ -38,6 +38,8 @@ from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
+ADVICE = "Use a smaller batch or shorter sequences"
+MOST_FAILURES = 2  # recorded micro-batches that may run out of memory before no other one is recorded
 MOST_STEPS = 64
 """Maximum number of steps to wait for a batch on which the model runs every block. After these steps, the policy leaves
 the other blocks out.
@@ -69,6 +71,8 @@ class WarmUpPhase(Phase):
         """The error if no policy without tiles fits the budget, while a step with modules in tiles is awaited."""
         self._num_waited = 0
         """Number of steps that had other sizes than the awaited one."""
+        self._num_failures, self._is_retry = 0, False
+        """Number of recorded micro-batches in which memory ran out, and True in the step of the latest one."""
         run.corrections.static_bytes = 0  # the new profile counts them
         if reason is not None:
             announce("Adacc: a step is profiled again, because %s", reason)
@@ -76,7 +80,7 @@ class WarmUpPhase(Phase):
             announce("Adacc: memory_budget=%r: the first step is profiled while it trains", run.config.memory_budget)
 
     def begin_step(self, step: int) -> None:
-        self._num_begun = 0
+        self._num_begun, self._is_retry = 0, False
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._checkpointing.begin_step()
@@ -86,8 +90,20 @@ class WarmUpPhase(Phase):
             self._record(None)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        with memory_reported(self._run.memory_report):
-            return run()
+        """Call `run` and return its result. If memory runs out while a call is recorded, call it again unrecorded."""
+        state, retries = self._run, self._run.config.retry_out_of_memory
+        return run_with_retry(run, state.model, self._tighten, lambda: ADVICE, state.memory_report, retries)
+
+    def _tighten(self) -> str | None:
+        """Record nothing more in this step. Return None, or the reason why that does not help."""
+        if self._run.has_stepped:
+            return "the optimizer has begun to change the weights"
+        if not self._profiler.is_recording:
+            return "it ran under full recomputation already"
+        self._profiler.cancel()
+        self._num_failures, self._is_retry = self._num_failures + 1, True
+        self._run.note(MemoryNoted(step=self._run.step, reason="out of memory while a micro-batch was recorded"))
+        return None
 
     def end_micro_batch(self) -> None:
         self._profiler.end_backward()
@@ -104,7 +120,8 @@ class WarmUpPhase(Phase):
         """Return True if the micro-batch that begins is to be recorded."""
         profiler, run = self._profiler, self._run
         is_turn = profiler.is_turn(self._num_begun, run.model) and run.num_steps >= run.loop.num_unrecorded_steps
-        return is_turn and not profiler.has_recorded and not profiler.must_wait(run.model)
+        is_possible = is_turn and not self._is_retry and self._num_failures < MOST_FAILURES
+        return is_possible and not profiler.has_recorded and not profiler.must_wait(run.model)
 
     def _record(self, inputs: Any) -> None:
         checkpointing = self._checkpointing
@@ -139,6 +156,8 @@ class WarmUpPhase(Phase):
             if num_more < 0 or not any(gather_from_all_ranks(self._has_forward)):
                 return
             reason, remedy = "no micro-batch was recorded", "let a torch profiler end within the first profile_steps"
+            if self._num_failures:
+                reason, remedy = "memory ran out while it was recorded", "use a smaller batch"
         elif skipped := skipped_on_any_rank(self._checkpointing, num_more):
             self._profiler.cancel()
             reason, remedy = (

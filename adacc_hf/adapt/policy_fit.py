@@ -106,10 +106,16 @@ class PolicyFit:
     def least(self, sizes: Shapes) -> Policy:
         """Return a policy within the whole budget for batches of `sizes`, or the one that needs the least memory, with
         a warning. Raise InfeasibleBudgetError if none fits and `on_over_budget` is "error"."""
+        memory_budget = self._run.corrections.memory_budget
         try:
-            return self.solved(self._corrected(sizes), self._run.corrections.memory_budget)
+            policy = self.solved(self._corrected(sizes), memory_budget)
         except InfeasibleBudgetError as error:
             return self.least_of(sizes, error)
+        self._run.warn_of_memory(
+            f"batches of {describe(sizes)} may take more than memory_budget={memory_budget!r}: the predicted peak of "
+            f"{policy.predicted_peak_bytes} bytes is exact to {self._sizes.uncertainty:.0%} only"
+        )
+        return policy
 
     def _corrected(self, sizes: Shapes) -> Profile:
         return self._run.corrections.applied(self.predicted(sizes), sizes)

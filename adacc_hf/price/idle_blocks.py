@@ -95,7 +95,14 @@ def describe_uncalled(
             "would save nothing: train without Adacc, or name the classes of other blocks, "
             "AdaccConfig(block_classes=...)"
         )
-    elif is_all and executed is not None and executed.names:
+    elif is_all and executed is not None and not executed.names:
+        remedy = (
+            "the model calls another method of them, or only their parts, and a policy needs calls of whole blocks: "
+            "move that code into the blocks' forward and let the model call block(...), or name the classes of modules "
+            "that the model does call, AdaccConfig(block_classes=...). If the training loop itself calls the blocks, "
+            "make all these calls within the step"
+        )
+    elif is_all:
         verb = "never reached Adacc"
         remedy = (
             "their class's forward was replaced (a fast-kernel patch?): name their class with "
@@ -105,7 +112,7 @@ def describe_uncalled(
         remedy = (
             "use a batch that calls every block (with an image, for a vision model). If the training loop itself calls "
             "a block, such as an encoder whose output it passes to the model, make all these calls within the step. If "
-            "the model calls another method of these blocks, or only their parts, let it call block(...). If it never "
-            f"uses them, name the classes of blocks that it calls, AdaccConfig(block_classes={tuple(called) or '...'})"
+            "the model calls another method of these blocks, let it call block(...). If it never uses them, name the "
+            f"classes of blocks that it calls, AdaccConfig(block_classes={tuple(called) or '...'})"
         )
     return f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, {verb} {when}: {remedy}"

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -42,7 +41,7 @@ from adacc_hf.artifacts.files import put_latest
 from adacc_hf.tape.graph_operators import Operators, SymbolicGraph, graph_operators, operators_of
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
-from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
+from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, drop_frames, quiet_dynamo, trace
 from adacc_hf.torch_glue.private import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -77,6 +76,8 @@ class TracedPath:
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly its operators,
         and so tells the operators at other sizes too."""
         self._symbolic: SymbolicGraph | None = None
+        self._takes_symbols = True
+        """False once an operator of the graph has refused symbolic sizes."""
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -92,10 +93,15 @@ class TracedPath:
         """Return the operators of the path's graph in a call `fn(*args)`, as expressions of symbolic sizes tell them.
         None if they do not."""
         graph, inputs = self.graph_of(fn, args)
-        with suppress(Exception), torch.set_grad_enabled(torch.is_grad_enabled()):  # not all operators take symbols
-            self._symbolic = self._symbolic or SymbolicGraph(graph, self.guards.examples, inputs)
-            return self._symbolic.operators(inputs)
-        return None
+        if self._symbolic is None and self._takes_symbols:
+            try:
+                # A graph may fail between switches of the gradient mode.
+                with torch.set_grad_enabled(torch.is_grad_enabled()), quiet_dynamo():
+                    self._symbolic = SymbolicGraph(graph, self.guards.examples, inputs)
+            except Exception as error:
+                self._takes_symbols = False
+                drop_frames(error)
+        return None if self._symbolic is None else self._symbolic.operators(inputs)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers in a call that are inputs of the traced graph, as keys of their type and bits."""

@@ -185,7 +185,7 @@ def trace(
     except Exception as error:  # any error of Dynamo's own code or of the traced code
         inner = getattr(error, "inner_exception", None)  # raised by the backend
         text = str(inner) if type(inner) is NotTraceableError else _in_one_line(error)
-        _drop_frames(error)
+        drop_frames(error)
         raise NotTraceableError(text) from None
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
@@ -193,12 +193,12 @@ def trace(
     return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, dead_objects)
 
 
-def _drop_frames(error: BaseException | None) -> None:
+def drop_frames(error: BaseException | None) -> None:
     """Drop the frames of `error` and of its causes, which would keep the model's tensors alive until the garbage
     collector runs."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
-        _drop_frames(error.__cause__)
+        drop_frames(error.__cause__)
         error = error.__context__
 
 
@@ -433,7 +433,7 @@ def _dynamo_namespace() -> Any:
             stack.enter_context(config.patch(allow_unspec_int_on_nn_module=has_counters))
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
-            stack.enter_context(_quiet_dynamo())
+            stack.enter_context(quiet_dynamo())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(more_operators())
             stack.enter_context(
@@ -467,7 +467,7 @@ def _dynamo_namespace() -> Any:
 
 
 @contextmanager
-def _quiet_dynamo() -> Iterator[None]:
+def quiet_dynamo() -> Iterator[None]:
     """Silence Dynamo's logs and all warnings, such as that about `.grad` of non-leaf tensors."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]

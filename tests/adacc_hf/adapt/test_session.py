@@ -873,6 +873,24 @@ def test_a_session_that_is_never_closed_may_be_collected():
     assert optimizers._global_optimizer_pre_hooks == before
 
 
+def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
+    model, optimizer, session = begin(**HALF)
+    failed_steps = []
+
+    def step(batch):
+        loss = model(**batch).loss
+        if not failed_steps:
+            failed_steps.append(1)
+            raise torch.OutOfMemoryError("no room")
+        update(loss, optimizer)
+
+    session.run(step, batch_of(0))
+    assert [event["event"] for event in session.history] == ["memory"]
+    session.run(step, batch_of(1))
+    assert [event["event"] for event in session.history] == ["memory", "policy"]
+    session.close()
+
+
 def test_a_smaller_size_runs_under_a_policy_whose_codecs_it_is_too_small_for():
     """A smaller size may run under the policy of a larger one, whose codecs are skipped below `min_compress_bytes`."""
     nbytes = 8 * 32 * 32 * 4  # the hidden states of the first batch
