@@ -61,16 +61,6 @@ def test_uniform_policies_train_exactly(plain_training, run_steps, assert_same_s
         assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
 
 
-def test_random_policies_use_every_action(plain_training):
-    """Random policies use every action. Otherwise the tests above would be weaker than they look."""
-    profile = plain_training[3]
-    actions = ("retain", "recompute", "compress")
-    policies = [random_policy(profile, seed, actions, lossless=True) for seed in range(4)]
-    assert set().union(*(policy.action_counts() for policy in policies)) == {*actions}
-    codecs = {choice.codec for policy in policies for plan in policy.plans for _, choice in plan.choices}
-    assert codecs == {None, "bitmask"}
-
-
 def test_a_lossy_policy_changes_the_gradients(plain_training, run_steps):
     """A lossy policy changes the gradients, which shows that the comparison detects 8-bit and 4-bit activations."""
     model, batch, autocast, profile, plain = plain_training

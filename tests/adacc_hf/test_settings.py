@@ -192,35 +192,30 @@ def test_another_attention_in_mid_training(tiny_gpt2, padded_batch, assert_same_
     assert_same_training(tiny_gpt2, padded_batch(12), loop)
 
 
-@pytest.mark.filterwarnings("ignore")  # bitsandbytes warns on a machine without a GPU
-def test_adapters_on_a_4_bit_model(tiny_llama, padded_batch, assert_same_training):
-    peft, bitsandbytes = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
-
-    def build():
-        model = tiny_llama(attention_dropout=0.0)
-        for block in model.model.layers:
-            for name in ("q_proj", "o_proj"):
-                plain = getattr(block.self_attn, name)
-                layer = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, bias=False)
-                layer.weight = bitsandbytes.nn.Params4bit(plain.weight.data, requires_grad=False, module=layer)
-                setattr(block.self_attn, name, layer.to("cpu"))
-        torch.manual_seed(1)
-        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4)).train()
-
-    profile = assert_same_training(build, padded_batch(12), training([padded_batch(12, seed) for seed in range(2)]), 1)
-    stored_names = [v.name for v in profile.kinds[0].activations if v.producer is not None and not v.recomputable]
-    assert not stored_names
+def to_4_bits(block):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for name in ("q_proj", "o_proj"):
+        plain = getattr(block.self_attn, name)
+        layer = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, bias=False)
+        layer.weight = bitsandbytes.nn.Params4bit(plain.weight.data, requires_grad=False, module=layer)
+        setattr(block.self_attn, name, layer.to("cpu"))
 
 
-@pytest.mark.filterwarnings("ignore")  # torchao and peft warn of their versions
-def test_adapters_on_an_int8_model_of_torchao(tiny_llama, padded_batch, assert_same_training):
+def to_int8(block):
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(block.mlp, quantization.Int8WeightOnlyConfig())
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes, torchao and peft warn of machines and versions
+@pytest.mark.parametrize("quantize", [to_4_bits, to_int8])
+def test_adapters_on_a_quantized_model(tiny_llama, padded_batch, assert_same_training, quantize):
     """Products save the dequantized weight, which is recomputed from its codes and scales."""
-    peft, quantization = pytest.importorskip("peft"), pytest.importorskip("torchao.quantization")
+    peft = pytest.importorskip("peft")
 
     def build():
         model = tiny_llama(attention_dropout=0.0)
         for block in model.model.layers:
-            quantization.quantize_(block.mlp, quantization.Int8WeightOnlyConfig())
+            quantize(block)
         torch.manual_seed(1)
         return peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj", "o_proj"], r=4)).train()
 

@@ -177,20 +177,3 @@ def test_blocks_of_all_actions_train_as_plain_ones(tiny_gpt2, token_batch, seed,
             assert all(map(torch.equal, gradients_of(model, batch, step), expected))
         assert not handle.tape_cache.fallbacks.counts
     assert IDLE_KIND not in {plan.kind for plan in random_mixture().plans}
-
-
-@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
-def test_where_inputs_dominate_codecs_halve_what_checkpointing_needs(request, token_batch, name):
-    """Codecs need at most 0.7 of the memory of torch's checkpoint where inputs dominate, the model excluded (48
-    blocks)."""
-    model, batch = request.getfixturevalue(name)(layers=48), token_batch(16, 64)
-    profile = profile_model(model, batch, CONFIG)
-    peaks = []
-    for policy in (checkpoint_policy(profile), least_policy(profile, CONFIG)):
-        with apply_policy(model, policy, CONFIG):
-            for _ in range(2):
-                gradients_of(model, batch)
-            memory = measure_step(model, batch)
-        peaks.append(memory.peak_bytes - memory.static_bytes)
-    print(f"\n{name}: {peaks[1] / peaks[0]:.3f} of torch's checkpoint, which needs {peaks[0]:,} bytes beside the model")
-    assert peaks[1] <= 0.7 * peaks[0]

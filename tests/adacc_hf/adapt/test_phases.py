@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from run_builders import InOrder, failing, run_lengths
 from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, profile_model
+from adacc_hf.adapt import phases
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -114,3 +117,10 @@ def test_batches_that_the_loop_skips_are_no_sign_of_a_patched_model(train, lossl
     run = train([callback], trainer_class=Skipping, max_steps=6)
     run.assert_equals(train(trainer_class=Skipping, max_steps=6))
     assert callback.policy is not None
+
+
+@pytest.mark.parametrize("skipped_elsewhere", [[], ["h.1"]])
+def test_a_batch_of_which_another_rank_skips_a_block_is_not_profiled(monkeypatch, skipped_elsewhere):
+    monkeypatch.setattr(phases, "gather_from_all_ranks", lambda mine: [mine, skipped_elsewhere])
+    installation = SimpleNamespace(blocks=["h.0", "h.1"], skipped_blocks=list)
+    assert phases.skipped_on_any_rank(installation, num_waited=0) == skipped_elsewhere

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from run_builders import events, run_lengths
 from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt import policy_choice, policy_fit
-from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -111,3 +113,16 @@ def test_a_batch_without_a_policy_is_warned_of_before_it_runs(make_trainer, late
     assert [event["step"] for event in found] == [4]
     assert "no profile predicts batches of input_ids 4x32, labels 4x32. It takes about" in found[0]["reason"]
     assert [r.levelname for r in caplog.records if "It takes about" in r.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("num_diverged", "is_most"), [(2, False), (3, True)])
+def test_most_of_four_batches_diverged_if_three_ran_other_operators(gpt2_like_profile, num_diverged, is_most):
+    profile, shapes = gpt2_like_profile(num_blocks=2), (("input_ids", (4, 32)),)
+    policy = uniform_policy(profile, "recompute")
+    budget = SimpleNamespace(limits_peak=False)
+    choice = PolicyChoice(None, SimpleNamespace(config=AdaccConfig(), budget=lambda _: budget))
+    choice.current, choice.shapes = SizePolicy(shapes, profile, profile, policy, plans=None, version=0), shapes
+    for number in range(4):
+        choice.end_micro_batch({"other operators": 2} if number < num_diverged else {})
+    assert choice.most_diverged() == is_most
+    assert not choice.most_diverged(), "batches count from the last call on"

@@ -82,15 +82,6 @@ def contrastive_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.
     return F.cross_entropy(F.normalize(query) @ F.normalize(text).T * 20, torch.arange(len(query)))
 
 
-def r_drop_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    first, second = model(**batch), model(**batch)
-    p, q = F.log_softmax(first.logits, -1), F.log_softmax(second.logits, -1)
-    both = F.kl_div(p, q, log_target=True, reduction="batchmean") + F.kl_div(
-        q, p, log_target=True, reduction="batchmean"
-    )
-    return first.loss + second.loss + both
-
-
 def two_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of a long text, whose head has the peak, plus that of a short one."""
     return sum(model(input_ids=ids, labels=ids).loss for ids in batch.values())
@@ -100,14 +91,11 @@ def two_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 def make_case(one_thread, without_onednn, tiny_gpt2, token_batch, run_steps):
     """`make_case(name, autocast=None)`: a Case."""
 
-    def r_drop():
-        return tiny_gpt2(), token_batch(), r_drop_loss, None
-
     def long_and_short():
         model = tiny_gpt2(vocab_size=400)
         return model, {"long": tokens(3, 48, 400), "short": tokens(3, 8, 400)}, two_losses, None
 
-    cases = {"albert": albert, "bi-encoder": bi_encoder, "R-Drop": r_drop, "long and short": long_and_short}
+    cases = {"albert": albert, "bi-encoder": bi_encoder, "long and short": long_and_short}
 
     def make(name: str, autocast: torch.dtype | None = None) -> Case:
         torch.manual_seed(0)
@@ -337,11 +325,6 @@ def test_a_head_that_runs_twice_may_be_chunked(make_case, run_steps, monkeypatch
     assert step_memory.stored_bytes == policy.predicted_stored_bytes
     # The rest of the model between two calls was measured with whole logits, so the prediction is never too low.
     assert step_memory.peak_bytes <= policy.predicted_peak_bytes * 1.001
-
-
-def test_logits_that_are_read_twice_are_not_chunked(make_case, caplog):
-    assert make_case("R-Drop").profile.heads == ("plain",)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 # Names

@@ -28,6 +28,12 @@ def test_a_plan_within_a_budget(plan):
     assert tight["methods"]["adacc"]["step_ms"] >= tight["methods"]["plain"]["step_ms"]
 
 
+@pytest.mark.gate
+def test_no_method_fits_a_budget_below_its_peak(plan):
+    methods = plan("--batch-size", "1", "--budget", "3MiB")["methods"]
+    assert [name for name, method in methods.items() if method["fits"] or method["peak_bytes"] <= 3 << 20] == []
+
+
 def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
     options = ["--batch-size", "64", "--budget"]
     record = plan(*options, "9MiB")
