@@ -39,7 +39,7 @@ def limited(profile, limit):
     return replace(profile, host_free_bytes=2 * limit), AdaccConfig(host_memory=0.5)
 
 
-@SOLVING
+@settings(SOLVING, max_examples=20)
 @given(data=st.data())
 def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, data):
     """With or without values that may move: then the limit is zero."""
