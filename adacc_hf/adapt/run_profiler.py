@@ -198,12 +198,8 @@ class RunProfiler:
             gradient_accumulation_steps=self._loop.num_micro,
             prefetched_batches=self._loop.num_prefetched(next(model.parameters()).device),
         )
-        tiles, measurement = self._tiles, self._measurement
-        if tiles is None:
-            self._live = LiveStep(installation, self._config, measurement, tape_cache, head)
-        else:
-            in_tiles = tiles.measurement(measurement)
-            self._live = LiveStep(installation, self._config, in_tiles, tape_cache, head, tiles.tilings)
+        tilings = None if self._tiles is None else self._tiles.tilings
+        self._live = LiveStep(installation, self._config, self._measurement, tape_cache, head, tilings)
         try:
             self._live.begin(_batch_of(inputs), step)
         except BaseException:

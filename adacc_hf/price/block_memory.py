@@ -7,12 +7,11 @@ when backward unpacks and frees each saved tensor, and the memory of gradients a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,55 +19,40 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tiled_rows import run_in_tiles, run_on_parameters, trainable_parameters, watching_tiles
 from adacc_hf.torch_glue.memory import garbage_collection_disabled
 from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
-from adacc_hf.torch_glue.private import tree_leaves, tree_map
-from adacc_hf.torch_glue.tensors import local_of
+from adacc_hf.torch_glue.private import storage_key, tree_leaves, tree_map
+from adacc_hf.torch_glue.tensors import local_of, storage_of
 from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
-FLAT_PARAMETER = "_flat_param"
-"""Name under which FSDP 1 registers all parameters of a block as one. The block reads views of it."""
 TILES = ("begin tiles", "end tiles")
 """First parts of a meter's labels where a module begins and stops running in tiles. The second part is its index."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockMemory:
+class BlockMemory(NamedTuple):
     """Memory events of one block call, in bytes above the live bytes at the start of its forward and backward."""
 
     forward: tuple[ForwardEvent, ...] = ()
     backward: tuple[BackwardEvent, ...] = ()
     """Empty if no result of the call requires a gradient."""
 
-    def with_more(self, forward_bytes: int, backward_bytes: int) -> BlockMemory:
-        """Return a copy with `forward_bytes` more live bytes in forward, and `backward_bytes` more in backward."""
-        return BlockMemory(
-            forward=tuple(replace(e, extra_bytes=e.extra_bytes + forward_bytes) for e in self.forward),
-            backward=tuple(
-                replace(e, entry_bytes=e.entry_bytes + backward_bytes, extra_bytes=e.extra_bytes + backward_bytes)
-                for e in self.backward
-            ),
-        )
-
 
 class RepeatedCall:
     """Call of a block that can run again, on new copies of its parameters, which share their memory."""
 
-    def __init__(self, run: Callable[[_Leaves], Any], num_results: int, overwrites: bool) -> None:
-        self._run = run
-        self._num_results = num_results
-        self._overwrites = overwrites
+    def __init__(self, run: Callable[[_Leaves], Any], num_results: int, written: Set[int]) -> None:
+        self._run, self._num_results, self._written = run, num_results, written
         self._leaves: _Leaves | None = None
         """Leaves of the latest run, which keep its gradients alive."""
 
     @staticmethod
-    def of_graph(graph: Callable[..., Any], inputs: Sequence[Any], num_results: int, overwrites: bool) -> RepeatedCall:
-        """Return a call that runs a traced `graph`, whose first `num_results` results require gradients."""
-        return RepeatedCall(lambda leaves: graph(*map(leaves.of, inputs)), num_results, overwrites)
+    def of_graph(graph: Callable[..., Any], inputs: Sequence[Any], num_results: int, written: Set[int]) -> RepeatedCall:
+        """Return a call that runs a traced `graph`, whose first `num_results` results require gradients. `written` are
+        the storages of inputs that the call writes to, of which each run gets copies."""
+        return RepeatedCall(lambda leaves: graph(*map(leaves.of, inputs)), num_results, written)
 
     @staticmethod
     def of_block(
@@ -77,34 +61,28 @@ class RepeatedCall:
         args: tuple[Any, ...],
         tiling: Tiling | None,
         num_results: int,
-        overwrites: bool,
-        is_forward: bool = False,
+        written: Set[int],
     ) -> RepeatedCall:
-        """Return a call that runs the block's own code, in tiles if `tiling` is given. If `is_forward`, no backward
-        will follow, and the block's own parameters may be read."""
+        """Return a call that runs the block's own code, in tiles if `tiling` is given."""
 
         def run(leaves: _Leaves) -> Any:
             called = fn
             if isinstance(fn, partial):
                 called = partial(fn.func, *tree_map(leaves.of, fn.args), **tree_map(leaves.of, fn.keywords))
             parameters, arguments = trainable_parameters(block), tree_map(leaves.of, args)
-            if tiling is not None:
-                # Backward looks up the parameters of a module in tiles again, so it must find its own.
-                torch.clear_autocast_cache()
-                leaves.note_gradients(parameters.values())
-                return run_in_tiles(block, tiling, called, *arguments)
-            if is_forward and not torch.is_autocast_enabled(next(iter(block.parameters()), torch.empty(0)).device.type):
-                return called(*arguments)
-            with _computed_tensors_as_leaves(block, leaves):
-                named = [(name, p) for name, p in parameters.items() if not name.endswith(FLAT_PARAMETER)]
-                copies = {name: leaves.of(parameter) for name, parameter in named}
+            if tiling is None:
+                copies = {name: leaves.of(parameter) for name, parameter in parameters.items()}
                 return run_on_parameters(block, called, copies, arguments)
+            # Backward looks up the parameters of a module in tiles again, so it must find its own.
+            torch.clear_autocast_cache()
+            leaves.note_gradients(parameters.values())
+            return run_in_tiles(block, tiling, called, *arguments)
 
-        return RepeatedCall(run, num_results, overwrites)
+        return RepeatedCall(run, num_results, written)
 
     def run(self, has_gradients: bool = False) -> Any:
         """Run the call. If `has_gradients`, the copies of parameters have gradients already."""
-        self._leaves = _Leaves(self._overwrites, has_gradients)
+        self._leaves = _Leaves(self._written, has_gradients)
         return self._run(self._leaves)
 
     def free(self) -> None:
@@ -123,34 +101,15 @@ class RepeatedCall:
         return self._leaves is not None and any(tensor is leaf for leaf in self._leaves.made.values())
 
 
-@contextmanager
-def _computed_tensors_as_leaves(block: nn.Module, leaves: _Leaves) -> Iterator[None]:
-    """Replace tensors with a graph in modules (FSDP's views of gathered parameters) by leaves meanwhile."""
-    attributes = [
-        (vars(module), name, value)
-        for module in block.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    ]
-    try:
-        for namespace, name, value in attributes:
-            namespace[name] = leaves.of(value)
-        yield
-    finally:
-        for namespace, name, value in attributes:
-            namespace[name] = value
-
-
 class _Leaves:
     """Leaf tensors with the memory of a call's inputs, for one run of the call."""
 
-    def __init__(self, overwrites: bool, has_gradients: bool) -> None:
-        self._overwrites = overwrites
-        self._has_gradients = has_gradients
+    def __init__(self, written: Set[int], has_gradients: bool) -> None:
+        self._written, self._has_gradients = written, has_gradients
         self.made: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """Return the leaf for a tensor that requires a gradient (a clone if the call overwrites it), else `value`."""
+        """Return the leaf for a tensor that requires a gradient (a clone if the call writes to it), else `value`."""
         if id(value) not in self.made:
             self.made[id(value)] = self._make(value)
         return self.made[id(value)]
@@ -169,7 +128,7 @@ class _Leaves:
             leaf = nn.Parameter(leaf.detach()) if type(value) is nn.Parameter else leaf
             vars(leaf).update(vars(value))
             self.note_gradients([leaf])
-        if self._overwrites and not is_parameter:
+        if storage_key(storage_of(value)) in self._written:
             return leaf.clone()
         # Autocast caches its casts of leaves only.
         return leaf if value.grad_fn is None else leaf.view_as(leaf)
@@ -183,135 +142,97 @@ def measure_block(
     measurement: Measurement,
     has_gradients: bool,
 ) -> BlockMemory:
-    """Run the forward of `call` and forward and backward of `graph`, both with the operators of `tape`. Return the
-    memory events.
+    """Run the forward of `call`, and forward and backward of `graph`, and return the memory events.
 
     `dead_slots` are the saved tensors that the forward itself frees. If `has_gradients`, the parameters have gradients
-    already.
+    already. A traced graph may have somewhat other operators than `tape`, so saved tensors are matched in their order.
     """
     device = tape.values[0].device
     with garbage_collection_disabled():
-        with measurement.meter(device) as meter:
-            _run_forward(call, _Slots(tape, dead_slots, meter))
-        forward = _forward_events(meter.points)
-        with measurement.meter(device) as meter:
-            slots = _Slots(tape, dead_slots, meter)
-            _run_backward(graph, slots, measurement, has_gradients)
-            survivors = {value for value, storage in slots.storages.items() if not storage.expired()}
+        with measurement.meter(device) as forward:
+            in_forward = _run_forward(call, forward)
+        with measurement.meter(device) as backward:
+            in_backward = _run_backward(graph, backward, measurement, has_gradients)
     call.free()
     graph.free()
-    return BlockMemory(forward=forward, backward=_backward_events(meter.points, slots, survivors))
+    return BlockMemory(
+        _forward_events(forward.points, _Slots(tape, dead_slots, in_forward)),
+        _backward_events(backward.points, _Slots(tape, dead_slots, in_backward)),
+    )
 
 
-def measure_by_other_graph(
-    graph: RepeatedCall, tape: Tape, dead_slots: frozenset[int], measurement: Measurement, has_gradients: bool
-) -> BlockMemory:
-    """Return the memory events of a call whose traced `graph` has somewhat other operators than `tape`: those of
-    forward are the tape's, those of backward the graph's. Saved tensors are matched in their order."""
-    keys: list[Any] = []
+class _SavedTensors:
+    """Signatures and storages of the tensors that autograd has saved in a running call, in their order."""
 
-    @torch.compiler.disable
-    def note(tensor: torch.Tensor) -> None:
-        keys.append((tuple(tensor.shape), tensor.dtype))
+    def __init__(self) -> None:
+        self.signatures: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.storages: list[StorageWeakRef] = []
+        self.survivors: set[int] = set()
+        """Numbers of the saved tensors whose storages were alive at the end, in autocast's cache for example."""
 
-    with garbage_collection_disabled():
-        with torch.autograd.graph.saved_tensors_hooks(note, refuse_backward):
-            graph.run()
-        matcher = SequenceMatcher(None, [(ref.geometry[0], ref.dtype) for ref in tape.slots], keys, autojunk=False)
-        numbers = [-1] * len(keys)
-        for on_tape, in_graph, size in matcher.get_matching_blocks():
-            numbers[in_graph : in_graph + size] = range(on_tape, on_tape + size)
-        with measurement.meter(tape.values[0].device) as meter:
-            slots = _Slots(tape, dead_slots, meter, numbers)
-            _run_backward(graph, slots, measurement, has_gradients)
-            survivors = {value for value, storage in slots.storages.items() if not storage.expired()}
-        events = list(_backward_events(meter.points, slots, survivors))
-    graph.free()
-    for slot in sorted(set(range(len(tape.slots))) - set(numbers) - dead_slots, reverse=True) if events else ():
-        unpacked = {event.slot: place for place, event in enumerate(events) if not event.release}
-        place = 1 + unpacked[min((later for later in unpacked if later > slot), default=events[0].slot)]
-        event = events[place - 1]
-        events[place:place] = [replace(event, slot=slot, release=release) for release in (False, True)]
-    return BlockMemory(forward=_forward_of_tape(tape, dead_slots), backward=tuple(events))
+    def add(self, tensor: torch.Tensor) -> int:
+        """Add a saved tensor, and return its number."""
+        local = local_of(tensor)
+        self.signatures.append((tuple(local.shape), local.dtype))
+        self.storages.append(StorageWeakRef(local.untyped_storage()))
+        return len(self.storages) - 1
 
-
-def _forward_of_tape(tape: Tape, dead_slots: frozenset[int]) -> tuple[ForwardEvent, ...]:
-    """Return the events of a forward in which each value lives from its operator to its last reader on the tape."""
-    saved = {ref.value for slot, ref in enumerate(tape.slots) if slot not in dead_slots}
-    inputs = [value for value in saved if tape.values[value].producer is None]
-    events = [ForwardEvent(value=value, death=False, extra_bytes=0) for value in (-1, *inputs)]
-    live: dict[int, int] = {}
-    device = tape.values[0].device.type
-    in_cache = {  # of autocast
-        value
-        for operator in tape.operators
-        for _, value in operator.outputs
-        if torch.is_autocast_enabled(device) and operator.short_name == "to_copy" and is_parameter_cast(tape, value)
-    }
-    for operator in tape.operators:
-        computed = [value for _, value in operator.outputs]
-        live |= {value: tape.values[value].nbytes for value in computed}
-        live |= {new: live.pop(old) for old, new in operator.mutations if old in live}
-        events[-1] = replace(events[-1], extra_bytes=max(events[-1].extra_bytes, sum(live.values())))
-        events += [ForwardEvent(value=v, death=False, extra_bytes=sum(live.values())) for v in computed if v in saved]
-        for value in dict.fromkeys([*operator.inputs(), *computed]):
-            last = max(tape.consumers(value), default=len(tape.operators))
-            if value in live and value not in in_cache and last == operator.index:
-                del live[value]
-                if value in saved:
-                    events.append(ForwardEvent(value=value, death=True, extra_bytes=sum(live.values())))
-    return tuple(events)
+    def note_survivors(self) -> None:
+        self.survivors = {number for number, storage in enumerate(self.storages) if not storage.expired()}
 
 
 class _Slots:
-    """Saved tensors of a running call, by the values on its tape."""
+    """Saved tensors of a call that ran again, by their slots and values on the call's tape."""
 
-    def __init__(
-        self, tape: Tape, dead_slots: frozenset[int], meter: MemoryMeter, numbers: Iterable[int] | None = None
-    ) -> None:
+    def __init__(self, tape: Tape, dead_slots: frozenset[int], saved: _SavedTensors) -> None:
         self.values = [-1 if tape.is_held_elsewhere(ref.value) else ref.value for ref in tape.slots]
         self.dead = dead_slots
         self.nbytes = {v: tape.values[v].nbytes for v in self.values if v >= 0 and tape.values[v].producer is not None}
         """Bytes of each saved value that the call computes."""
-        self.meter = meter
-        self.storages: dict[int, StorageWeakRef] = {}
-        self._numbers = iter(range(len(tape.slots)) if numbers is None else numbers)
+        self.numbers = [-1] * len(saved.signatures)
+        """Slot of each saved tensor, or -1 if the tape lacks it."""
+        signatures = [(tuple(ref.geometry[0]), ref.dtype) for ref in tape.slots]
+        matcher = SequenceMatcher(None, signatures, saved.signatures, autojunk=False)
+        for on_tape, in_call, size in matcher.get_matching_blocks():
+            self.numbers[in_call : in_call + size] = range(on_tape, on_tape + size)
+        self.survivors = {self.values[self.numbers[number]] for number in saved.survivors if self.numbers[number] >= 0}
 
-    def next(self, tensor: torch.Tensor) -> tuple[int, int, bool]:
-        """Return (slot, or -1 if it is not on the tape, value, True if the value is new) of the next saved tensor."""
-        slot = next(self._numbers)
-        value = self.values[slot] if slot >= 0 else -1
-        is_new = value >= 0 and value not in self.storages
-        if is_new:
-            self.storages[value] = StorageWeakRef(local_of(tensor).untyped_storage())
-        return slot, value, is_new
+    @property
+    def missing(self) -> list[int]:
+        """Slots that the call that ran again did not save, the last one first."""
+        return sorted(set(range(len(self.values))) - set(self.numbers) - self.dead, reverse=True)
 
-    def mark_tiles(self, moment: str, module: int) -> None:
-        """Mark the begin or the end of a module in tiles."""
-        self.meter.mark((f"{moment} tiles", module))
+    def value_in_forward(self, number: int) -> int:
+        """Return the value of a saved tensor, or -1 if a policy does not change how long it lives in forward."""
+        slot = self.numbers[number]
+        return -1 if slot < 0 or slot in self.dead else self.values[slot]
 
 
-def _run_forward(call: RepeatedCall, slots: _Slots) -> None:
-    """Run a forward that stores nothing for backward, and mark when a value is first saved and when it is freed."""
-    mark = slots.meter.mark
+def _run_forward(call: RepeatedCall, meter: MemoryMeter) -> _SavedTensors:
+    """Run a forward that stores nothing for backward, and mark when a tensor is saved and when a storage is freed.
+    Return the saved tensors."""
+    saved, keys = _SavedTensors(), set[int]()
 
     @torch.compiler.disable  # inside a compiled submodule, Dynamo would trace the hooks too
-    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-        slot, value, is_new = slots.next(tensor)
-        if value < 0 or slot in slots.dead:
-            return tensor.detach()  # lives equally long under any policy
-        if is_new:
-            mark(("pack", value))
-        if is_new and value in slots.nbytes:
-            storage = local_of(tensor).untyped_storage()
-            weakref.finalize(storage, mark, ("death", value), storage.nbytes()).atexit = False
-        return None
+    def pack(tensor: torch.Tensor) -> None:
+        storage = local_of(tensor).untyped_storage()
+        number = saved.add(tensor)
+        meter.mark(("pack", number))
+        if storage_key(storage) not in keys:
+            keys.add(storage_key(storage))
+            weakref.finalize(storage, meter.mark, ("death", number), storage.nbytes()).atexit = False
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward), watching_tiles(slots.mark_tiles):
-        mark(("enter", -1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward), watching_tiles(partial(_mark_tiles, meter)):
+        meter.mark(("enter", -1))
         result = call.run()
-    mark(("leave", -1))
+    meter.mark(("leave", -1))
     del result
+    return saved
+
+
+def _mark_tiles(meter: MemoryMeter, moment: str, module: int) -> None:
+    """Mark the begin or the end of a module in tiles."""
+    meter.mark((f"{moment} tiles", module))
 
 
 def refuse_backward(_: Any) -> torch.Tensor:
@@ -324,23 +245,24 @@ def refuse_backward(_: Any) -> torch.Tensor:
     )
 
 
-def _forward_events(points: Sequence[MemoryPoint]) -> tuple[ForwardEvent, ...]:
+def _forward_events(points: Sequence[MemoryPoint], slots: _Slots) -> tuple[ForwardEvent, ...]:
     labels = [point.label[0] for point in points]
     begin, end = labels.index("enter"), labels.index("leave")
-    base_bytes, events = points[begin].live_bytes, []
+    base_bytes, events = points[begin].live_bytes, list[ForwardEvent]()
     tiled_module: int | None = None
+    noted: set[tuple[str, int]] = set()
     for point in points[begin:end]:
         moment, index = point.label
+        extra_bytes = point.max_bytes - base_bytes
         if moment in TILES:
-            tiled_module = index if moment == TILES[0] else None
-        events.append(
-            ForwardEvent(
-                value=-1 if moment in TILES else index,
-                death=moment == "death",
-                extra_bytes=point.max_bytes - base_bytes,
-                tiled=tiled_module,
-            )
-        )
+            tiled_module, index = index if moment == TILES[0] else None, -1
+        elif moment != "enter":
+            index = slots.value_in_forward(index)
+            if index < 0 or (moment, index) in noted or (moment == "death" and index not in slots.nbytes):
+                events[-1] = replace(events[-1], extra_bytes=max(events[-1].extra_bytes, extra_bytes))
+                continue
+            noted.add((moment, index))
+        events.append(ForwardEvent(value=index, death=moment == "death", extra_bytes=extra_bytes, tiled=tiled_module))
     return tuple(events)
 
 
@@ -359,33 +281,33 @@ class TrackedTensor:
         self.mark(("release", self.slot))
 
 
-def _run_backward(call: RepeatedCall, slots: _Slots, measurement: Measurement, has_gradients: bool) -> None:
-    """Run a forward that stores everything, and its backward, and mark when saved tensors are unpacked and freed."""
-    mark = slots.meter.mark
+def _run_backward(
+    call: RepeatedCall, meter: MemoryMeter, measurement: Measurement, has_gradients: bool
+) -> _SavedTensors:
+    """Run a forward that stores everything, and its backward, and mark when saved tensors are unpacked and freed.
+    Return the saved tensors."""
+    saved = _SavedTensors()
 
     @torch.compiler.disable
     def pack(tensor: torch.Tensor) -> TrackedTensor:
-        slot = slots.next(tensor)[0]
-        return TrackedTensor(slot, tensor, mark if slot >= 0 else _ignore)
+        return TrackedTensor(saved.add(tensor), tensor, meter.mark)
 
     @torch.compiler.disable
     def unpack(packed: TrackedTensor) -> torch.Tensor:
         packed.mark(("unpack", packed.slot))
         return saved_tensor(packed.tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(slots.mark_tiles):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(partial(_mark_tiles, meter)):
         results = call.results(has_gradients)
     if results:
-        measurement.on_gradient(results[0], partial(mark, ("backward", -1)))
+        measurement.on_gradient(results[0], partial(meter.mark, ("backward", -1)))
         loss = _Loss.apply(*results)
         del results
         # A module in tiles runs again. Its graph must not reach the hooks with which the model's forward is recorded.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
             measurement.backward(loss)
-
-
-def _ignore(label: Any) -> None:
-    """Mark nothing."""
+    saved.note_survivors()
+    return saved
 
 
 class _Loss(torch.autograd.Function):
@@ -402,28 +324,36 @@ class _Loss(torch.autograd.Function):
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
-def _backward_events(points: Sequence[MemoryPoint], slots: _Slots, survivors: set[int]) -> tuple[BackwardEvent, ...]:
-    """Return the memory events of a backward. `survivors` were alive at its end, in autocast's cache for example."""
+def _backward_events(points: Sequence[MemoryPoint], slots: _Slots) -> tuple[BackwardEvent, ...]:
     labels = [point.label[0] for point in points]
     if "backward" not in labels:
         return ()
     start = labels.index("backward")
-    nbytes = {value: size for value, size in slots.nbytes.items() if value not in survivors}
-    num_slots = {value: slots.values.count(value) for value in nbytes}
-    for slot in (point.label[1] for point in points[:start] if point.label[0] == "release"):
-        num_slots[slots.values[slot]] = num_slots.get(slots.values[slot], 0) - 1
+    nbytes = {value: size for value, size in slots.nbytes.items() if value not in slots.survivors}
+    num_slots = {value: sum(slots.values[slot] == value for slot in slots.numbers if slot >= 0) for value in nbytes}
+    for number in (point.label[1] for point in points[:start] if point.label[0] == "release"):
+        if slots.numbers[number] >= 0:
+            value = slots.values[slots.numbers[number]]
+            num_slots[value] = num_slots.get(value, 0) - 1
     expected = sum(size for value, size in nbytes.items() if num_slots[value])
     floor = points[start].live_bytes - expected
-    events = []
+    events: list[BackwardEvent] = []
     tiled_module: int | None = None
     for point in points[start + 1 :]:
         moment, slot = point.label
         if moment in TILES:
             tiled_module, slot = slot if moment == TILES[0] else None, -1
-        elif moment == "release":
-            value = slots.values[slot]
-            num_slots[value] = num_slots.get(value, 0) - 1
-            expected -= nbytes.get(value, 0) if num_slots[value] == 0 else 0
+        elif slots.numbers[slot] < 0:
+            if events:
+                extra_bytes = max(events[-1].extra_bytes, point.max_bytes - floor - expected)
+                events[-1] = replace(events[-1], extra_bytes=extra_bytes)
+            continue
+        else:
+            slot = slots.numbers[slot]
+            if moment == "release":
+                value = slots.values[slot]
+                num_slots[value] = num_slots.get(value, 0) - 1
+                expected -= nbytes.get(value, 0) if num_slots[value] == 0 else 0
         events.append(
             BackwardEvent(
                 slot=slot,
@@ -433,4 +363,9 @@ def _backward_events(points: Sequence[MemoryPoint], slots: _Slots, survivors: se
                 tiled=tiled_module,
             )
         )
+    for slot in slots.missing if events else ():
+        unpacked = {event.slot: place for place, event in enumerate(events) if not event.release}
+        place = 1 + unpacked[min((later for later in unpacked if later > slot), default=events[0].slot)]
+        event = events[place - 1]
+        events[place:place] = [replace(event, slot=slot, release=release) for release in (False, True)]
     return tuple(events)

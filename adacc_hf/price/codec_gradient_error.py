@@ -10,7 +10,7 @@ the error of their gradient equals that of the replaced factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,36 +64,24 @@ def is_accurate_enough(errors: Mapping[tuple[int, str], float], value: int, code
 def _measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]
 ) -> GradientErrors:
+    """Return the largest errors of all operators' gradients, with one saved value at a time decoded or recomputed."""
     worst_errors = GradientErrors()
     environment = recorded_environment(tape, bases)
     stand_ins = _StandIns(tape, environment, codecs)
     for operator in walk(tape, environment):
         stand_ins.run(operator)
         candidates = [value for value in (*operator.inputs(), *operator.results()) if stand_ins.has_stand_in(value)]
-        if candidates:
-            _raise_errors(_make_backward(operator, tape, environment), candidates, stand_ins, worst_errors)
+        backward = _make_backward(operator, tape, environment) if candidates else None
+        if backward is not None:
+            for value in candidates:
+                for name, decoded in stand_ins.decoded(value):
+                    error = max(backward.error(value, decoded), worst_errors.codecs.get((value, name), 0.0))
+                    worst_errors.codecs[value, name] = error
+                if value in stand_ins.recomputed:
+                    error = backward.error(value, stand_ins.recomputed[value])
+                    worst_errors.replay[value] = max(error, worst_errors.replay.get(value, 0.0))
         stand_ins.free_unused(operator)
     return worst_errors
-
-
-def _raise_errors(
-    backward: _OperatorBackward | _ProductBackward | None,
-    values: Sequence[int],
-    stand_ins: _StandIns,
-    worst_errors: GradientErrors,
-) -> None:
-    """Update `worst_errors`: replace each of `values` by its decoded and recomputed tensors, one at a time."""
-    if backward is None:
-        return
-    for value in values:
-        for name, decoded in stand_ins.decoded(value):
-            _raise_gradient_error(worst_errors.codecs, (value, name), backward.error(value, decoded))
-        if value in stand_ins.recomputed:
-            _raise_gradient_error(worst_errors.replay, value, backward.error(value, stand_ins.recomputed[value]))
-
-
-def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
-    errors[key] = max(error, errors.get(key, 0.0))
 
 
 class _StandIns:
@@ -230,7 +218,7 @@ class _OperatorBackward:
         self._saved = {
             value: address for value, address in addresses.items() if address in saved_addresses and self._outputs
         }
-        self._weights = list(_random_gradients(self._outputs)) if self._saved else []
+        self._weights = [_random_gradient(output) for output in self._outputs] if self._saved else []
         self._exact = self._gradients() if self._saved else []
 
     def _leaf(self, bases: Mapping[int, torch.Tensor], ref: TensorRef) -> torch.Tensor:
@@ -264,8 +252,6 @@ def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _random_gradients(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a random gradient with a fixed seed for each output."""
-    for output in outputs:
-        generator = torch.Generator(output.device).manual_seed(0)
-        yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+def _random_gradient(output: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(output.device).manual_seed(0)
+    return torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_accurate_enough
-from adacc_hf.price.codec_selection import codec_options, precise_codec_options
-from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, time_of
+from adacc_hf.price.codec_gradient_error import GradientErrors, is_accurate_enough
+from adacc_hf.price.timing import Bottleneck, Timing, time_of
 from adacc_hf.tape.operator_effects import moves_storage
 from adacc_hf.tape.replay import ReplayStep, recorded_environment, walk
 from adacc_hf.tape.tape import Tape, leaves
 from adacc_hf.torch_glue.meters import MemoryMeter
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,54 +29,8 @@ class Prices:
     """Resource whose times these are: the one that limits the speed of a step."""
 
 
-def price_tape(
-    tape: Tape,
-    bases: Sequence[torch.Tensor],
-    config: AdaccConfig,
-    outliers: dict[int, int],
-) -> Prices:
-    """Measure the times of the operators on `tape` and the costs of codecs, on the recorded tensors `bases`. The times
-    are the device's or the host's, whichever limits the speed of a step."""
-    with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
-        timings = operator_timings(tape, bases)
-        resource = bottleneck(timings)
-        codecs = codec_options(tape, bases, config, outliers, resource)
-        times = [getattr(timing, resource) for timing in timings]
-        return Prices(times, operator_workspaces(tape, bases), codecs, resource)
-
-
-def measure_gradient_errors(
-    tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig
-) -> GradientErrors:
-    """Return the gradient errors that codecs and replay cause in the block recorded on `tape`.
-
-    If no codec in `prices` is accurate enough for a value, a more precise codec is added to `prices`. If there is not
-    enough memory, the errors are empty, and a warning is logged.
-    """
-    codecs = _lossy_codecs(prices.codecs)
-    if not any(codecs.values()):
-        return GradientErrors()
-    try:
-        with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
-            errors = gradient_errors(tape, bases, codecs)
-            inaccurate = [
-                value for value, value_codecs in codecs.items() if _needs_precise_codec(errors, value, value_codecs)
-            ]
-            precise_options = precise_codec_options(tape, bases, config, inaccurate, prices.bottleneck)
-            if not precise_options:
-                return errors
-            prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in precise_options.items()}
-            return gradient_errors(tape, bases, _lossy_codecs(prices.codecs))
-    except torch.OutOfMemoryError:
-        log.warning(
-            "Adacc: not enough memory to measure how codecs change the gradients of %s: only the tracking steps of the "
-            "training can detect a codec that degrades them",
-            tape.block_class,
-        )
-        return GradientErrors()
-
-
-def _lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
+def lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
+    """Return the lossy codecs among `options`, the smallest payload first."""
     codecs = {}
     for value, value_options in options.items():
         lossy_options = sorted(
@@ -91,7 +40,8 @@ def _lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, lis
     return codecs
 
 
-def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
+def needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
+    """Return True if each of `codecs` is too coarse for `value`."""
     if not codecs or any(codec.stands_in for codec in codecs):
         return False
     return not any(is_accurate_enough(errors.codecs, value, codec.name) for codec in codecs)

@@ -67,8 +67,6 @@ class HeadMeter:
         )
 
     def _note(self, loss: LossCall) -> None:
-        if not self._measurement.head_shares:
-            return
         num_rows = loss.rows.shape[0]
         larger, smaller = (loss.part(max(1, num_rows // share)) for share in self._measurement.head_shares)
         ratio = num_rows / larger.rows.shape[0]

@@ -29,7 +29,7 @@ from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import CallMarker, StepLayout, StepReadings, gradient_bytes, with_step
+from adacc_hf.price.memory_profile import CallMarks, StepLayout, gradient_bytes, step_layout, with_step
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of
@@ -92,9 +92,9 @@ class LiveStep:
         installation, self.is_open = self._installation, True
         self._strategies = {name: function.strategy for name, function in installation.functions.items()}
         installation.expect(installation.blocks)
-        trained_calls: set[str] = set()
+        self._marks = CallMarks(self._meter, self._measurement, self.end_forward)
         for index, (name, function) in enumerate(installation.blocks.items()):
-            function.strategy = _LiveStrategy(name, self, trained_calls, is_first=index == 0)
+            function.strategy = _LiveStrategy(name, self, is_first=index == 0)
         self._stack.enter_context(self._meter)
         self._begin_seconds = self._measurement.seconds_at(self._device)
         self._aside_seconds = 0.0
@@ -134,6 +134,8 @@ class LiveStep:
         self._head_meter = HeadMeter(
             self._head, self._measurement, self.aside, self._is_of_batch, is_plain=not self._is_head_chunked
         )
+        if self._tilings:  # the heads have been measured in an earlier step
+            self._head.on_loss = None
 
     def _is_of_batch(self, tensor: torch.Tensor) -> bool:
         return storage_key_of(tensor) in self._batch_keys
@@ -158,20 +160,22 @@ class LiveStep:
         finally:
             self._aside_seconds += self._measurement.seconds_at(self._device) - started
 
-    def run(self, name: str, block: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run and record one call of a block."""
-        with self.aside():
-            return self._recorder.record_call(name, block, fn, args, kwargs)
+    def run(
+        self,
+        name: str,
+        block: nn.Module,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_first: bool,
+    ) -> Any:
+        """Run and record the call `name` of a block, the first of a forward if `is_first`."""
 
-    @property
-    def meter(self) -> Any:
-        """Meter of the step's memory."""
-        return self._meter
+        def record() -> Any:
+            with self.aside():
+                return self._recorder.record_call(name, block, fn, args, kwargs)
 
-    @property
-    def measurement(self) -> Measurement:
-        """Source of the readings."""
-        return self._measurement
+        return self._marks.run(name, record, args, is_first)
 
     def end_forward(self) -> None:
         """End the forward, when backward begins. Further calls have no effect."""
@@ -234,26 +238,24 @@ class LiveStep:
         """The recorded calls of blocks."""
         return self._recorder.recording()
 
-    def profile(self, optimizer_step_bytes: int = 0, optimizer_state_bytes: int = 0) -> Profile:
-        """Return the profile of the micro-batch, after `end`. The arguments are the temporary bytes of the optimizer's
-        step, and the bytes of state that the optimizer has created since `begin`."""
-        step = replace(
-            self._step, optimizer_step_bytes=optimizer_step_bytes, optimizer_state_bytes=optimizer_state_bytes
-        )
-        recorder, recording = self._recorder, self.recording
+    def profile(self, **changes: Any) -> Profile:
+        """Return the profile of the micro-batch, after `end`. `changes` are fields of the `TrainingStep` that were not
+        known at `begin`: the optimizer's bytes."""
+        step = replace(self._step, **changes)
+        recording = self.recording
         outcomes = {block.name: recording.outcome_of(block) for block in recording.blocks}
         unplanned = recording.unplanned_bytes
-        readings = StepReadings(
+        in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
+        layout = step_layout(
             self._meter.points,
-            [block.name for block in recording.blocks],
             {name: outcome.stored_bytes + unplanned.get(name, (0, 0))[0] for name, outcome in outcomes.items()},
             {name: outcome.live_bytes + unplanned.get(name, (0, 0))[1] for name, outcome in outcomes.items()},
+            self._recorder.leftovers,
+            loss_bytes=self._loss_bytes,
+            gradient_bytes=self._gradient_bytes,
+            earlier_bytes=self._earlier_bytes,
+            ms=self._step_ms + in_blocks_ms,
         )
-        in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
-        layout = readings.layout(
-            self._loss_bytes, self._gradient_bytes, self._earlier_bytes, self._step_ms + in_blocks_ms
-        )
-        layout = recorder.without_leftovers(layout)
         recording = with_step(recording, layout)
         layouts, head_ms = self._layouts(layout)
         profile = assemble(
@@ -291,8 +293,8 @@ class LiveStep:
 class _LiveStrategy:
     """Strategy that records the calls of one block while the model trains."""
 
-    def __init__(self, name: str, live: LiveStep, trained_calls: set[str], is_first: bool) -> None:
-        self.name, self.live, self.trained_calls, self.is_first = name, live, trained_calls, is_first
+    def __init__(self, name: str, live: LiveStep, is_first: bool) -> None:
+        self.name, self.live, self.is_first = name, live, is_first
         self.num_calls = 0
 
     @property
@@ -304,27 +306,8 @@ class _LiveStrategy:
         if current_autograd_node() is not None:  # code within backward, where no profiler can begin
             return fn(*args, **kwargs)
         self.num_calls += 1
-        name = call_name(self.name, self.num_calls)
-        marker = CallMarker(
-            name,
-            _Recorded(name, self.live),
-            self.live.meter,
-            self.live.measurement,
-            is_first=self.is_first and self.num_calls == 1,
-            trained_calls=self.trained_calls,
-            before_backward=self.live.end_forward,
-        )
-        return marker.run(block, fn, args, kwargs)
-
-
-class _Recorded:
-    """Strategy of one call that is recorded."""
-
-    def __init__(self, name: str, live: LiveStep) -> None:
-        self.name, self.live = name, live
-
-    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.live.run(self.name, block, fn, args, kwargs)
+        name, is_first = call_name(self.name, self.num_calls), self.is_first and self.num_calls == 1
+        return self.live.run(name, block, fn, args, kwargs, is_first)
 
 
 class _OutsideHooks:

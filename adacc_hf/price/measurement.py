@@ -5,6 +5,7 @@ A subclass estimates the readings for a model on fake tensors (estimate/fake_mea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,11 +17,17 @@ from torch.nn import functional as F
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.head.lazy_logits import LossCall
-from adacc_hf.price.codec_gradient_error import GradientErrors
-from adacc_hf.price.codec_selection import count_outlier_channels
-from adacc_hf.price.cost_model import Prices, measure_gradient_errors, price_tape
+from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors
+from adacc_hf.price.codec_selection import codec_options, count_outlier_channels, precise_codec_options
+from adacc_hf.price.cost_model import (
+    Prices,
+    lossy_codecs,
+    needs_precise_codec,
+    operator_timings,
+    operator_workspaces,
+)
 from adacc_hf.price.host_copies import measure_host_link
-from adacc_hf.price.timing import median_ms, seconds_at
+from adacc_hf.price.timing import bottleneck, median_ms, seconds_at
 from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import Tape
@@ -28,14 +35,15 @@ from adacc_hf.torch_glue.memory import allocate_workspaces, available_bytes, bac
 from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.rng_state import RandomStates
 
+log = logging.getLogger(__name__)
+
 
 class Measurement:
     """Source of all times, bytes and errors in a profile, measured in real runs."""
 
     rng_use: type[RngUse] = RngUse
     head_shares: tuple[int, ...] = (4, 8)
-    """Whole logits may not fit the budget, so heads are measured on these shares of the rows. If empty, they are
-    not."""
+    """Whole logits may not fit the budget, so heads are measured on these shares of the rows."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """Return the values of `tape` whose replay gives the original bits. Replay recomputes no others (rule R7)."""
@@ -46,14 +54,42 @@ class Measurement:
         return count_outlier_channels(tape, bases, config)
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
-        """Measure the time of each operator of `tape`, and the costs of the codecs for each activation."""
-        return price_tape(tape, bases, config, outliers)
+        """Measure the time of each operator of `tape`, and the costs of the codecs for each activation, on the recorded
+        tensors `bases`. The times are the device's or the host's, whichever limits the speed of a step."""
+        with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+            timings = operator_timings(tape, bases)
+            resource = bottleneck(timings)
+            codecs = codec_options(tape, bases, config, outliers, resource)
+            times = [getattr(timing, resource) for timing in timings]
+            return Prices(times, operator_workspaces(tape, bases), codecs, resource)
 
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
     ) -> GradientErrors:
-        """Measure the gradient errors of codecs and replay. A more precise codec may be added to `prices`."""
-        return measure_gradient_errors(tape, bases, prices, config)
+        """Measure the gradient errors that codecs and replay cause in the block recorded on `tape`.
+
+        If no codec in `prices` is accurate enough for a value, a more precise codec is added to `prices`. If there is
+        not enough memory, the errors are empty, and a warning is logged.
+        """
+        codecs = lossy_codecs(prices.codecs)
+        if not any(codecs.values()):
+            return GradientErrors()
+        try:
+            with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+                errors = gradient_errors(tape, bases, codecs)
+                inaccurate = [value for value in codecs if needs_precise_codec(errors, value, codecs[value])]
+                precise_options = precise_codec_options(tape, bases, config, inaccurate, prices.bottleneck)
+                if not precise_options:
+                    return errors
+                prices.codecs |= {v: (*prices.codecs[v], *options) for v, options in precise_options.items()}
+                return gradient_errors(tape, bases, lossy_codecs(prices.codecs))
+        except torch.OutOfMemoryError:
+            log.warning(
+                "Adacc: not enough memory to measure how codecs change the gradients of %s: only the tracking steps of "
+                "the training can detect a codec that degrades them",
+                tape.block_class,
+            )
+            return GradientErrors()
 
     def meter(self, device: torch.device) -> MemoryMeter:
         """Return a meter of live bytes on `device`."""
@@ -80,8 +116,9 @@ class Measurement:
         return seconds_at(device)
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        """Return the milliseconds of forward and backward of `compute(loss)`, a model's output layer and loss."""
-        return head_ms(loss, compute)
+        """Return the milliseconds of forward and backward of `compute(loss)`, a model's output layer and loss: the
+        median of HEAD_REPEATS runs after a warm-up."""
+        return median_ms(lambda: _head_gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
         """Return the bytes live on the model's device before a step."""
@@ -104,13 +141,6 @@ class Measurement:
 
 HEAD_REPEATS = 3
 """Number of timed runs of a head, so that one interruption does not decide which head is faster."""
-
-# Times of a model's output layer and loss on one batch, with full logits and with chunked logits.
-
-
-def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
-    """Return the milliseconds of forward and backward of one loss: the median of HEAD_REPEATS runs after a warm-up."""
-    return median_ms(lambda: _head_gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
 def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:

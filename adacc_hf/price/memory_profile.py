@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindPro
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.block_memory import BlockMemory
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
-from adacc_hf.price.unreplayable_kinds import with_untrusted_backward, with_untrusted_forward
+from adacc_hf.price.unreplayable_kinds import with_untrusted_memory
 from adacc_hf.run.blocks import BlockFunction, LaterCall, Strategy
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes
@@ -75,22 +75,24 @@ def _with_step(recording: ModelRecording, kind: KindProfile, block: RecordedBloc
         # The first forward was recorded. The second one, in backward, was measured.
         in_forward = (extra_bytes or 0) + max((value.nbytes for value in kind.values[1:]), default=0)
         in_forward = max(in_forward, step.forward_peaks[name] - kind.generator_bytes)
-        return with_untrusted_backward(with_untrusted_forward(kind, in_forward), extra_bytes)
+        return with_untrusted_memory(kind, in_forward, extra_bytes)
     outcome = recording.outcome_of(block)
     backward_peak = 0 if peak is None else peak + outcome.stored_bytes
     is_followed = name in recording.calls_after_rest  # by the backward of the rest, as its forward follows the rest's
-    memory = BlockMemory(forward=kind.forward, backward=kind.backward).with_more(
-        max(0, step.forward_peaks[name] - outcome.forward_working_bytes),
-        0 if is_followed else max(0, backward_peak - outcome.working_bytes),
-    )
-    forward, backward = memory.forward, memory.backward
+    more = max(0, step.forward_peaks[name] - outcome.forward_working_bytes)
+    forward = tuple(replace(event, extra_bytes=event.extra_bytes + more) for event in kind.forward)
     if name in recording.calls_before_rest:
         stored_bytes = outcome.forward_moments[-1] - kind.forward[-1].extra_bytes
         extra_bytes = step.rest_peaks[name] - stored_bytes
         forward = (*forward, ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes))
-    if is_followed and backward_peak > outcome.working_bytes:
-        end = BackwardEvent(slot=-1, release=True, entry_bytes=0, extra_bytes=backward_peak)
-        backward = (*backward, end)
+    backward, more = kind.backward, max(0, backward_peak - outcome.working_bytes)
+    if more and is_followed:
+        backward = (*backward, BackwardEvent(slot=-1, release=True, entry_bytes=0, extra_bytes=backward_peak))
+    elif more:
+        backward = tuple(
+            replace(event, entry_bytes=event.entry_bytes + more, extra_bytes=event.extra_bytes + more)
+            for event in kind.backward
+        )
     return replace(kind, forward=forward, backward=backward)
 
 
@@ -98,73 +100,65 @@ def gradient_bytes(model: nn.Module) -> int:
     return distinct_bytes(gradients_of(model))
 
 
-def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], until: str | None) -> int:
-    """Return the peak from the mark `first`, or 0 without it, to the next mark that begins with `until`, or to the
-    end."""
+def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], *until: str) -> int:
+    """Return the peak from the mark `first`, or 0 without it, to the next mark that begins with one of `until`, or to
+    the end."""
     labels = [point.label for point in points]
     if first not in labels:
         return 0
-    segment = points[labels.index(first) :]
-    end = next((i for i, point in enumerate(segment) if point.label[0] == until), len(segment))
-    return max(point.max_bytes for point in segment[:end])
+    start = labels.index(first)
+    end = next((i for i in range(start + 1, len(points)) if labels[i][0] in until), len(points))
+    return max(point.max_bytes for point in points[start:end])
 
 
-@dataclass
-class StepReadings:
-    """Readings of a meter in a measured step, and the bytes that each block stored."""
+def step_layout(
+    points: Sequence[MemoryPoint],
+    stored: Mapping[str, int],
+    live: Mapping[str, int],
+    leftovers: Mapping[str, int],
+    *,
+    loss_bytes: int,
+    gradient_bytes: int,
+    earlier_bytes: int,
+    ms: float,
+) -> StepLayout:
+    """Return the memory of a step from the `points` of a meter, and the bytes that each block `stored`, in the order of
+    the forward. `live` are the stored bytes without the tensors that live until the end of the forward anyway, and
+    `leftovers` the bytes that measuring a block has left until then."""
 
-    points: Sequence[MemoryPoint]
-    names: list[str]
-    stored: dict[str, int]
-    live: dict[str, int]
-    """Stored bytes by block, without the tensors that live until the end of the forward under any policy."""
+    def all_of(moment: str) -> Iterator[MemoryPoint]:
+        return (point for point in points if point.label[0] == moment)
 
-    def layout(self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, ms: float) -> StepLayout:
-        bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward
-        backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
-        bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
-        loss = next(self._all("loss"))
-        all_stored = sum(self.stored.values())
-        all_live = sum(self.live.values())
-        last_end = ("leave", self.names[-1])
-        tail = next(self._all("tail"), None)
-        enters = {point.label[1]: point.live_bytes for point in self._all("enter")}
-        first_enter = next(i for i, point in enumerate(self.points) if point.label[0] == "enter")
-        return StepLayout(
-            bases=bases,
-            forward_bases={name: enters[name] - self._live_before(name) for name in self.names},
-            forward_peaks={name: peak_between(self.points, ("enter", name), "leave") - enters[name] for name in enters},
-            rest_peaks={
-                name: peak_between(self.points, ("leave", name), "enter") - enters[name] for name in self.names[:-1]
-            },
-            first_peak_bytes=max(point.max_bytes for point in self.points[:first_enter]),
-            outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
-            outside_peak_bytes=peak_between(self.points, last_end, "loss") - all_live,
-            loss_peak_bytes=peak_between(self.points, ("loss",), "backward") - all_stored,
-            tail_peak_bytes=0 if tail is None else peak_between(self.points, tail.label, None),
-            gradient_bytes=gradient_bytes,
-            earlier_bytes=earlier_bytes,
-            ms=ms,
-            peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
-        )
-
-    def _backward_peak(self, name: str) -> int:
-        """Return the peak from the start of the backward of block `name` to the next block's."""
-        start = next(i for i, point in enumerate(self.points) if point.label == ("backward", name))
-        later_points = self.points[start + 1 :]
-        end = next(
-            (i for i, point in enumerate(later_points) if point.label[0] in ("backward", "tail")), len(later_points)
-        )
-        return max(point.max_bytes for point in self.points[start : start + 1 + end])
-
-    def _all(self, moment: str) -> Iterator[MemoryPoint]:
-        return (point for point in self.points if point.label[0] == moment)
-
-    def _stored_up_to(self, name: str) -> int:
-        return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])
-
-    def _live_before(self, name: str) -> int:
-        return sum(self.live[n] for n in self.names[: self.names.index(name)])
+    names = list(stored)
+    stored_up_to = dict(zip(names, accumulate(stored.values()), strict=True))
+    live = {name: live[name] + leftovers[name] for name in names}
+    live_before = {name: end - live[name] for name, end in zip(names, accumulate(live.values()), strict=True)}
+    bases = dict.fromkeys(names, 0)  # a frozen block has no backward
+    backwards = {point.label[1]: point.live_bytes for point in all_of("backward")}
+    bases |= {name: live_bytes - stored_up_to[name] for name, live_bytes in backwards.items()}
+    all_stored = sum(stored.values())
+    tail = next(all_of("tail"), None)
+    enters = {point.label[1]: point.live_bytes for point in all_of("enter")}
+    starts = {name: enters[name] + leftovers[name] for name in names}
+    first_enter = next(i for i, point in enumerate(points) if point.label[0] == "enter")
+    return StepLayout(
+        bases=bases,
+        forward_bases={name: enters[name] - live_before[name] for name in names},
+        forward_peaks={name: peak_between(points, ("enter", name), "leave") - starts[name] for name in names},
+        rest_peaks={name: peak_between(points, ("leave", name), "enter") - starts[name] for name in names[:-1]},
+        first_peak_bytes=max(point.max_bytes for point in points[:first_enter]),
+        outside_stored_bytes=next(all_of("loss")).live_bytes - all_stored - loss_bytes,
+        outside_peak_bytes=peak_between(points, ("leave", names[-1]), "loss") - sum(live.values()),
+        loss_peak_bytes=peak_between(points, ("loss",), "backward") - all_stored,
+        tail_peak_bytes=0 if tail is None else peak_between(points, tail.label),
+        gradient_bytes=gradient_bytes,
+        earlier_bytes=earlier_bytes,
+        ms=ms,
+        peaks={
+            name: peak_between(points, ("backward", name), "backward", "tail") - bases[name] - stored_up_to[name]
+            for name in backwards
+        },
+    )
 
 
 # Peaks in each part of a step of the run, for allocations that profiling does not see.
@@ -177,57 +171,57 @@ FORWARD, HEAD_AND_LOSS, AFTER, OPTIMIZER = "forward", "head and loss", "before o
 name of the block call. The backward of the head and loss belongs to HEAD_AND_LOSS."""
 
 
-class CallMarker:
-    """Wrapper of a block's strategy that marks in a meter when forward begins and ends, and when backward starts.
+class CallMarks:
+    """Marks in a meter when forward of each call of a model's blocks begins and ends, and when backward starts.
 
-    The mark "tail" separates the blocks' backward from that of modules before them. It belongs to the first call whose
-    result requires a gradient: the markers of a model share `trained_calls`, which the first call (`is_first`) clears.
-    `before_backward` is called before a mark of a backward.
+    The mark "tail" separates the blocks' backward from that of modules before them. It belongs to the first call of a
+    forward whose result requires a gradient. `before_backward` is called before a mark of a backward.
     """
 
     def __init__(
-        self,
-        name: str,
-        inner: Strategy,
-        meter: MemoryMeter,
-        measurement: Measurement,
-        *,
-        is_first: bool,
-        trained_calls: set[str],
-        before_backward: Callable[[], None] | None = None,
+        self, meter: MemoryMeter, measurement: Measurement, before_backward: Callable[[], None] | None = None
     ) -> None:
-        self.name = name
-        self.inner = inner
-        self.meter = meter
-        self.measurement = measurement
-        self.is_first = is_first
-        self.trained_calls = trained_calls
-        self.before_backward = before_backward
+        self._meter, self._measurement, self._before_backward = meter, measurement, before_backward
+        self._has_trained = False
 
-    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_first:
-            self.trained_calls.clear()
-        self.meter.mark(("enter", self.name))
-        result = self.inner.run(block, fn, args, kwargs)
-        self.meter.mark(("leave", self.name))
-        if self._mark_gradient(result, ("backward", self.name)):
-            if not self.trained_calls:  # blocks before this one are frozen, and modules between may be trained
-                self._mark_gradient(args, ("tail", self.name))
-            self.trained_calls.add(self.name)
+    def run(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], is_first: bool) -> Any:
+        """Return the result of `call()`, the call `name` of a block with `args`, the first of a forward if
+        `is_first`."""
+        self._has_trained &= not is_first
+        self._meter.mark(("enter", name))
+        result = call()
+        self._meter.mark(("leave", name))
+        if self._mark_gradient(result, ("backward", name)):
+            if not self._has_trained:  # blocks before this one are frozen, and modules between may be trained
+                self._mark_gradient(args, ("tail", name))
+            self._has_trained = True
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> bool:
         """Mark `label` once the gradient of the first tensor in `tree` that has one is complete. Return if there is."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self.measurement.on_gradient(leaf, lambda: self._mark(label))
+                self._measurement.on_gradient(leaf, lambda: self._mark(label))
                 return True
         return False
 
     def _mark(self, label: tuple[str, str]) -> None:
-        if self.before_backward is not None:
-            self.before_backward()
-        self.meter.mark(label)
+        if self._before_backward is not None:
+            self._before_backward()
+        self._meter.mark(label)
+
+
+@dataclass
+class _MarkedStrategy:
+    """Strategy of a block whose calls run under the strategy `inner`, and are marked."""
+
+    name: str
+    inner: Strategy
+    marks: CallMarks
+    is_first: bool
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.marks.run(self.name, lambda: self.inner.run(block, fn, args, kwargs), args, self.is_first)
 
 
 class StepMarker:
@@ -235,12 +229,9 @@ class StepMarker:
     optimizer's step, and the rest. `functions` maps the name of each block call to the object that runs it."""
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
-        self._markers = []
-        trained_calls: set[str] = set()
+        self._markers, marks = [], CallMarks(meter, Measurement())
         for index, (name, function) in enumerate(functions.items()):
-            marker = CallMarker(
-                name, function.strategy, meter, Measurement(), is_first=index == 0, trained_calls=trained_calls
-            )
+            marker = _MarkedStrategy(name, function.strategy, marks, is_first=index == 0)
             self._markers.append((function, marker))
             function.strategy = marker
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))

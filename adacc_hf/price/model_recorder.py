@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import unpack_order
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN
 from adacc_hf.artifacts.tiles import Tiling
-from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block, measure_by_other_graph
+from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block
+from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import StepLayout
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.preserved_values import preserved_block
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of
@@ -43,16 +42,14 @@ from adacc_hf.torch_glue.block_state import BlockState, changes_in_place
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import storage_of
 
-log = logging.getLogger(__name__)
-
 
 class ModelRecorder:
     """Recorder of one forward of a model: all blocks' operators, the tensors that blocks share, and times and codecs.
 
     Each recorded call follows a plan that recomputes all it can. `tilings` maps block calls to their tiles. The memory
-    of a block is measured on its traced graph, or computed from its tape; in tiles, or if `repeats_blocks`, on the
-    block's own code, which runs once more for each kind of block. The recorder does not refer to the model, to avoid a
-    reference cycle.
+    of a block is measured on its traced graph, or, in tiles and on fake tensors, on the block's own code, which runs
+    once more for each kind of block. If `repeats_blocks`, forward is always measured on the block's own code, which
+    keeps some tensors longer than the graph. The recorder does not refer to the model, to avoid a reference cycle.
     """
 
     def __init__(
@@ -77,8 +74,8 @@ class ModelRecorder:
         """Classes of blocks whose operators cannot be replayed. Their later calls run under torch's checkpoint."""
         self._run_ms = 0.0
         """Milliseconds of the latest call."""
-        self._leftovers: list[tuple[int, int]] = []
-        """(number of calls recorded before, bytes) of what measurements left in autocast's cache: casts of copies."""
+        self.leftovers: Counter[str] = Counter()
+        """Bytes that measurements of each call left in autocast's cache until the forward's end: casts of copies."""
         self._config = config
         self._measurement = measurement
         self.tile_memory: dict[str, dict[str, TileMemory]] = {}
@@ -128,7 +125,7 @@ class ModelRecorder:
 
     def note_freed(self) -> None:
         """Store the keys of the blocks' input storages that nothing but the recorded calls keeps alive."""
-        inputs = [note for block in self.blocks for _, note in block.holdable_inputs_with_sources()]
+        inputs = [note for block in self.blocks for note in block.holdable_inputs()]
         held_keys = self._outside_storages.keys() | self.kept_keys
         self._freed_keys = {note.key for note in inputs if note.key not in held_keys}
 
@@ -136,21 +133,6 @@ class ModelRecorder:
     def has_run(self) -> bool:
         """True if autograd has saved a tensor."""
         return bool(self.blocks or self._outside_storages)
-
-    def without_leftovers(self, layout: StepLayout) -> StepLayout:
-        """Return `layout` without the casts that measurements left in autocast's cache until the forward's end."""
-        bases = {
-            block.name: layout.forward_bases[block.name] - sum(n for number, n in self._leftovers if number < place)
-            for place, block in enumerate(self.blocks)
-        }
-        own = {b.name: sum(n for number, n in self._leftovers if number == i) for i, b in enumerate(self.blocks)}
-        return replace(
-            layout,
-            forward_bases=bases,
-            forward_peaks={name: peak - own[name] for name, peak in layout.forward_peaks.items()},
-            rest_peaks={name: peak - own[name] for name, peak in layout.rest_peaks.items()},
-            outside_peak_bytes=layout.outside_peak_bytes - sum(own.values()),
-        )
 
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,14 +163,14 @@ class ModelRecorder:
             tape.untrusted = f"Dynamo, which reads the code of blocks, stops: {known_shapes.paths.untraced}"
         if key is not None:
             known_shapes.paths.compare_graph(tape, fn, args)
-        is_traced = key is not None and tiling is None and tape.untrusted is None
-        any_graph = known_shapes.paths.graph_of(fn, args) if is_traced else None
-        any_graph = None if any_graph is None else _on_copies(any_graph, recorder, tape)
-        graph = any_graph if known_shapes.paths.has_graph_of(tape) else None
-        outliers = self._measurement.outliers(tape, recorder.bases, self._config)
-        if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder, outliers)
-        errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
+        outliers, errors = dict[int, int](), GradientErrors()
+        if self._tilings:  # times and codecs are those of the kinds without tiles
+            self._prices[tape.digest] = Prices([0.0] * len(tape.operators), [0] * len(tape.operators))
+        else:
+            outliers = self._measurement.outliers(tape, recorder.bases, self._config)
+            if tape.digest not in self._prices:
+                self._prices[tape.digest] = self._price(tape, recorder, outliers)
+            errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
         if tiling is not None and tape.digest not in self.tile_memory:
             self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
         if key is not None:
@@ -206,25 +188,21 @@ class ModelRecorder:
         kept_values = self._release(recording, tape, changes_state)
         if tape.untrusted is not None:
             self._untrusted.add(type(block))
+        overwritten = [value.index for value in tape.values if value.source is not None and value.overwritten]
+        written = {storage_key_of(recorder.bases[value]) for value in overwritten}
         recording.close()
         del recorder, tensors
         if tape.untrusted is None:
-            overwrites = any(tape.values[value].overwritten for value in input_values)
-            may_repeat = may_repeat or any_graph is None  # in tiles, or on fake tensors
-            of_block = partial(RepeatedCall.of_block, block, fn, args, tiling, num_results, overwrites)
-            of_graph = partial(RepeatedCall.of_graph, num_results=num_results, overwrites=overwrites)
-            if graph is None and any_graph is not None and not may_repeat:
-                measure = partial(measure_by_other_graph, of_graph(*any_graph), tape)
-            else:
-                repeated = of_block() if graph is None else of_graph(*graph)
-                measure = partial(measure_block, of_block(is_forward=True) if may_repeat else repeated, repeated, tape)
-            with preserved_block(block, (args, kwargs)) if may_repeat else nullcontext():
-                self._measure_memory(measure, tape, slot_refs, split_call(name)[1] > 1)
+            traced = known_shapes.paths.graph_of(fn, args) if tiling is None else None
+            own = RepeatedCall.of_block(block, fn, args, tiling, num_results, written)
+            graph = own if traced is None else RepeatedCall.of_graph(*traced, num_results, written)
+            call = own if may_repeat else graph
+            with preserved_block(block, (args, kwargs)) if call is own else nullcontext():
+                self._measure_memory(name, call, graph, tape, slot_refs)
             recording.reschedule()
         self.blocks.append(
             RecordedBlock(
                 name=name,
-                known_shapes=known_shapes,
                 tape=tape,
                 input_tensors=notes,
                 argument_tensors=_one_per_storage(arguments),
@@ -283,31 +261,25 @@ class ModelRecorder:
         return self._measurement.price(tape, recorder.bases, self._config, outliers)
 
     def _measure_memory(
-        self,
-        measure: Callable[..., BlockMemory],
-        tape: Tape,
-        slot_refs: list[Any],
-        is_later: bool,
+        self, name: str, call: RepeatedCall, graph: RepeatedCall, tape: Tape, slot_refs: list[Any]
     ) -> None:
-        """Measure the memory of a block's call by `measure`, unless a call with the same tape was measured. If
-        `is_later`, an earlier call's backward will find gradients."""
+        """Measure the memory of a block's `call`, and of the backward of its `graph`, unless a call with the same tape
+        was measured. The backward of a block's earlier call will find gradients."""
+        is_later = split_call(name)[1] > 1
         dead_slots = frozenset(slot for slot, reference in enumerate(slot_refs) if reference() is None)
-        for has_gradients in {self.leaves_gradients, self.leaves_gradients or is_later}:
-            if (tape.digest, has_gradients) not in self._memory:
-                run = partial(measure, dead_slots, self._measurement, has_gradients)
-                self._memory[tape.digest, has_gradients] = self._measured(run, tape)
-
-    def _measured(self, measure: Callable[[], BlockMemory], tape: Tape) -> BlockMemory:
         device = tape.values[0].device if tape.values else self._device
-        memory = BlockMemory()
-        with self._measurement.meter(device) as meter:
-            if tape.values:
-                memory = measure()
-            meter.mark(("end",))
-        if torch.is_autocast_enabled(device.type):
-            self._leftovers.append((len(self.blocks), meter.points[-1].live_bytes))
-        self.tape_cache.learn_order(tape, unpack_order(memory.backward))
-        return memory
+        for has_gradients in {self.leaves_gradients, self.leaves_gradients or is_later}:
+            if (tape.digest, has_gradients) in self._memory:
+                continue
+            memory = BlockMemory()
+            with self._measurement.meter(device) as meter:
+                if tape.values:
+                    memory = measure_block(call, graph, tape, dead_slots, self._measurement, has_gradients)
+                meter.mark(("end",))
+            if torch.is_autocast_enabled(device.type):
+                self.leftovers[name] += meter.points[-1].live_bytes
+            self.tape_cache.learn_order(tape, unpack_order(memory.backward))
+            self._memory[tape.digest, has_gradients] = memory
 
     def _measure_tiles(
         self, tape: Tape, recorder: Recorder, tiling: Tiling, run_again: Callable[..., Any]
@@ -333,17 +305,6 @@ def state_storages(model: nn.Module) -> set[int]:
     """Return the keys of the storages of the model's parameters and buffers, except for empty ones: ZeRO 3 frees a
     gathered parameter's empty storage, and another tensor may get its address."""
     return {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
-
-
-def _on_copies(
-    graph: tuple[Callable[..., Any], tuple[Any, ...]], recorder: Recorder, tape: Tape
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return (graph, its inputs) with a copy of each input that the graph writes to, so that it may run again."""
-    values = [value.index for value in tape.values if value.source is not None and value.overwritten]
-    written = {storage_key_of(recorder.bases[value]) for value in values}
-    call, inputs = graph
-    is_written = [isinstance(each, torch.Tensor) and storage_key_of(each) in written for each in inputs]
-    return call, tuple(each.clone() if copies else each for each, copies in zip(inputs, is_written, strict=True))
 
 
 def _num_results(result: Any, arguments: Iterable[torch.Tensor]) -> int:

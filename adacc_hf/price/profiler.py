@@ -28,7 +28,7 @@ from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.inputs import block_layout
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.compat import without_layerdrop
-from adacc_hf.torch_glue.distributed import reshard
+from adacc_hf.torch_glue.distributed import is_sharded, reshard
 from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.private import tree_leaves
 from adacc_hf.torch_glue.tensors import gradient_leaves
@@ -134,12 +134,10 @@ class _Profiler:
         tape_cache = TapeCache(self.measurement.verify)
         tape_cache.expect_same_orders(profiled_tapes(self.installation.model))
         live = self._recorded_step(tape_cache)
-        profile = live.profile(self.step.optimizer_step_bytes, self.step.optimizer_state_bytes)
+        profile = live.profile()
         tiles = TiledKinds(profile, live.recording, self.installation, self.config)
         if tiles.tilings:
-            profile = tiles.added(
-                self._record(tape_cache, tiles.measurement(self.measurement), tiles.tilings).recording
-            )
+            profile = tiles.added(self._record(tape_cache, tiles.tilings).recording)
         self.installation.model.zero_grad(set_to_none=True)
         profiled_tapes(self.installation.model).take(tape_cache)
         return profile
@@ -152,7 +150,7 @@ class _Profiler:
         modules = self.installation.modules
         layouts = [block_layout(block) for block in modules.values()]
         with ExecutedBlocks(modules) as executed:
-            live = self._record(tape_cache, self.measurement)
+            live = self._record(tape_cache)
         missing = [name for name in modules if name not in executed.names or not live.called]
         if missing:
             raise UncalledBlocksError(describe_uncalled(self.installation, missing, "with this batch", executed))
@@ -160,21 +158,26 @@ class _Profiler:
         if layouts == [block_layout(block) for block in modules.values()]:
             return live
         first_structures = {block.tape.structure for block in live.recording.blocks}
-        live = self._record(tape_cache, self.measurement)
+        live = self._record(tape_cache)
         self.values.start_over()
         tape_cache.preliminary |= first_structures - {block.tape.structure for block in live.recording.blocks}
         return live
 
-    def _record(
-        self, tape_cache: TapeCache, measurement: Measurement, tilings: Mapping[str, Tiling] | None = None
-    ) -> LiveStep:
+    def _record(self, tape_cache: TapeCache, tilings: Mapping[str, Tiling] | None = None) -> LiveStep:
         """Run a forward and backward, and record them."""
-        model, config = self.installation.model, self.config
+        model, measurement = self.installation.model, self.measurement
         model.zero_grad(set_to_none=True)
         if self.step.gradient_accumulation_steps > 1:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        live = LiveStep(self.installation, config, measurement, tape_cache, tilings=tilings, repeats_blocks=True)
+        live = LiveStep(
+            self.installation,
+            self.config,
+            measurement,
+            tape_cache,
+            tilings=tilings,
+            repeats_blocks=not is_sharded(model),
+        )
         torch.clear_autocast_cache()
         with measurement.clock():
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.codec_gradient_error import GradientErrors
-from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import storage_of
@@ -44,8 +43,6 @@ class RecordedBlock:
     """One recorded block call: its tape, arguments, outputs and saved tensors."""
 
     name: str
-    known_shapes: KnownShapes
-    """Table of the keys of the block's calls with their tapes, which training reuses."""
     tape: Tape
     input_tensors: dict[int, TensorNote]
     """Each argument that the block reads, by value index."""
@@ -88,16 +85,9 @@ class RecordedBlock:
         """Return the values that autograd holds for backward."""
         return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead_slots))
 
-    def holdable_inputs(self) -> Iterable[TensorNote]:
+    def holdable_inputs(self) -> list[TensorNote]:
         """Return the inputs that a plan for the block may keep for backward. Torch's checkpoint keeps all."""
-        return (tensor for _, tensor in self.holdable_inputs_with_sources())
-
-    def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, TensorNote]]:
-        """Return the inputs that a plan may keep, each with its source."""
-        if self.tape.untrusted:
-            return self.argument_tensors.items()
-        sources = ((self.tape.values[value].source, tensor) for value, tensor in self.input_tensors.items())
-        return [(source, tensor) for source, tensor in sources if source is not None]
+        return [*(self.argument_tensors.values() if self.tape.untrusted else self.input_tensors.values())]
 
 
 class SharedTensors:

@@ -7,18 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from adacc_hf.artifacts.call_names import block_of_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import MEASURED_TILES, ModuleTiles, RowTiles, Tiling
-from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import with_outliers
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.tile_memory import TileMemory, tiled_operators
 from adacc_hf.run.blocks import Installation
@@ -32,8 +27,8 @@ log = logging.getLogger(__name__)
 class TiledKinds:
     """Kinds of blocks with row-wise modules, to be measured in tiles.
 
-    `profile` was measured from `recording`. Record another micro-batch with `tilings` and `measurement`, and pass its
-    recording to `added`.
+    `profile` was measured from `recording`. Record another micro-batch with `tilings`, and pass its recording to
+    `added`.
     """
 
     def __init__(
@@ -47,10 +42,6 @@ class TiledKinds:
             if block.kind in self._modules
         }
         """The tiles in which modules of each block call are measured. Empty if no module can run in tiles."""
-
-    def measurement(self, measurement: Measurement) -> Measurement:
-        """Return a measurement of memory alone: times and workspaces are those of the kinds without tiles."""
-        return _Unpriced(measurement)
 
     def added(self, tiled: ModelRecording) -> Profile:
         """Return the profile with more kinds: those of `tiled`, a recording of the same calls with modules in tiles."""
@@ -198,23 +189,3 @@ class _PriceSource:
             if operator.short_name == "to_copy" and copies[0].activation:
                 return copies[0]
         return None
-
-
-class _Unpriced(Measurement):
-    """Measurement of the blocks' memory alone."""
-
-    def __init__(self, measurement: Measurement) -> None:
-        self.rng_use, self.head_shares = measurement.rng_use, ()
-        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "static_bytes", "random_states"):
-            setattr(self, name, getattr(measurement, name))
-
-    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        return {}
-
-    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
-        return Prices([0.0] * len(tape.operators), [0] * len(tape.operators))
-
-    def gradient_errors(
-        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
-    ) -> GradientErrors:
-        return GradientErrors()

@@ -46,29 +46,25 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     )
 
 
-def with_untrusted_forward(kind: KindProfile, extra_bytes: int) -> KindProfile:
-    """Return a copy of `kind` whose forward needs `extra_bytes`, and at its end stores all saved tensors at once."""
-    store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=extra_bytes)
-    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes), store_event))
+def with_untrusted_memory(kind: KindProfile, forward_bytes: int, backward_bytes: int | None) -> KindProfile:
+    """Return a copy of `kind` whose forward needs `forward_bytes`, and at its end stores all saved tensors at once, and
+    whose backward needs `backward_bytes` in addition to the saved tensors, or was not measured (None).
 
-
-def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
-    """Return a copy of `kind` with a backward that needs `extra_bytes` in addition to the saved tensors.
-
-    `extra_bytes` was measured under torch's checkpoint, which runs the forward again, but may stop before its result.
-    So the forward is limited to `extra_bytes` plus the result, assumed to be as large as the largest input. Without a
-    measured backward (None) or saved tensors, return `kind` unchanged.
+    `backward_bytes` were measured under torch's checkpoint, which runs the forward again, but may stop before its
+    result. So the forward is limited to these bytes plus the result, assumed to be as large as the largest input.
     """
-    if extra_bytes is None or not kind.slots:
-        return kind
-    max_extra_bytes = extra_bytes + max((value.nbytes for value in kind.values[SAVED + 1 :]), default=0)
-    events = (
-        BackwardEvent(slot=0, release=False, entry_bytes=extra_bytes, extra_bytes=extra_bytes),
-        BackwardEvent(slot=0, release=True, entry_bytes=0, extra_bytes=0),
+    end_bytes, backward = forward_bytes, kind.backward
+    if backward_bytes is not None and kind.slots:
+        end_bytes = min(end_bytes, backward_bytes + max((v.nbytes for v in kind.values[SAVED + 1 :]), default=0))
+        backward = (
+            BackwardEvent(slot=0, release=False, entry_bytes=backward_bytes, extra_bytes=backward_bytes),
+            BackwardEvent(slot=0, release=True, entry_bytes=0, extra_bytes=0),
+        )
+    forward = (
+        ForwardEvent(value=-1, death=False, extra_bytes=forward_bytes),
+        ForwardEvent(value=SAVED, death=True, extra_bytes=end_bytes),
     )
-    *first_events, last_event = kind.forward
-    last_event = replace(last_event, extra_bytes=min(last_event.extra_bytes, max_extra_bytes))
-    return replace(kind, forward=(*first_events, last_event), backward=events)
+    return replace(kind, forward=forward, backward=backward)
 
 
 def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:

@@ -276,6 +276,6 @@ def heads_take(monkeypatch):
 
     def set_times(**ms: float) -> None:
         times = {compute: ms[name] for name, compute in measurement.PRICED_HEADS.items()}
-        monkeypatch.setattr(measurement, "head_ms", lambda loss, compute: times[compute])
+        monkeypatch.setattr(measurement.Measurement, "head_ms", lambda _, loss, compute: times[compute])
 
     return set_times

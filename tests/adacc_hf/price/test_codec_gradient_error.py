@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import adacc_hf.price.cost_model as pricing_module
+import adacc_hf.price.measurement as measurement_module
 from adacc_hf import Action, AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
@@ -153,7 +153,7 @@ def test_where_memory_runs_out_nothing_is_tried(sharp_gpt2, token_batch, caplog,
     def fail(*_):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(pricing_module, "gradient_errors", fail)
+    monkeypatch.setattr(measurement_module, "gradient_errors", fail)
     profile = profile_model(sharp_gpt2(), token_batch(4, 32), CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["channel_int4"]
     assert "not enough memory to measure how codecs change the gradients of GPT2Block" in caplog.text

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from adacc_hf.price import head_memory, measurement, profiler, timing
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.torch_glue.memory import forward_loss
 
@@ -30,8 +31,8 @@ def test_the_recorded_step_is_timed_without_the_measurements_in_it(monkeypatch, 
         clock[0] += seconds
 
     monkeypatch.setattr(measurement, "seconds_at", lambda device: clock[0])
-    errors = measurement.measure_gradient_errors
-    monkeypatch.setattr(measurement, "measure_gradient_errors", lambda *args: advance(5.0) or errors(*args))
+    errors = Measurement.gradient_errors
+    monkeypatch.setattr(Measurement, "gradient_errors", lambda *args: advance(5.0) or errors(*args))
     model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
     monkeypatch.setattr(profiler, "forward_loss", lambda *args: advance(2.0) or forward_loss(*args))
     profile = profile_model(model, toy_batch())

@@ -1,5 +1,6 @@
 """The measured step in parts: events of a block's forward and backward, and other live bytes."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import CallMarker
-from adacc_hf.run.blocks import PlainStrategy
+from adacc_hf.price.memory_profile import CallMarks
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -102,17 +102,14 @@ class Labels:
 
 
 def test_forward_backward_and_tail_are_marked():
-    meter, trained_calls = Labels(), set()
-    first, second = (
-        CallMarker(name, PlainStrategy(), meter, Measurement(), is_first=name == "a", trained_calls=trained_calls)
-        for name in "ab"
-    )
+    meter = Labels()
+    marks = CallMarks(meter, Measurement())
     inlet, block = nn.Linear(3, 3), nn.Linear(3, 3)
     for _ in range(2):
         meter.labels.clear()
         hidden = inlet(torch.ones(2, 3))
-        for marker in (first, second):
-            hidden = marker.run(block, block, (hidden,), {})
+        for name in "ab":
+            hidden = marks.run(name, partial(block, hidden), (hidden,), is_first=name == "a")
         hidden.sum().backward()
         forward = [("enter", "a"), ("leave", "a"), ("enter", "b"), ("leave", "b")]
         assert meter.labels == [*forward, ("backward", "b"), ("backward", "a"), ("tail", "a")]
@@ -121,7 +118,6 @@ def test_forward_backward_and_tail_are_marked():
 def test_frozen_blocks_have_no_backward():
     meter = Labels()
     block = nn.Linear(3, 3).requires_grad_(False)
-    CallMarker("a", PlainStrategy(), meter, Measurement(), is_first=True, trained_calls=set()).run(
-        block, block, (torch.ones(2, 3),), {}
-    )
+    rows = torch.ones(2, 3)
+    CallMarks(meter, Measurement()).run("a", partial(block, rows), (rows,), is_first=True)
     assert meter.labels == [("enter", "a"), ("leave", "a")]
