@@ -253,8 +253,8 @@ def _codec_error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> f
         return float(relative_error([sample], [codec.decode(codec.encode(sample))]))
 
 
-_ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
-_ALLOCATE |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
+_WITHOUT_KERNEL = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+_WITHOUT_KERNEL |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten._unsafe_view}
 
 
 # Roofline time of an operator: the lower bound from the device's peak rates, plus the launch.
@@ -266,7 +266,7 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     The work takes max(operations / peak, bytes moved / bandwidth). Tensors among `args`, `kwargs` and `results` may be
     fake or on meta. Views and allocations take no time.
     """
-    if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
+    if target.is_view or target.namespace == "prim" or target.overloadpacket in _WITHOUT_KERNEL:
         return 0.0
     read_kwargs = {name: argument for name, argument in kwargs.items() if name != "out"}  # `out` is only written
     tensors = [*_operand_tensors((args, read_kwargs)), *_operand_tensors(results)]

@@ -70,7 +70,12 @@ class KindProfileBuilder:
             copied_slots=tuple(sorted(tape.function_slots)),
             forward=(),
             backward=(),
-            forward_ms=sum(self.prices.operator_ms),
+            # Replay multiplies by a dropout's mask in an operator of its own, which forward does not run.
+            forward_ms=sum(
+                ms
+                for operator, ms in zip(tape.operators, self.prices.operator_ms, strict=True)
+                if operator.short_name != "native_dropout_backward"
+            ),
             given=self.shared_arguments,
             block_actions=self.block_actions,
             elsewhere_bytes=sum(tape.values[value].nbytes for value in self.counted_elsewhere),
