@@ -37,9 +37,8 @@ _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 @contextmanager
 def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
-    """Compute only the first `num_chunks` chunks of each chunked loss inside the `with` block. None computes all
-    chunks. The limit is for measurements of memory, not for training. The tensors of a chunk are freed during the next
-    chunk, so all chunks from the third on use the same memory."""
+    """Compute only the first `num_chunks` chunks of each chunked loss inside the `with` block, or all for None, to
+    measure memory: all chunks from the third on use the same."""
     token = _most_chunks.set(num_chunks)
     try:
         yield
@@ -127,9 +126,8 @@ def _forward_in_chunks(
     num_rows: int,
     needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses). `gradients` are the
-    gradients of rows, weight and bias. `needed` contains a flag for each of the three. Where the flag is False, the
-    gradient is None."""
+    """Compute the loss in chunks of `num_rows` rows. Return (gradients of rows, weight and bias, sum of the losses). A
+    gradient is None where its flag in `needed` is False."""
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)

@@ -225,8 +225,8 @@ class LazyLogits(Tensor):
                     f"{func.__name__} was called on the logits of a chunked head, which have no gradient, because the "
                     f'loss is computed without the full logits; set AdaccConfig(head="plain")'
                 )
-            handlers = _LAZY if not first.is_function_output else {Tensor.clone: _clone}
-            result = handlers.get(func, _not_lazy_logits)(first, *args[1:], **kwargs)
+            handler = _LAZY.get(func) if not first.is_function_output or func is Tensor.clone else None
+            result = NotImplemented if handler is None else handler(first, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs))
@@ -242,9 +242,8 @@ class LazyLogits(Tensor):
 
 
 class _LazyPlaceholder(torch.autograd.Function):
-    """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias. Lazy
-    logits get a gradient only if C++ code uses lazy logits as an input, for example in DDP or another autograd
-    function."""
+    """Autograd function that creates lazy logits. They get a gradient only if C++ code reads them, as DDP or another
+    autograd function does."""
 
     @staticmethod
     def forward(ctx: Any, recompute: Callable[..., Tensor], shape: Any, dtype: Any, *sources: Tensor) -> LazyLogits:
@@ -271,9 +270,8 @@ class _LazyPlaceholder(torch.autograd.Function):
 
 
 def _free_sources(ctx: Any) -> None:
-    """Free the tensors (sources) that lazy logits are computed from, when autograd frees saved tensors. The sources are
-    attributes of `ctx` and not saved tensors, because a source may be lazy logits itself. Saved-tensor hooks would read
-    such a source, and so compute the full logits."""
+    """Free the sources of lazy logits when autograd frees saved tensors. They are not saved tensors themselves, because
+    saved-tensor hooks would read a source that is lazy, and so compute the full logits."""
     if not keeps_graph():
         ctx.recompute, ctx.sources = None, ()
 
@@ -300,16 +298,10 @@ def _materialize_detached(leaf: Any) -> Any:
 
 
 def _is_hook_of_sharding(hook: Any) -> bool:
-    """Return True if `hook` is the hook that DeepSpeed or FSDP registers on the outputs of a model. The hook prepares
-    the parameters for backward. Lazy logits need not be computed for the hook, because it is also registered on the
-    loss, another output of the model."""
+    """Return True if `hook` is that of DeepSpeed or FSDP on a model's outputs, which prepares the parameters for
+    backward. The hook is also registered on the loss, so the logits need not be computed for it."""
     function = hook.func if isinstance(hook, partial) else hook
     return (getattr(function, "__module__", None) or "").startswith(_SHARDING)  # a builtin method has None
-
-
-def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
-    """Return NotImplemented, so that the caller computes the logits."""
-    return NotImplemented
 
 
 def _cast(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
