@@ -79,9 +79,7 @@ class TracedGuards:
 
     def hold(self, scope: Scope) -> bool:
         """Return True if all guards accept a call with the local variables `scope`, which then takes the traced path.
-
-        Active dispatch modes, which only observe the block's operators, are disabled during the check.
-        """
+        Active dispatch modes, which only observe the block's operators, are disabled during the check."""
         if self._dead_objects:  # another object may get the address of one whose address a guard compares
             return False
         if self._raw_environment is not None and self._raw_environment != _raw_environment():
@@ -175,7 +173,7 @@ def trace(
         ):
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
             compiled = torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)
-            compiled(**_without_views(scope))
+            compiled(**scope)
     except _StoppedError:
         pass
     except _NotTracedError as error:
@@ -202,38 +200,6 @@ def drop_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _without_views(scope: Scope) -> Scope:
-    """Return a copy of `scope` in which each argument after the hidden states that is a view is replaced by another
-    tensor on the same memory. Dynamo would guard the layout of a view's base, on which no operator depends, and trace a
-    later call with a detached copy again. The hidden states, the first tensor, are kept: a profile's calls on detached
-    hidden states then have a path, and records, of their own."""
-    replacements: dict[int, torch.Tensor] = {}
-
-    def replaced(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(replaced, value))
-        if type(value) is not torch.Tensor or not value._is_view():
-            return value
-        return replacements.setdefault(id(value), _SameMemory.apply(value))
-
-    args, kwargs = scope["args"], {name: replaced(value) for name, value in scope["kwargs"].items()}
-    first = next((place for place, value in enumerate(args) if isinstance(value, torch.Tensor)), len(args))
-    return {**scope, "args": (*args[: first + 1], *map(replaced, args[first + 1 :])), "kwargs": kwargs}
-
-
-class _SameMemory(torch.autograd.Function):
-    """Autograd function that returns a new tensor on its input's memory, which autograd does not treat as a view."""
-
-    @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient. Not called, because traced operators do not run."""
-        return gradient
-
-
 GUARDS_PARAMETERS = torch.__version__ >= "2.13"
 """True if Dynamo guards the layout of parameters and `requires_grad`. Changes of both pass the guards of torch 2.11."""
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
@@ -245,12 +211,6 @@ _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwarg
 """Suffixes of guards on module attributes that do not affect the operators of forward: backward hooks, the calling
 conventions of forward hooks (existing hooks have their own guards), and a flag of DeepSpeed's tables of parameters, by
 which a forward gathers a parameter that is not gathered yet."""
-
-
-def _message_functions() -> Iterator[Callable[..., Any]]:
-    """Yield the functions that log or warn. Transformers adds some when it is imported."""
-    yield warnings.warn
-    yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
 
 class _StoppedError(Exception):
@@ -317,10 +277,8 @@ class _UnguardedInputs:
         """(class, name) of each attribute that the traced code looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return, for each of Dynamo's guards, True if the guard must be checked.
-
-        `_UNUSED_GUARDS` are half of all guards. A value that a guard does not compare exactly is added to `numbers`.
-        """
+        """Return, for each of Dynamo's guards, True if the guard must be checked. A value that a guard does not compare
+        exactly is added to `numbers`."""
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
             name = guard.orig_guard.name
@@ -426,10 +384,11 @@ def _dynamo_namespace() -> Any:
             dead_objects.watch(obj)
             return original(self, obj, *args)
 
+        messages = [getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name)]
         states = tracing_state_functions()
         before = dict(states)
         with ExitStack() as stack:
-            stack.enter_context(config.patch(settings | {_IGNORED: {*_message_functions(), *ignored}}))
+            stack.enter_context(config.patch(settings | {_IGNORED: {warnings.warn, *messages, *ignored}}))
             stack.enter_context(config.patch(allow_unspec_int_on_nn_module=has_counters))
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())

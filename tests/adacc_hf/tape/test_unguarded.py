@@ -228,6 +228,14 @@ CASES = {
         fresh("space", lambda: SimpleNamespace()),
         in_part("space", "extra", lambda b: 2.0),
     ),
+    "type of a number": (chosen(lambda b: isinstance(b.number, float)), holds(number=1), to("number", 1.0)),
+    "truth for a number": (chosen(lambda b: b.number is True), holds(number=1), to("number", True)),
+    "hook on a layer": (ACT, with_layer(nn.GELU), lambda b: b.act.register_forward_hook(lambda *a: a[-1] * 2)),
+    "transposed weight": (
+        ACT,
+        with_layer(lambda: nn.Linear(8, 8)),
+        lambda b: setattr(b.act.weight, "data", b.act.weight.data.t()),
+    ),
     "hook on all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_hook", doubled)),
     "hook before all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_pre_hook", halved)),
     "hook on a layer": (
