@@ -120,7 +120,7 @@ class BlockExecutor:
 
     def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call `fn` with modules in tiles if the plan says so."""
-        return in_tiles(block, self.plan.tiling, fn)
+        return fn if self.plan.tiling is None else in_tiles(block, self.plan.tiling, fn)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with this `key` under the plan, or record it if there is no tape for the key."""

@@ -37,7 +37,6 @@ def run_checkpointed(
     if not compressible and graph is None:
         return checkpoint_call(fn, *args, block=block)
     versions = {place: version_of(tensor) for place, tensor in compressible.items()}
-    has_same_inputs, repeats_code = not compressible, graph is None
     repeatable_call = _RepeatableCall(fn, args, kwargs) if graph is None else _RepeatableCall(*graph, {})
 
     def hold() -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -47,8 +46,9 @@ def run_checkpointed(
         compressible.clear()
         return repeatable_call.call
 
-    options = {"has_same_inputs": has_same_inputs, "repeats_code": repeats_code}
-    return checkpoint_call(fn, *args, block=block, hold=hold, **options)
+    return checkpoint_call(
+        fn, *args, block=block, hold=hold, has_same_inputs=not compressible, repeats_code=graph is None
+    )
 
 
 class _RepeatableCall:

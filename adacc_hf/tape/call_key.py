@@ -48,10 +48,8 @@ class KnownShape:
 
 
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """Table from a block's call keys to tapes, with the number of calls of each key. The latest key is last.
-
-    All plans of a block share one table.
-    """
+    """Table from a block's call keys to tapes, with the number of calls of each key. The latest key is last. All plans
+    of a block share one table."""
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
@@ -90,11 +88,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
-        """Return a copy of `key` with the present layout of the block's own tensors.
-
-        The layout changes, for example, if weights are moved into one storage, or if a table of the block, such as
-        rotary embeddings, grows.
-        """
+        """Return a copy of `key` with the present layout of the block's own tensors (`block_layout`)."""
         self._note_layout(block)
         return key._replace(layout=self._layout)
 

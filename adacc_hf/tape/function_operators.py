@@ -65,10 +65,8 @@ class FunctionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class FunctionTarget:
-    """Wrapper of an `autograd.Function` class that can be called as an operator on a tape.
-
-    A call runs the forward, and returns the flattened results, followed by the tensors saved for backward.
-    """
+    """Wrapper of an `autograd.Function` class that can be called as an operator on a tape. A call runs the forward, and
+    returns the flattened results, followed by the tensors saved for backward."""
 
     function: type[Function]
     namespace: ClassVar[str] = FUNCTIONS
@@ -86,10 +84,8 @@ class FunctionTarget:
         return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
-        """Run the forward of the `autograd.Function` on `args`, the result of `decompose_arguments`.
-
-        If gradients are enabled, run `Function.apply`, which connects the results to the Function's backward.
-        """
+        """Run the forward of the `autograd.Function` on `args`, the result of `decompose_arguments`. If gradients are
+        enabled, run `Function.apply`, which connects the results to the Function's backward."""
         arguments = compose_arguments(args, call.requires_grad)
         with autocast_as(call.autocast):
             if torch.is_grad_enabled():
@@ -151,10 +147,8 @@ def flatten_results(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def results_of(result: Any) -> Any:
-    """Return the result of an `autograd.Function` with None in place of each tensor.
-
-    Raise NotReplayableError if the result contains an object that replay cannot build again.
-    """
+    """Return the result of an `autograd.Function` with None in place of each tensor. Raise NotReplayableError if the
+    result contains an object that replay cannot build again."""
     return map_tensors(_decompose_argument(result, _DEPTH), torch.Tensor, lambda _: None)
 
 
@@ -163,9 +157,7 @@ def results_of(result: Any) -> Any:
 
 def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an `autograd.Function`, with each object replaced by its class and attributes (`Parts`).
-
-    Raise NotReplayableError for an object that cannot be created again from numbers, strings and tensors.
-    """
+    Raise NotReplayableError for an object that cannot be created again from numbers, strings and tensors."""
     return tuple([_decompose_argument(argument, _DEPTH) for argument in args])
 
 
@@ -202,10 +194,8 @@ def _is_made_of_attributes(value: Any) -> bool:
 
 
 def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Rebuild the arguments of an `autograd.Function` from `args`, the result of `decompose_arguments`.
-
-    If gradients are disabled, the tensors get the recorded `requires_grad` flags.
-    """
+    """Rebuild the arguments of an `autograd.Function` from `args`, the result of `decompose_arguments`. If gradients
+    are disabled, the tensors get the recorded `requires_grad` flags."""
     flags = iter(requires_grad)
 
     def tensor_of(tensor: torch.Tensor) -> torch.Tensor:

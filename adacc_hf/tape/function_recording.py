@@ -101,10 +101,8 @@ class _FunctionRun:
 
 
 class FunctionRecorder:
-    """Base class of the tape recorder, with its state, for the `autograd.Function`s that a block calls.
-
-    Attributes that are only annotated in this class are defined in `Recorder`.
-    """
+    """Base class of the tape recorder, with its state, for the `autograd.Function`s that a block calls. Attributes that
+    are only annotated in this class are defined in `Recorder`."""
 
     untrusted: str | None
     _generator_state: torch.Tensor | None

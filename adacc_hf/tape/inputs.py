@@ -69,12 +69,10 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 
 
 def block_layout(block: nn.Module) -> Hashable:
-    """Return the geometry, dtype, storage number and `requires_grad` of each of the block's own tensors.
+    """Return the geometry, dtype, storage number and `requires_grad` of each of the block's own tensors, on which the
+    views recorded on a tape depend. Tensors that share a storage have the same number.
 
-    Tensors that share a storage have the same number. The views recorded on a tape depend on all these properties.
-
-    A layout can change: DeepSpeed moves the parameters of all blocks into one storage, and attached tensors
-    (`attached_tensors`) may be tables that grow.
+    A layout can change: DeepSpeed moves the parameters of all blocks into one storage, and attached tables may grow.
     """
     storages: dict[int, int] = {}
     registers = [register for module in block.modules() for register in (parameters_of(module), buffers_of(module))]
@@ -88,15 +86,15 @@ def block_layout(block: nn.Module) -> Hashable:
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    """Return the tensor at `source`, a place such as a parameter's name, in this call of `block`.
-
-    The tensor is detached unless it is a parameter. Return None if an attached tensor no longer exists.
-    """
+    """Return the tensor at `source`, a place such as a parameter's name, in this call of `block`, detached unless it is
+    a parameter. Return None if an attached tensor no longer exists."""
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])
     if source.place != "argument":
         path, name = _split_state_name(source.path[0])
-        owner = _owner_module(block, path)
+        owner = block
+        for step in path:
+            owner = modules_of(owner)[step]
         if source.place == "buffer":
             return buffers_of(owner)[name].detach()  # a later `buffer.data = ...` does not change the detached tensor
         # `[]` of ZeRO 3's tables gathers a partitioned parameter, for which DeepSpeed waits for all ranks.
@@ -111,12 +109,6 @@ def _split_state_name(name: str) -> tuple[tuple[str, ...], str]:
     """Split the name of a block's parameter: "mlp.c_fc.weight" -> (("mlp", "c_fc"), "weight")."""
     *path, last = name.split(".")
     return tuple(path), last
-
-
-def _owner_module(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    for step in path:
-        block = modules_of(block)[step]
-    return block
 
 
 # Attached tensors: stored on modules or parameters without being registered, such as the scales of a quantized weight.
@@ -141,10 +133,8 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor that is attached to the parameter or module `owner` at `path`, detached from autograd's graph.
-
-    `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
-    """
+    """Return the tensor that is attached to the parameter or module `owner` at `path` (attribute names, and keys or
+    indices of containers), detached from autograd's graph. Return None if the tensor no longer exists."""
     try:
         tensor = reduce(_path_step, path, owner)
     except (AttributeError, LookupError):

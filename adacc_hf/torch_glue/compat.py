@@ -45,12 +45,8 @@ _LAYERS_LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 
 @cache
 def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = False) -> bool:
-    """Return True if this release of torch can add matrix products in `dtype` to a float32 sum
-    (`torch.addmm(out_dtype=...)`).
-
-    The function tries a small product. Its cache has separate entries for fake tensors (`is_fake`), which may be on a
-    device that the machine lacks.
-    """
+    """Return True if this release of torch can add matrix products in `dtype` to a float32 sum (addmm's `out_dtype`).
+    Fake tensors (`is_fake`) may be on a device that the machine lacks."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     factor = torch.ones(16, 16, dtype=dtype, device=device)
@@ -194,13 +190,11 @@ def checkpoint_call(
 
     The first call of each block is compared: the second run must save the tensors of the first (`SecondRun`).
 
-    Before the second run, buffers and attributes that the first run changed get the values that they had before the
-    first run, and afterwards those that they had before the second run (`BlockState`). So buffers and counters change
-    once per call, and random generators give the same numbers in both runs. torch itself restores only its own default
-    generators. If the first call changes other state, such as a list, its tensors are kept, and this call and all later
-    ones run once. If a later call is the first that does so, raise UnrestorableError, unless `is_held`: then the caller
-    keeps the call's tensors until it has asked `changes_in_place`. Set `repeats_code` to False if the second run runs a
-    traced graph.
+    For the second run, buffers and attributes that the first run changed (`BlockState`) and Python's and numpy's
+    generators get their earlier values. If the first call changes other state, such as a list, its tensors are kept,
+    and this call and all later ones run once. If a later call is the first that does so, raise UnrestorableError,
+    unless `is_held`: then the caller keeps the call's tensors until it has asked `changes_in_place`. Set `repeats_code`
+    to False if the second run runs a traced graph.
 
     torch's hooks are removed even if `fn` raises. Before torch 2.13 the hooks would stay active as long as the error is
     referenced.

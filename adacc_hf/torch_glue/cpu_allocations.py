@@ -35,9 +35,8 @@ log_level: ctypes.c_int | None = _c10_variable("FLAGS_caffe2_log_level", ctypes.
 def count_all_threads() -> Iterator[None]:
     """Make torch's memory profiler record CPU allocations and frees of all threads inside the `with` block.
 
-    By default the profiler records only the profiled thread. Gloo's threads are often the last to free a tensor that
-    ranks have exchanged, which would then count as live forever. c10 warns about freed blocks whose allocation the
-    profiler did not record. It has hardly any other warnings, so only its errors are written inside the `with` block.
+    Gloo's threads are often the last to free a tensor that ranks have exchanged, which would then count as live
+    forever. c10's warnings, which are about freed blocks whose allocation the profiler did not record, are dropped.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:
@@ -103,9 +102,8 @@ class AllocatorEvents:
 
         Each mark is a storage of MARK_BYTES that is alive until the last session ends. `mark_addresses` are the
         addresses of these storages. The list contains None at the place of each mark, and its bytes do not include the
-        marks. The bytes are relative to the first event. Bytes freed by another thread are counted at the next event.
-        The first event of each session after the first one shows what was allocated between the sessions, by inner
-        meters for example.
+        marks. The bytes are relative to the first event. Bytes freed by another thread, or allocated between two
+        sessions, are counted at the next event.
 
         Storages from before the first event have no effect. If an earlier session recorded such a storage, the profiler
         subtracts its bytes when it is freed, and this method adds them back. The profiler misses frees between

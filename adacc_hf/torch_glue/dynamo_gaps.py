@@ -20,10 +20,8 @@ Patch = tuple[Any, str, Any]
 
 
 def identity_patches(numbers: list[str]) -> list[Patch]:
-    """Return the patches that guard the identity of objects that traced code compares by `is` or uses as keys.
-
-    Two tensors that are compared get no guard. Instead, the comparison, "a is b", is appended to `numbers`.
-    """
+    """Return the patches that guard the identity of objects that traced code compares by `is` or uses as keys. For two
+    tensors that are compared, "a is b" is appended to `numbers` instead."""
     try:
         from torch._dynamo.variables import builtin, object_protocol
         from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -111,10 +109,7 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 
 def dict_order_patches(numbers: list[str]) -> list[Patch]:
     """Return the patches that append a hash of the names, in order, of each dict that traced code iterates to
-    `numbers`.
-
-    Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
-    OrderedDict.
+    `numbers`: Dynamo does not guard them if a dict is copied or converted to a list, nor the order of an OrderedDict.
     """
     from torch._dynamo.variables import dicts, lists
 
@@ -203,8 +198,5 @@ def more_operators() -> Iterator[None]:
 
 
 def name_of(source: Any) -> str:
-    """Return the Python expression of `source`, Dynamo's description of where a value comes from.
-
-    `name` is a property since torch 2.13, and a method before.
-    """
-    return source.name if isinstance(source.name, str) else source.name()
+    """Return the Python expression of `source`, Dynamo's description of where a value comes from."""
+    return source.name if isinstance(source.name, str) else source.name()  # a method before torch 2.13

@@ -47,23 +47,17 @@ def total_host_bytes() -> int:
 def _container_bytes() -> list[tuple[int, int]]:
     """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it, set
     by containers, batch systems or systemd. The inactive page cache counts as free: the kernel frees it when needed."""
+    own_paths: dict[str, str] = {}  # by controller; "" stands for version 2, which has all controllers in one hierarchy
+    with suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():  # "number:controllers:path"
+            _, controllers, path = line.split(":", 2)
+            own_paths |= dict.fromkeys(controllers.split(","), path)
     return [
         limit
-        for hierarchy, names in ((CGROUP, VERSION_2), (CGROUP / "memory", VERSION_1))
-        for folder in _folders(hierarchy, _own_path(is_version_2=names is VERSION_2))
+        for hierarchy, controller, names in ((CGROUP, "", VERSION_2), (CGROUP / "memory", "memory", VERSION_1))
+        for folder in _folders(hierarchy, own_paths.get(controller, "/"))
         for limit in _limit_of(folder, *names)
     ]
-
-
-def _own_path(is_version_2: bool) -> str:
-    """Return the path of this process's cgroup of version 2 or 1, or "/". A line of OWN_CGROUPS is
-    "number:controllers:path". The number in version 2 is 0."""
-    with suppress(OSError):
-        for line in OWN_CGROUPS.read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if (number == "0" and not controllers) if is_version_2 else "memory" in controllers.split(","):
-                return path
-    return "/"
 
 
 def _folders(hierarchy: Path, path: str) -> list[Path]:

@@ -236,9 +236,8 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def available_bytes(device: torch.device, static_bytes: int) -> int:
     """Return the bytes that this process uses or can still use on `device`.
 
-    On a GPU, the process's memory fraction is the limit. Unless the allocator's segments are expandable,
-    `FRAGMENTATION_SHARE` is subtracted. On a CPU, `static_bytes` are the bytes that the process uses already, limits of
-    containers count (`free_host_bytes`), and `HEAP_SHARE` of the free bytes is subtracted.
+    `static_bytes` are the bytes that the process uses already on a CPU. `FRAGMENTATION_SHARE` or `HEAP_SHARE` is
+    subtracted.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -26,9 +26,10 @@ class RandomStates:
     def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
         self._python: Any = random.getstate()
         self._numpy: Any = numpy.random.get_state()
-        generators = [] if devices is None else _default_generators(devices)
+        gpus = sorted({_device_index(device) for device in devices or () if device.type == "cuda"})
+        generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
         # Copies of the generators, because a tensor with a CPU's state of 5 KB would count as live memory.
-        self._torch = [(generator, generator.clone_state()) for generator in generators]
+        self._torch = [(each, each.clone_state()) for each in generators if devices is not None]
 
     def have_advanced(self) -> bool:
         """Return True if numbers were drawn from one of the generators since the snapshot."""
@@ -58,11 +59,6 @@ class RandomStates:
             yield
         finally:
             present.restore()
-
-
-def _default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    gpus = sorted({_device_index(device) for device in devices if device.type == "cuda"})
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
 
 
 _replacement_generators: dict[str, Any] = {}

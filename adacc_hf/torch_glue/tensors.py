@@ -233,7 +233,7 @@ def without_gradient_hooks(
         hooks.clear()
     for hooks in module_hooks:
         saved_hooks.append((hooks, dict(hooks)))
-        hooks.update(dict.fromkeys(hooks, _do_nothing))
+        hooks.update(dict.fromkeys(hooks, lambda *_: None))
     try:
         yield
     finally:
@@ -253,10 +253,6 @@ def gradients_set_aside(leaves: Iterable[torch.Tensor], module_hooks: Iterable[d
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
-
-
-def _do_nothing(*args: Any) -> None:
-    """Return None, by which a backward hook leaves the gradients as they are."""
 
 
 # Distances of tensors: L2 norms in double precision. Several tensors are treated as one vector. These functions do not
