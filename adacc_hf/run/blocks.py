@@ -16,7 +16,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from adacc_hf.artifacts.call_names import call_name, calls_per_block
 from adacc_hf.artifacts.errors import (
@@ -45,7 +44,6 @@ from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
     transform_level,
-    tree_leaves,
     unwritten_originals,
 )
 from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
@@ -137,7 +135,8 @@ class BlockFunction:
         self.num_calls = 0
         """Number of calls of the block so far with gradients enabled."""
         self._has_warned_of_transform = False
-        self.step = StepCount()
+        self.next_call = 0
+        """Index of the next call in the step, among `calls()`."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
@@ -208,9 +207,9 @@ class BlockFunction:
         kwargs = fn.keywords if isinstance(fn, partial) else {}
         if not self.later:
             return self.strategy.run(block, fn, args, kwargs)
-        call = self.calls()[self.step.next_of(1 + len(self.later))]
+        call = self.calls()[self.next_call]
         result = call.strategy.run(block, fn, args, kwargs)
-        self.step.returned(result)
+        self.next_call = (self.next_call + 1) % len(self.calls())
         return result
 
     def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
@@ -232,8 +231,9 @@ class BlockFunction:
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
-        """Set how many calls follow the block's first one in a step. Added calls get the first call's strategy."""
-        self.step.reset()
+        """Set how many calls follow the block's first one in a step, and begin a step. Added calls get the first call's
+        strategy."""
+        self.next_call = 0
         names = [call_name(self.name, 2 + place) for place in range(number)]
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
 
@@ -312,7 +312,6 @@ class Installation:
             gathering.remove()
         for function in self.blocks.values():
             function.block = None
-            function.step.reset()
         self._restore_warning()
 
     def expect(self, calls: Iterable[str]) -> None:
@@ -329,8 +328,7 @@ class Installation:
         """Begin a step: the next call of each block counts as its first call in the step."""
         for name, function in self.blocks.items():
             self._num_calls_before[name] = function.num_calls
-            if function.later:
-                function.step.reset()
+            function.next_call = 0
 
     def reinstall(self, model: nn.Module) -> None:
         """Install the functions again, after other code has switched checkpointing on or off in `model`. `remove` then
@@ -429,42 +427,3 @@ class Reinstaller:
 
 def _bound_setter(model: Any, name: str) -> Any:
     return getattr(type(model), name).__get__(model)
-
-
-# Number of a block's current call in a step.
-
-
-class StepCount:
-    """Counter of one block's calls since the step began.
-
-    It restarts when backward reaches a result or, as a step may end without a backward, when the graphs of all calls
-    are freed, a call exceeds the expected number, or `reset` is called.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._hooks: list[RemovableHandle] = []
-
-    def next_of(self, expected: int) -> int:
-        """Return the number of the call that begins now, counted from 0, of `expected` calls in a step."""
-        are_graphs_gone = bool(self._hooks) and all(hook.hooks_dict_ref() is None for hook in self._hooks)
-        if are_graphs_gone or self._number >= expected:
-            self.reset()
-        return self._number
-
-    def returned(self, result: Any) -> None:
-        """Count a finished call, whose `result` restarts the count in backward."""
-        self._number += 1
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self._hooks.append(leaf.register_hook(self._reached))
-
-    def reset(self) -> None:
-        """Restart the count, and remove the gradient hooks. `reset` may be called at any time."""
-        self._number = 0
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-
-    def _reached(self, _: torch.Tensor) -> None:
-        self.reset()

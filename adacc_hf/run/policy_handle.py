@@ -106,17 +106,13 @@ class PolicyHandle:
         self.policy = policy
         self.plans: BlockPlans
         """The executors that `follow` installed last."""
-        self._head: ChunkedHead | None = None
+        self.head: ChunkedHead | None = None
+        """The chunked head, which may be switched off. None if no policy so far had it."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
             self.remove()
             raise
-
-    @property
-    def head(self) -> ChunkedHead | None:
-        """The chunked head, which may be switched off. None if no policy so far had it."""
-        return self._head
 
     def replace(self, policy: Policy) -> None:
         """Run the blocks under another policy from the next forward on."""
@@ -157,20 +153,20 @@ class PolicyHandle:
 
     def _chunk_head(self, is_on: bool) -> None:
         """Switch the chunked head on or off, as the policy requires."""
-        if self._head is None and is_on:
+        if self.head is None and is_on:
             try:
-                self._head = ChunkedHead(self.installation.model)
+                self.head = ChunkedHead(self.installation.model)
             except ChunkedHeadError as error:
                 raise PolicyMismatchError(f"the policy has a chunked head, and {error}") from error
-        if self._head is not None:
-            self._head.is_on = is_on
+        if self.head is not None:
+            self.head.is_on = is_on
 
     def remove(self) -> None:
         """Remove the policy from the model. Further calls have no effect."""
         Applied.forget(self.installation.model, self)
         self.installation.remove()
-        if self._head is not None:
-            self._head.remove()
+        if self.head is not None:
+            self.head.remove()
         host_pool.release(self)
 
     def uncalled(self) -> list[str]:
