@@ -230,7 +230,6 @@ CASES = {
     ),
     "type of a number": (chosen(lambda b: isinstance(b.number, float)), holds(number=1), to("number", 1.0)),
     "truth for a number": (chosen(lambda b: b.number is True), holds(number=1), to("number", True)),
-    "hook on a layer": (ACT, with_layer(nn.GELU), lambda b: b.act.register_forward_hook(lambda *a: a[-1] * 2)),
     "transposed weight": (
         ACT,
         with_layer(lambda: nn.Linear(8, 8)),
