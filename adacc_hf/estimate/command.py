@@ -62,6 +62,13 @@ def add_parser(commands: Any) -> None:
         help="rank for --optimizer compact: a fraction of a layer's inputs, or a number of them (default 0.25)",
     )
     more.add_argument(
+        "--images",
+        type=int,
+        metavar="N",
+        help="images in each sequence, in a vision-language model with images of a fixed size. The number of their "
+        "tokens follows from the model's config, and --seq-len counts these tokens too (default: no images)",
+    )
+    more.add_argument(
         "--host-memory",
         metavar="SIZE",
         help="memory of the host that each device may use for activations, such as 64GiB (default: none)",
@@ -149,6 +156,14 @@ _NEEDS = {
 """Options that have no effect without another one, which may have a value."""
 
 
+_RANGES = {
+    "--images": (lambda number: number >= 1, "at least 1: the images in each sequence"),
+    "--lora-rank": (lambda number: number >= 1, "at least 1"),
+    "--lora-dropout": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
+}
+"""Condition on an option's value, as code and as text."""
+
+
 def _convert_options(arguments: argparse.Namespace) -> None:
     """Check the options, and replace sizes by bytes. `arguments.sharding` is the sharding of all options for it."""
     if arguments.device != "cpu":  # whose rates are measured
@@ -159,6 +174,10 @@ def _convert_options(arguments: argparse.Namespace) -> None:
         has_needed = _value_of(arguments, name) == value if value else _value_of(arguments, name) is not None
         if _value_of(arguments, option) is not None and not has_needed:
             raise ValueError(f"{option} needs {needed}: pass both options, or neither")
+    for option, (is_allowed, rule) in _RANGES.items():
+        number = _value_of(arguments, option)
+        if number is not None and not is_allowed(number):
+            raise ValueError(f"{option}={number} must be {rule}")
     arguments.sharding = _plan_sharding(arguments)
     for option in ("--budget", "--host-memory", "--host-bandwidth"):
         setattr(arguments, _attribute(option), _option_bytes(_value_of(arguments, option), option))
@@ -217,6 +236,7 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         trace=arguments.trace or device.trace,
         sharding=sharding,
+        images=arguments.images or 0,
         # ZeRO 3 has the output layer's weight only during the layer's forward, before the loss is computed.
         adacc=AdaccConfig(
             exact=arguments.exact,

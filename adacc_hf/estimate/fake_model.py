@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,13 @@ from adacc_hf.estimate.adapters import Adapters, Quantization, lora_model
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement
+from adacc_hf.estimate.images import (
+    image_model,
+    image_size,
+    pixel_values,
+    tokens_per_image,
+    unchecked_placeholders,
+)
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.static_memory import Precision, Sharding
 from adacc_hf.estimate.thinning import Thinning
@@ -53,6 +60,8 @@ class Workload:
     """Device type ("cuda" or "cpu") that the traced fake tensors have. Torch's choice of kernels depends on it."""
     sharding: Sharding = field(default_factory=Sharding)
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
+    images: int = 0
+    """Number of images in each sequence, in a vision-language model."""
 
     @property
     def has_master_weights(self) -> bool:
@@ -61,6 +70,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         self.device.check_dtype(self.precision.compute)
+        if self.images:
+            image_size(self.config)
+            if self.adapters is not None:
+                raise ValueError("--images is not planned with --peft: leave out one of the two")
         if self.quantization is not None and self.adapters is None:
             raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
         if self.quantization is not None and self.sharding.method not in ("none", "ddp"):
@@ -85,6 +98,10 @@ class FakeModel:
         self.model = empty_model(workload, precision.compute if sharding.casts_weights else precision.weights)
         _disable_caches(self.model)
         self.model.train()
+        self.image_tokens = 0
+        """Number of tokens of each sequence that stand for images."""
+        if workload.images:
+            self.image_tokens = workload.images * tokens_per_image(self.model, workload.config)
         if workload.compact_rank is not None:
             from adacc_hf.compact import CompactFactory  # which imports Transformers' Trainer
 
@@ -110,10 +127,19 @@ class FakeModel:
         return self._trace(batch_size, seq_len)[0]
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        """Return a batch of `batch_size` sequences of `seq_len` tokens, with labels."""
+        """Return a batch of `batch_size` sequences of `seq_len` tokens, with labels. Raises ValueError if the images
+        leave no room for text."""
+        if seq_len <= self.image_tokens:
+            raise ValueError(
+                f"the images' {self.image_tokens} tokens must be fewer than --seq-len={seq_len}, which counts the "
+                f"tokens of images and of text: raise --seq-len, or set a smaller --images"
+            )
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
-        return {"input_ids": ids, "labels": labels.clone()}
+        images = {}
+        if self.workload.images:
+            images = {"pixel_values": pixel_values(self.workload.config, batch_size * self.workload.images)}
+        return {"input_ids": ids, "labels": labels.clone(), **images}
 
     def _trace(self, batch_size: int, seq_len: int) -> tuple[Profile, dict[str, float]]:
         """Return the profile of the present blocks, and the milliseconds of each block's backward."""
@@ -132,7 +158,8 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
-    with fake_tensors(workload.trace):
+    placeholders = unchecked_placeholders() if workload.images else nullcontext()
+    with fake_tensors(workload.trace), placeholders:
         try:
             yield FakeModel(workload)
         except AdaccError:
@@ -157,4 +184,5 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
     """Return a model of `workload` with new weights of `dtype`, on fake tensors inside `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
-    return fresh_model(workload.config, workload.attention, dtype)
+    build = image_model if workload.images else fresh_model
+    return build(workload.config, workload.attention, dtype)

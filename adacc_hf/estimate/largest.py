@@ -86,8 +86,8 @@ def _shapes_of(method: str, planner: TrainingPlanner, batch_start: int, length_s
     def excess(batch_size: int, seq_len: int) -> int:
         return _least_peak(method, planner.profile_at(batch_size, seq_len), config) - request.budget
 
-    def length(steps: int) -> int:
-        return min(LENGTH_STEP * steps, longest)
+    def length(steps: int) -> int:  # leaves room for a token of text beside images
+        return min(max(LENGTH_STEP * steps, planner.model.image_tokens + 1), longest)
 
     batch_size = largest_fitting(lambda n: excess(n, request.seq_len), batch_start, SEARCH_LIMIT, at_zero)
     steps = largest_fitting(
@@ -97,7 +97,7 @@ def _shapes_of(method: str, planner: TrainingPlanner, batch_start: int, length_s
         at_zero,
     )
     requested_fits = excess(request.batch_size, request.seq_len) <= 0
-    seq_len = max(length(steps), request.seq_len if requested_fits else 0)
+    seq_len = max(length(steps) if steps else 0, request.seq_len if requested_fits else 0)
     return LargestShapes(
         method=method,
         batch_size=batch_size,

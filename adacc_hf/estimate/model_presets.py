@@ -86,7 +86,7 @@ def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype
             raise
         raise ValueError(
             f"{type(config).__name__} has no {auto_class.__name__}: choose a language model, or the language model of "
-            f"a model with images or sound, which is the text_config in its config.json"
+            f"a model with images or sound, which is the text_config in its config.json; --images N plans images"
         ) from error
 
 

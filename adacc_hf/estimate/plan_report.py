@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.estimate.images import image_size
 from adacc_hf.estimate.planning import TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
@@ -75,9 +76,10 @@ def _plan_title(plan: TrainingPlan) -> str:
     request, device = plan.request, plan.request.workload.device
     sharding = request.workload.sharding
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
+    images_text = f" ({plan.image_tokens} of each sequence for images)" if plan.image_tokens else ""
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
-        f"device, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
+        f"device{images_text}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
     )
 
 
@@ -182,6 +184,12 @@ def _plan_notes(plan: TrainingPlan) -> list[str]:
         for option in v.codecs
     ):
         notes.append(f"{100 * OUTLIER_SHARE:g} % of the channels are assumed to be outliers.")
+    if workload.images:
+        _, height, width = image_size(workload.config)
+        notes.append(
+            f"Images have {height} x {width} pixels. The vision tower is trained like the language model, and its "
+            f"activations are included."
+        )
     if workload.adacc.host_memory is not None:
         notes.append(_host_note(plan))
     if workload.trace != workload.device.trace:

@@ -86,6 +86,8 @@ class TrainingPlan:
     bound_bytes: int | None
     """Lower bound on the peak of every policy. None if a policy fits the budget."""
     forecasts: dict[str, Forecast]
+    image_tokens: int
+    """Number of tokens of each sequence that stand for images."""
     phases: dict[str, int]
     """Peak of live bytes in each phase of the step, under the policy, or under full recomputation if no policy fits."""
 
@@ -144,6 +146,7 @@ class TrainingPlanner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
+            image_tokens=self.model.image_tokens,
             phases=_phase_peaks(fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
 
