@@ -106,17 +106,11 @@ def _codecs_command(_: argparse.Namespace) -> Iterator[str]:
 def _add_policy_parsers(commands: Any) -> None:
     explain = commands.add_parser("explain", help="print a policy and, with a profile, the reason for each action")
     _add_policy_argument(explain)
-    explain.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
     explain.set_defaults(run=_explain_command)
 
     report = commands.add_parser("report", help="write report.md, report.html and their pictures")
     _add_policy_argument(report)
     report.add_argument("--output", type=Path, metavar="DIR", help="output folder (default: the policy's folder)")
-    report.add_argument(
-        "--history",
-        type=Path,
-        help="adacc_history.json of the run, for its events by step (default: the file next to the policy)",
-    )
     report.set_defaults(run=_report_command)
 
 
@@ -133,24 +127,21 @@ def _add_policy_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain_command(arguments: argparse.Namespace) -> str:
-    path = policy_file(arguments.policy)
+    path, columns = policy_file(arguments.policy), terminal_columns()
     compiled = _compiled_policy(path)
     if compiled is not None:
-        return _explain_compiled_command(compiled, arguments)
-    policy = Policy.load(path)
-    profile_path = arguments.profile or _saved_profile(path)
-    if profile_path is None:
-        if arguments.html is not None:
-            raise ValueError(f"--html needs the profile that {path} was solved from: pass it with --profile")
-        return fit_lines(str(policy), terminal_columns())
-    profile = Profile.load(profile_path)
-    columns = terminal_columns()
-    text = fit_lines("\n".join([explain_policy(policy, profile, columns), *_fallback_lines(path)]), columns)
-    if arguments.html is not None:
-        from adacc_hf.reports.report import policy_report
+        from adacc_hf.compiler.graph_report import explain_compiled
 
-        policy_report(profile=profile, policy=policy).save(arguments.html)
-    return text
+        if arguments.profile is not None:
+            raise ValueError(
+                f"--profile={arguments.profile}: the policy {arguments.policy} is for compiled graphs, which have no "
+                f"profile; leave out --profile"
+            )
+        text = explain_compiled(compiled, columns)
+    else:
+        policy, profile_path = Policy.load(path), arguments.profile or _saved_profile(path)
+        text = str(policy) if profile_path is None else explain_policy(policy, Profile.load(profile_path), columns)
+    return fit_lines("\n".join([text, *_fallback_lines(path)]), columns)
 
 
 def _fallback_lines(policy: Path) -> list[str]:
@@ -158,48 +149,26 @@ def _fallback_lines(policy: Path) -> list[str]:
     history that the run saved next to the file `policy`."""
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
-    summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
+    summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE))), ""]
     return ["", summary, *(f"  {reason}" for reason in reasons if reason)] if summary else []
-
-
-def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
-    from adacc_hf.compiler.graph_report import explain_compiled
-
-    if arguments.profile is not None:
-        raise ValueError(
-            f"--profile={arguments.profile}: the policy {arguments.policy} is for compiled graphs, which have no "
-            f"profile; leave out --profile"
-        )
-    if arguments.html is not None:
-        from adacc_hf.compiler.graph_report import compiled_report
-
-        compiled_report(policy=policy).save(arguments.html)
-    columns = terminal_columns()
-    lines = [explain_compiled(policy, columns), *_fallback_lines(policy_file(arguments.policy))]
-    return fit_lines("\n".join(lines), columns)
 
 
 def _report_command(arguments: argparse.Namespace) -> str:
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
-    folder = arguments.output or path.parent
-    history = _load_history(
-        arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None
-    )
+    history = _load_history(path.with_name(HISTORY_FILE))
     if compiled is not None:
         from adacc_hf.compiler.graph_report import compiled_report
 
-        return _describe_report_files(compiled_report(policy=compiled, history=history).save(folder))
-    profile_path = arguments.profile or _saved_profile(path)
-    if profile_path is None:
-        raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
-    from adacc_hf.reports.report import policy_report
+        report = compiled_report(policy=compiled, history=history)
+    else:
+        profile_path = arguments.profile or _saved_profile(path)
+        if profile_path is None:
+            raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
+        from adacc_hf.reports.report import policy_report
 
-    policy, profile = Policy.load(path), Profile.load(profile_path)
-    return _describe_report_files(policy_report(profile=profile, policy=policy, history=history).save(folder))
-
-
-def _describe_report_files(markdown: Path) -> str:
+        report = policy_report(profile=Profile.load(profile_path), policy=Policy.load(path), history=history)
+    markdown = report.save(arguments.output or path.parent)
     return f"wrote {markdown.with_suffix('.html')} and {markdown.name}"
 
 
@@ -222,13 +191,13 @@ def _saved_profile(policy: Path) -> Path | None:
     return profile if profile != policy and profile.is_file() else None
 
 
-def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
-    """Load a run's history, the events of its steps. If the file is missing and `is_required` is False, return ()."""
-    if not is_required and not path.is_file():
+def _load_history(path: Path) -> Sequence[dict[str, Any]]:
+    """Load a run's history, the events of its steps. Return () if the file is missing."""
+    if not path.is_file():
         return ()
     history = read_json(path, AdaccError, "history")
     if not isinstance(history, list) or not all(_is_history_event(record) for record in history):
-        raise AdaccError(f"{path} is not the history of a run: pass the run's {HISTORY_FILE} with --history")
+        raise AdaccError(f"{path} is not the history of a run: delete the file, or copy the run's {HISTORY_FILE} there")
     return history
 
 

@@ -24,17 +24,16 @@ BAR_INCHES = 0.26
 def compiled_report(*, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Report:
     """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`. Raises ImportError if
     matplotlib is not installed."""
-    overview = (
+    parts: list[Part] = [
         *_region_summary(policy),
         *_compiled_policy_map(policy),
         *fallback_parts(history),
         *timeline_parts(history),
-    )
-    details: list[Part] = ["## Tensors"]
+        "## Tensors",
+    ]
     for plan in policy.regions:
-        title = f"{plan.summary()}{describe_calls(plan)}"
-        details += [f"### {title}", table(HEADERS, tensor_rows(plan), NUMBERS)]
-    return Report(title=GRAPHS_TITLE, overview=overview, details=(*details, *event_parts(history)))
+        parts += [f"### {plan.summary()}{describe_calls(plan)}", table(HEADERS, tensor_rows(plan), NUMBERS)]
+    return Report(title=GRAPHS_TITLE, parts=(*parts, *event_parts(history)))
 
 
 def _region_summary(policy: CompiledPolicy) -> list[Part]:

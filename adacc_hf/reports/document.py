@@ -16,6 +16,12 @@ from adacc_hf.reports.plots import plot_module
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.7em; } h2 { font-size: 1.25em; margin-top: 2em; }
+img { max-width: 100%; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+table { display: block; overflow-x: auto; }
+th, td { padding: 3px 10px; text-align: left; border-bottom: 1px solid rgba(128, 128, 128, 0.35); white-space: nowrap; }
+th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
+.action { padding: 1px 7px; border-radius: 4px; }
 """
 _DARK_STYLE = """
 @media (prefers-color-scheme: dark) {
@@ -26,20 +32,8 @@ img { filter: invert(0.9) hue-rotate(180deg); }
 """
 """CSS for dark screens. The filter on pictures turns white into the page's #1a1a1a and dark text into light text, and
 keeps the hue of colours."""
-_CONTENT_STYLE = """
-SCOPE img { max-width: 100%; height: auto; }
-SCOPE table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-SCOPE table { display: block; overflow-x: auto; }
-SCOPE th, SCOPE td { padding: 3px 10px; text-align: left; border-bottom: 1px solid rgba(128, 128, 128, 0.35); }
-SCOPE th, SCOPE td { white-space: nowrap; }
-SCOPE th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
-SCOPE .action { padding: 1px 7px; border-radius: 4px; }
-"""
-"""CSS for the parts of a document. SCOPE is replaced by the selector of the element that contains the parts."""
 TEXT_COLORS = {"retain": "#fff", "compress": "#1f2328", "recompute": "#1f2328"}
 """Text colours on `ACTION_COLORS`, readable on light and dark pages."""
-SCOPE = "adacc-report"
-"""CSS class of the element around a report in a notebook, so that the notebook's other cells keep their style."""
 SYNTAX = ("heading", "image", "escape", "table")
 """Rules of Markdown that a report uses besides paragraphs. Names such as `_to_copy` and `<lambda>` stand for
 themselves."""
@@ -72,7 +66,8 @@ def to_html(parts: Sequence[Part]) -> str:
     for figure in (part for part in parts if isinstance(part, Figure)):
         data = base64.b64encode(figure.png).decode("ascii")
         html = html.replace(f'src="{figure.file_name}"', f'src="data:image/png;base64,{data}"')
-    return re.sub(rf"<td>({'|'.join(ACTION_COLORS)})</td>", r'<td><span class="action \1">\1</span></td>', html)
+    actions = "|".join(ACTION_COLORS)
+    return re.sub(rf"<td>(({actions})(\([^<]*\))?)</td>", r'<td><span class="action \2">\1</span></td>', html)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +76,7 @@ class Report:
     Markdown."""
 
     title: str
-    overview: tuple[Part, ...]
-    """Parts of the report that are always shown: the summary and the pictures."""
-    details: tuple[Part, ...]
-    """Parts of the report with one row per activation or event. A notebook shows these tables on a click."""
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """All parts of the report, in order."""
-        return (f"# {self.title}", *self.overview, *self.details)
+    parts: tuple[Part, ...]
 
     @property
     def figures(self) -> tuple[Figure, ...]:
@@ -99,11 +86,17 @@ class Report:
     @property
     def page(self) -> str:
         """The report as one HTML page without external files."""
+        colors = "".join(
+            f".{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n" for name, color in ACTION_COLORS.items()
+        )
         return (
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(self.title)}</title>\n'
-            f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{to_html(self.parts)}"
+            f"<style>{_STYLE}{colors}{_DARK_STYLE}</style>\n</head>\n<body>\n{to_html(self._with_title())}"
             "</body>\n</html>\n"
         )
+
+    def _with_title(self) -> tuple[Part, ...]:
+        return (f"# {self.title}", *self.parts)
 
     def save(self, folder: str | Path) -> Path:
         """Write report.md, report.html and the pictures into `folder`. Return the path of report.md.
@@ -118,21 +111,18 @@ class Report:
         for figure in self.figures:
             _write_atomically(folder / figure.file_name, figure.png)
         _write_atomically(folder / "report.html", page.encode())
-        _write_atomically(folder / "report.md", to_markdown(self.parts).encode())
+        _write_atomically(folder / "report.md", str(self).encode())
         return folder / "report.md"
 
     def __str__(self) -> str:
-        return to_markdown(self.parts)
+        return to_markdown(self._with_title())
 
     def __repr__(self) -> str:
         return f"<{self.title}: print(report) prints it, report.save(folder) writes it with its pictures>"
 
     def _repr_html_(self) -> str:
-        """Return the report as HTML for a notebook's cell, in the colours of the notebook."""
-        return (
-            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{to_html(self.overview)}'
-            f"<details><summary>Every activation and event</summary>\n{to_html(self.details)}</details></div>"
-        )
+        """Return the page in a frame, for a notebook's cell."""
+        return f'<iframe srcdoc="{escape(self.page)}" style="width: 100%; height: 45em; border: 0"></iframe>'
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
@@ -140,11 +130,3 @@ def _write_atomically(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
-
-
-def _content_style(selector: str) -> str:
-    colors = "".join(
-        f"SCOPE .{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n"
-        for name, color in ACTION_COLORS.items()
-    )
-    return f"{_CONTENT_STYLE}{colors}".replace("SCOPE", selector)

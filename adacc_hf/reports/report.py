@@ -59,7 +59,7 @@ def policy_report(
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes)),
     ]
-    overview = (
+    parts = (
         *_summary_section(profile, policy, outcomes),
         f"Available on {profile.device}: {format_bytes(profile.available_bytes)}.",
         *_solver_section(policy),
@@ -72,8 +72,10 @@ def policy_report(
         figures[1],
         *fallback_parts(history),
         *timeline_parts(history),
+        *_actions_section(profile, policy),
+        *event_parts(history),
     )
-    return Report(title=TITLE, overview=overview, details=(*_actions_section(profile, policy), *event_parts(history)))
+    return Report(title=TITLE, parts=parts)
 
 
 def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, Outcome]:
