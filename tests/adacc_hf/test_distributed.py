@@ -109,7 +109,8 @@ def check_near(name, head):
     compute_loss = (lambda model, batch: loss_of(model, [batch, batch])) if twice else None
     config = AdaccConfig(min_compress_bytes=0, head=head) if head else TILED
     model = wrap(build())
-    profile = profile_model(model, batch(9), config, compute_loss=compute_loss)
+    is_bare = not head and name.startswith("fsdp2") and "bf16" not in name  # tiles need modules without hooks inside
+    profile = profile_model(build() if is_bare else model, batch(9), config, compute_loss=compute_loss)
     assert name == "ddp" or all(hasattr(p, "to_local") for p in model.parameters()), "the parameters are sharded again"
     if head:
         policy = uniform_policy(profile.with_head("chunked"), "recompute")
@@ -137,12 +138,12 @@ WRAPPERS = {
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-tiles.MIN_ROWS, tiles.MIN_TILE_ROWS = 8, 2
 for name in WRAPPERS:
     if sys.argv[1] == "tiles":
+        tiles.MIN_ROWS, tiles.MIN_TILE_ROWS = 8, 2
         check_near(name, None)
     elif sys.argv[1] == "head" and name != "ddp":
-        check_near(name, "chunked" if name == "fsdp2" else "auto")
+        check_near(name, "chunked")
     elif sys.argv[1] in ("before", "after"):
         check(name, before=sys.argv[1] == "before")
 dist.destroy_process_group()

@@ -61,8 +61,9 @@ def test_random_plans_use_the_allowed_actions_and_the_generator_alone(kind):
         return [random_plan(kind, random.Random(seed), actions, lossless, 0.0) for seed in range(30)]
 
     assert plans(ALL) == plans(ALL)
-    actions = {choice.action for plan in plans(ALL) for _, choice in plan.choices}
-    assert actions == set(ALL)
+    choices = [each for plan in plans(ALL) for each in plan.choices]
+    assert {choice.action for _, choice in choices} == set(ALL)
+    assert all(kind.values[value].recomputable for value, choice in choices if choice == RECOMPUTE)
     assert {c.action for plan in plans([Action.RETAIN, Action.RECOMPUTE]) for _, c in plan.choices} == {
         Action.RETAIN,
         Action.RECOMPUTE,

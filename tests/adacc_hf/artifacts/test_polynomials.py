@@ -73,9 +73,11 @@ def test_one_more_call_refutes_a_chance_fit_of_a_rounded_length(window, lengths,
     assert refitted is None or refitted(larger_basis.products((other,))) == rounded(other)
 
 
-def test_a_rounded_length_has_no_fit():
-    calls = [(n,) for n in (11, 24, 60, 37, 18)]
-    assert Basis(calls).fit(tuple(-(-n // 16) * 16 for (n,) in calls)) is None
+def test_three_terms_of_which_one_is_negative_need_five_calls():
+    calls = [(2, 11), (3, 24), (5, 60), (4, 37), (7, 18)]
+    column = tuple(2 * b * s + 3 * s * s - 5 * b for b, s in calls)
+    assert Basis(calls[:4]).fit(column[:4]) is None
+    assert Basis(calls).fit(column) is not None
 
 
 @given(st.lists(SIZES, min_size=6, max_size=6, unique=True), st.integers(0, 2**32))

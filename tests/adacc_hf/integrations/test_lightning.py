@@ -226,13 +226,14 @@ def test_each_length_gets_a_policy(fit):
     assert memory_events
 
 
-def test_figures_are_logged_at_the_logging_steps(fit, tmp_path):
-    callback = AdaccLightningCallback(**HALF)
+def test_figures_are_logged_at_the_logging_steps(fit, tmp_path, monkeypatch):
+    callback, logged, log_dict = AdaccLightningCallback(**HALF), [], Module.log_dict
+    monkeypatch.setattr(Module, "log_dict", lambda *args, **where: logged.append(args) or log_dict(*args, **where))
     _, trainer = fit([callback], logger=CSVLogger(tmp_path), log_every_n_steps=3)
     assert {"adacc/stored_gib", "adacc/peak_gib", "adacc/fallback_steps"} <= trainer.logged_metrics.keys()
     header, *rows = (Path(trainer.log_dir) / "metrics.csv").read_text().splitlines()
     assert "adacc/overhead_ms" in header.split(",")
-    assert len(rows) == 2
+    assert len(rows) == len(logged) == 2
     assert json.loads((Path(trainer.log_dir) / "adacc_history.json").read_text()) == callback.history
 
 
