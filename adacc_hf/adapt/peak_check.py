@@ -91,6 +91,8 @@ class PeakCheck:
         self._num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
         """Number of batches that are on the device before a step begins. A measurement does not include them."""
         self._pause = self._measure_after = 0
+        self._requested: SizePolicy | None = None
+        """Record that requested the measurement. The step may have batches of other sizes."""
 
     @property
     def is_due(self) -> bool:
@@ -99,7 +101,7 @@ class PeakCheck:
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
-        self.is_on = True
+        self.is_on, self._requested = True, self._choice.shown
         self.meter.begin()
         self.meter.count_memory(self._run.model, self._run.optimizer, handle.installation.functions)
 
@@ -118,9 +120,9 @@ class PeakCheck:
         is_known = 0 < len(known) == len(used) and self.meter.peak_bytes is not None
         self._pause = 0 if is_known else 2 * self._pause + 1
         self._measure_after = step + self._pause // 2
-        if not is_known or self.meter.peak_bytes is None:
+        if not is_known or self.meter.peak_bytes is None or self._requested is None:
             return
-        for record in known:
+        for record in (*known, self._requested):
             record.must_measure = False
         record = max(known, key=lambda record: record.policy.predicted_peak_bytes)
         unmeasured_bytes = self._num_uncounted * choice.batch_bytes

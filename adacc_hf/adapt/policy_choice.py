@@ -5,7 +5,7 @@ NOTE [Choice of a policy]. Sizes are grouped into classes, each 25 % larger than
 and policies are replaced here and nowhere else, at once, by the rank that needs it.
 | micro-batch | policy |
 |---|---|
-| in a class with a record | the record's, solved again if the run's corrections put it above the budget |
+| in a class with a record, or in a recorded size of the class | the record's, solved again if corrections require it |
 | in a new class | the fastest policy of the run, or full recomputation, that fits; a solver run follows when it pays |
 | in a new class, if none of these fits | solved for the class, or, if none fits the class, for the batch's own sizes |
 | in no class | that of the smallest recorded sizes around it, else torch's checkpoint, and it may be recorded |
@@ -62,7 +62,7 @@ class SizePolicy:
     plans: BlockPlans
     version: int
     """Version of the corrections in `profile`."""
-    must_measure: bool = False
+    must_measure: bool
     """True if the memory of a step is to be measured under the current actions."""
     num_waiting: int = 0
     """Number of batches under a policy that a solver run may improve. 0 if a run would find no faster one."""
@@ -190,7 +190,7 @@ class PolicyChoice:
         policy, may_improve = fitting
         record = self._record(sizes, self.fit.predicted(sizes), policy)
         record.num_waiting, record.num_steps = int(may_improve), RECORDED_STEPS
-        record.must_measure = self.fit.is_larger(sizes)
+        record.must_measure |= self.fit.is_larger(sizes)
         self._note_set(f"for batches of {describe(sizes)}", policy)
         return record
 
@@ -198,7 +198,9 @@ class PolicyChoice:
         corrections = self._run.corrections
         profile = corrections.applied(base, shapes)
         plans = self._handle.prepare(policy, self._handle.plans)
-        record = SizePolicy(shapes, base, profile, policy, plans, corrections.version)
+        # Measure the memory of a step as soon as possible, and then only after changes.
+        must_measure = all(other.must_measure for other in self.records.values())
+        record = SizePolicy(shapes, base, profile, policy, plans, corrections.version, must_measure)
         if shapes is None:
             self.records.clear()
         put_latest(self.records, shapes, record, MAX_SIZES)

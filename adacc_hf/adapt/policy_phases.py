@@ -157,7 +157,6 @@ class AdaptivePhase(FixedPolicyPhase):
         self._num_begun = 0
         """Number of the current step's micro-batches so far."""
         record = self.choice.add(profile, policy)
-        record.must_measure = True
         record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
 
     def begin_step(self, step: int) -> None:
