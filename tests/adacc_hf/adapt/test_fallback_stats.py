@@ -122,8 +122,8 @@ def padding_comes_and_goes(make_trainer, make_model):
     """Return a function that trains 7 steps. The batches of the 5th and the 7th have no padding, and run other
     operators."""
 
-    def train(**settings):
-        callback = AdaccCallback(**LOSSLESS, memory_budget=0.6)
+    def train(memory_budget=0.6, **settings):
+        callback = AdaccCallback(**LOSSLESS, memory_budget=memory_budget)
         rows = Rows([32] * 7, padded=(0, 1, 2, 3, 5))
         return callback, run(make_trainer, rows, [callback], model=make_model(), **settings)
 
@@ -152,6 +152,12 @@ def test_steps_on_another_path_are_counted_and_told_in_the_report(
     report = (folder / "report.md").read_text()
     assert f"| 2 | {BEFORE} |" in report
     assert f"| 2 | {why} |" in report
+
+
+def test_a_batch_on_another_path_may_exceed_a_budget_in_bytes(padding_comes_and_goes, caplog):
+    probe, _ = padding_comes_and_goes(max_steps=3)
+    padding_comes_and_goes(memory_budget=probe.policy.predicted_peak_bytes)
+    assert caplog.text.count("did not follow a policy, and may take more than memory_budget") == 1
 
 
 def test_a_run_that_resumes_goes_on_counting(late_policy, padding_comes_and_goes, tmp_path):
