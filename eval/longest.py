@@ -114,9 +114,8 @@ def predicted_longest(profile: Profile, method: str, info: dict[str, Any]) -> in
         return peak_at(profile, method, number * info["multiple"]) - info["limit_bytes"]
 
     multiple = info["multiple"]
-    return multiple * largest_fitting(
-        excess, info["profiled"] // multiple, info["most"] // multiple, -info["limit_bytes"]
-    )
+    start, limit = info["profiled"] // multiple, info["most"] // multiple
+    return multiple * largest_fitting(excess, start, limit, at_zero=-info["limit_bytes"])
 
 
 def point_key(model: str, method: str, tokens: int) -> str:

@@ -125,7 +125,7 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, at_zer
         if stalls <= MAX_STALLS:
             candidates = range(low + 1, min(high, MAX_GROWTH * low) if low else high)
             curve = _interpolation(points if len(points) > 1 else {0: at_zero, **points}, low, high)
-            guess = max(low + bisect_right(candidates, 0, key=curve), low + 1)
+            guess = max(low + bisect_right(candidates, 0.0, key=curve), low + 1)
     return low
 
 

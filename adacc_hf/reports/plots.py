@@ -69,7 +69,7 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
         return to_png(figure)
 
 
-def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
+def draw_memory(timelines: Mapping[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
     """Draw the live bytes over one training step, one curve per entry of `timelines`. Return PNG bytes.
 
     All curves have the same phases, and names in CURVES.

@@ -121,7 +121,10 @@ def test_most_of_four_batches_diverged_if_three_ran_other_operators(gpt2_like_pr
     policy = uniform_policy(profile, "recompute")
     budget = SimpleNamespace(limits_peak=False)
     choice = PolicyChoice(None, SimpleNamespace(config=AdaccConfig(), budget=lambda _: budget))
-    choice.current, choice.shapes = SizePolicy(shapes, profile, profile, policy, plans=None, version=0), shapes
+    choice.current, choice.shapes = (
+        SizePolicy(shapes, profile, profile, policy, plans=None, version=0, must_measure=False),
+        shapes,
+    )
     for number in range(4):
         choice.end_micro_batch({"other operators": 2} if number < num_diverged else {})
     assert choice.most_diverged() == is_most
