@@ -65,6 +65,8 @@ def test_mutations_make_versions(record, x):
     ((read_again, third),) = tape.operators[2].mutations
     assert (read, read_again) == (first, second)
     assert [tape.values[value].overwritten for value in (first, second, third)] == [True, True, False]
+    refs = [tape.values[value].ref for value in (first, second, third)]
+    assert list(map(recorder.was_written_later, refs)) == [True, True, False]
     assert [ref.value for ref in tape.operators[3].args] == [third]
     assert tape.values[third].ref.geometry == tape.values[first].ref.geometry
     assert recorder.bases[first] is not None

@@ -289,10 +289,11 @@ def as_before():
     put_back()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=[pytest.mark.gate] * (name == "new variable of the environment")) for name in CASES],
-)
+def in_gate(name):
+    return pytest.param(name, marks=[pytest.mark.gate] * (name == "new variable of the environment"))
+
+
+@pytest.mark.parametrize("case", [in_gate(name) for name in CASES])
 def test_what_changes_between_steps_is_followed(toy_model, toy_batch, run_steps, assert_same_steps, case):
     forward, setup, change = CASES[case]
     batch = toy_batch()
