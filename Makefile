@@ -61,7 +61,7 @@ test-nightly: $(INSTALLED) ## Run all tests with all their cases, on new random 
 test-seconds: $(INSTALLED) ## Run all tests, and write down how long they take (tests/test_seconds.txt)
 	@$(PYTEST) --write-seconds
 
-test-breaks: $(INSTALLED) ## Break the product in 50 places: does the gate notice? (hours)
+test-breaks: $(INSTALLED) ## Break the product in 63 places: does the gate notice? (15 minutes)
 	@$(BIN)/python tests/breakages
 
 # Another Python than that of the pins, with the newest releases that pip finds for it, as a user's own `pip install`

@@ -1,14 +1,11 @@
 """Mutation test of the gate: break the product in 63 places, one at a time, and run the tests on each.
 
-    python tests/breakages [--matrix] [NUMBER ...]
+    python tests/breakages [NUMBER ...]
 
-The gate is all tests that `make test-all` runs. Each break is applied to a copy of the package, which precedes the
-installed package on the path. The tests of the broken file's folder run first, then the whole gate, until the first
-failure. The exit status is 1 if the gate misses a break.
-
-With `--matrix`, matrix.md lists the tests that notice each break. To save time, only the tests of the broken file's
-folder and FRONT_DOORS run, all of them. If none of these tests fails, the gate runs until the first failure. A row is
-written when its break is done, and the rows of other breaks are kept.
+Each break is applied to a copy of the package, which precedes the installed package on the path. noticed_by.txt names a
+test of the gate for each break. If this test does not fail, the tests of the broken file's folder run, and then the
+whole gate (all tests that `make test-all` runs), until the first failure, which is written into that file. The exit
+status is 1 if the gate misses a break.
 """
 
 import argparse
@@ -17,17 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MATRIX = Path(__file__).with_name("matrix.md")
+NOTICED_BY = Path(__file__).with_name("noticed_by.txt")
+"""Lines of a test, and the file and the replaced text of the break that it notices, separated by tabs."""
 MARKERS = "not nightly and not gpu and not others"
 """Expression for pytest's option -m that selects the tests of the gate, as in `make test-all`."""
-FRONT_DOORS = ("tests/adacc_hf/test_exactness.py", "tests/callbacks/test_adacc.py")
-"""Tests of the public interface, which run for each row of the matrix."""
-MIN_DETECTED = 1.0
-NAMES_IN_ROW = 4
 
 BREAKS: list[tuple[str, str, str]] = [
     # What a step takes, and which policies keep to a budget.
@@ -105,56 +98,50 @@ BREAKS: list[tuple[str, str, str]] = [
 """(file, text that occurs once in the file, replacement)."""
 ALL_NUMBERS = range(1, len(BREAKS) + 1)
 
-HEADING = """# Tests that notice each break
-
-`python tests/breakages --matrix` writes this table. It counts the test functions that fail, of the broken file's folder
-and of FRONT_DOORS (`__main__.py`). "1 or more": none of these fails, and the gate was run until the first failure.
-
-| break | file | replaced text | tests | the first of these tests |
-|---|---|---|---|---|
-"""
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/breakages", description="Does the gate notice each break?")
     parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="a break; all by default")
-    parser.add_argument("--matrix", action="store_true", help=f"list the tests that notice a break in {MATRIX.name}")
-    options = parser.parse_args()
-    numbers = options.numbers or ALL_NUMBERS
+    numbers = parser.parse_args().numbers or ALL_NUMBERS
     if not set(numbers) <= set(ALL_NUMBERS):
         parser.error(f"breaks have the numbers 1 to {len(BREAKS)}")
-    check_unbroken(*sorted(set(map(folder_of_tests, numbers))), *(FRONT_DOORS if options.matrix else ()))
-    num_noticed = sum(is_noticed(number, options.matrix) for number in numbers)
-    print(f"the gate notices {num_noticed} of {len(numbers)} breaks")
-    return 0 if num_noticed >= MIN_DETECTED * len(numbers) else 1
-
-
-@cache
-def check_unbroken(*tests: str) -> None:
-    """Exit if one of the tests fails without any break."""
+    tests_by_break = noticed_by()
     with tempfile.TemporaryDirectory() as folder:
         copy_package(folder)
-        if failed_tests := run_tests(folder, "-x", *tests):
-            raise SystemExit(f"{failed_tests[0]} fails without any break: fix the test first")
+        known_tests = {tests_by_break[key_of(number)] for number in numbers} - {""}
+        if known_tests and (failed_test := first_failure(folder, *sorted(known_tests))):
+            raise SystemExit(f"{failed_test} fails without any break: fix the test first")
+    num_missed = 0
+    for number in numbers:
+        tests_by_break[key_of(number)] = noticing_test(number, tests_by_break[key_of(number)])
+        print(f"{number:2}. {BREAKS[number - 1][0]}: {tests_by_break[key_of(number)] or 'NOT NOTICED'}", flush=True)
+        num_missed += not tests_by_break[key_of(number)]
+        lines = [f"{tests_by_break[key_of(each)]}\t{key_of(each)}\n" for each in ALL_NUMBERS]
+        NOTICED_BY.write_text("".join(lines), encoding="utf-8")
+    print(f"the gate notices {len(numbers) - num_missed} of {len(numbers)} breaks")
+    return 1 if num_missed else 0
 
 
-def is_noticed(number: int, is_matrix: bool) -> bool:
-    """Return True if a test of the gate fails with break `number`. Print its name, and write the row of the matrix."""
+def key_of(number: int) -> str:
+    """Return the file and the replaced text of a break: its number changes when BREAKS does."""
+    path, old, _ = BREAKS[number - 1]
+    return f"{path}\t{' '.join(old.split())}"
+
+
+def noticed_by() -> dict[str, str]:
+    """Return the test that notices each break, by the key of the break, or "" for a new break."""
+    lines = NOTICED_BY.read_text(encoding="utf-8").splitlines()
+    tests = {key: test for test, _, key in (line.partition("\t") for line in lines)}
+    return {key: tests.get(key, "") for key in map(key_of, ALL_NUMBERS)}
+
+
+def noticing_test(number: int, test: str) -> str:
+    """Return a test of the gate that fails with break `number`, `test` if that fails, or "" if none does."""
     path, _, _ = BREAKS[number - 1]
     with tempfile.TemporaryDirectory() as folder:
         (copy_package(folder) / path.removeprefix("adacc_hf/")).write_text(broken_text(number), encoding="utf-8")
-        failed_tests = run_tests(folder, folder_of_tests(number), *(FRONT_DOORS if is_matrix else ["-x"]))
-        count = str(len(failed_tests))
-        if not failed_tests:
-            failed_tests = run_tests(folder, "-x", "tests")[:1]
-            count = "1 or more" if failed_tests else "NONE"
-    if count == "1 or more":
-        check_unbroken("tests")
-    if is_matrix:
-        write_row(number, count, failed_tests)
-    result = f"noticed by {failed_tests[0]}" if failed_tests else "NOT NOTICED by the gate"
-    print(f"{number:2}. {path}: {shortened(number)!r}: {result}", flush=True)
-    return bool(failed_tests)
+        places = [*([test] if test else []), folder_of_tests(number), "tests"]
+        return next(filter(None, (first_failure(folder, place) for place in places)), "")
 
 
 def broken_text(number: int) -> str:
@@ -164,27 +151,6 @@ def broken_text(number: int) -> str:
     if (count := text.count(old)) != 1:
         raise SystemExit(f"break {number}: {old!r} occurs {count} times in {path}, not once: update BREAKS")
     return text.replace(old, new)
-
-
-def shortened(number: int) -> str:
-    return " ".join(BREAKS[number - 1][1].split())[:60]
-
-
-def write_row(number: int, count: str, failed_tests: list[str]) -> None:
-    """Write the row of break `number` into the matrix. Rows of breaks that BREAKS no longer has are left out."""
-    names = [f"`{test.rpartition('/')[2]}`" for test in failed_tests[:NAMES_IN_ROW]]
-    lines = MATRIX.read_text(encoding="utf-8").splitlines() if MATRIX.exists() else []
-    rows = [f"{row_key(number)}{count} | {', '.join(names)} |", *(line.partition(" | ")[2] for line in lines)]
-    # Rows are found by file and text, because numbers change when BREAKS does. The new row precedes the old one.
-    latest = {other: [row for row in rows if row.startswith(row_key(other))][:1] for other in ALL_NUMBERS}
-    table = [f"| {other} | {row}\n" for other in latest for row in latest[other]]
-    MATRIX.write_text("".join([HEADING, *table]), encoding="utf-8")
-
-
-def row_key(number: int) -> str:
-    """Return the cells with the file and the text of break `number`."""
-    text = shortened(number).replace("|", r"\|")
-    return f"{BREAKS[number - 1][0]} | `{text}` | "
 
 
 def copy_package(folder: str) -> Path:
@@ -201,21 +167,21 @@ def folder_of_tests(number: int) -> str:
     return str(Path("tests") / Path(BREAKS[number - 1][0]).parent)
 
 
-def run_tests(folder: str, *arguments: str) -> list[str]:
-    """Run tests of the gate with `folder` first on the path. Return those that failed, without their parameters."""
+def first_failure(folder: str, *places: str) -> str:
+    """Run tests of the gate with `folder` first on the path, until the first failure. Return the failed test without
+    its parameters, or ""."""
     settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--tb", "no"]
-    process = subprocess.run(
-        [*command, "--continue-on-collection-errors", "-m", MARKERS, *arguments],
-        cwd=ROOT, env=os.environ | settings | {"PYTHONPATH": folder}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if process.returncode == 0:
-        return []
+    workers = ["-n", "2", "--dist", "worksteal"] if "::" not in "".join(places) or len(places) > 1 else []
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", *workers, "--tb", "no", "-m", MARKERS, *places]
+    environment = os.environ | settings | {"PYTHONPATH": folder}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode in (0, 5):  # 5: the gate has no test there
+        return ""
     lines = [line for line in process.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     if not lines:
         output = process.stdout[-2000:] + process.stderr[-1000:]
         raise SystemExit(f"pytest ended with {process.returncode} and names no failed test:\n{output}")
-    return sorted({line.split()[1].partition("[")[0] for line in lines})
+    return lines[0].split()[1].partition("[")[0]
 
 
 if __name__ == "__main__":

@@ -118,6 +118,13 @@ def test_a_second_launch_gives_the_device_what_the_first_gave_without_asking_tri
     assert len(first) == num_triton_runs == len(runs_of_triton) == 2
 
 
+def test_a_tensor_at_another_address_does_not_get_the_kernel_of_an_aligned_one(driver, runs_of_triton):
+    buffer = torch.ones(96 * 128 + 1, dtype=torch.bfloat16)
+    for offset in (0, 1):
+        ROUND_TRIPS["int8"](buffer[offset : offset + 96 * 128].view(96, 128))
+    assert len(runs_of_triton) == 4
+
+
 tensors = st.tuples(st.sampled_from([1, 16, 17, 64]), st.sampled_from([1, 16]), st.sampled_from(DTYPES))
 
 
