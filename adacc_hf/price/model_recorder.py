@@ -193,7 +193,8 @@ class ModelRecorder:
         recording.close()
         del recorder, tensors
         if tape.untrusted is None:
-            traced = known_shapes.paths.graph_of(fn, args) if tiling is None else None
+            has_graph = known_shapes.paths.has_graph_of(tape) or not may_repeat
+            traced = known_shapes.paths.graph_of(fn, args) if tiling is None and has_graph else None
             own = RepeatedCall.of_block(block, fn, args, tiling, num_results, written)
             graph = own if traced is None else RepeatedCall.of_graph(*traced, num_results, written)
             call = own if may_repeat else graph
