@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -82,8 +81,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._guard: TrainerGuard | None = None
         """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
         self._own_logs = OwnLogs(None)
-        self._trainer_run: tuple[Trainer, str | None] | None = None
-        """(trainer, checkpoint folder) of AdaccTrainerMixin inside the context `serving`, else None."""
         self._compiled_policy: Any = None
 
     @property
@@ -95,17 +92,10 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        served = self._trainer_run
-        if served is not None and served[0].state is not state:
-            served = None
-        if served is None:
-            refuse_second_run(self, self._trainer)
+        refuse_second_run(self, self._trainer)
         self.detach()
         refuse_data_parallel(args)
-        if served is not None:
-            self._guard = TrainerGuard.of_known(*served, self)
-        else:
-            self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
             self._guard.wrap("compute_loss", self._compute_loss)
@@ -162,12 +152,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             self._session.phase.begin_micro_batch(None)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
-        except BaseException:
-            if self._trainer_run is not None:  # AdaccTrainerMixin, which guards no outer method
-                self.detach()  # immediately, because `auto_find_batch_size` begins another run, which needs the memory
-            raise
+        return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         phase = self._session.phase
@@ -217,20 +202,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             self._session.phase.ends()
         finally:
             self.detach()
-
-    @contextmanager
-    def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
-        """Use `trainer` as the callback's Trainer inside the `with` block, in which AdaccTrainerMixin calls
-        `trainer.train`. `checkpoint` is the folder from which training resumes, or None. Inside the block, the callback
-        does not search the call stack for its Trainer. If training raises, the callback is detached."""
-        self._trainer_run = trainer, checkpoint
-        try:
-            yield
-        except BaseException:
-            self.detach()
-            raise
-        finally:
-            self._trainer_run = None
 
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""

@@ -31,7 +31,7 @@ _ABSENT = object()
 class TrainerGuard:
     """Temporary wrappers around the methods of a Trainer, for one run. Several callbacks may share a guard. When
     `leave` has been called for each callback, the original methods are restored. To create a guard, call
-    `around_caller`, or `of_known` if the Trainer itself detaches the callback after a failed run."""
+    `around_caller`."""
 
     def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
         self.checkpoint = checkpoint
@@ -60,15 +60,6 @@ class TrainerGuard:
         others = [other for other in guard._handler.callbacks if other not in guard._on_failure]
         # A new list: the handler is iterating over the current one, and moving items in it would skip some.
         guard._handler.callbacks = [*guard._on_failure, *others]
-        return guard
-
-    @classmethod
-    def of_known(cls, trainer: Trainer, checkpoint: str | None, callback: TrainerCallback) -> TrainerGuard:
-        """Return a guard of `trainer` for `callback` alone, without a search of the call stack. The guard wraps only
-        the methods passed to `wrap`. If the run raises, the caller (AdaccTrainerMixin) must call `leave`. `checkpoint`
-        is the folder from which the run resumes, or None."""
-        guard = cls(trainer, checkpoint)
-        guard._on_failure[callback] = lambda: None
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from adacc_hf.adapt.training_loop import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.callbacks.preconditions import refuse_second_callback
-from adacc_hf.callbacks.trainer_guard import callbacks_of
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -22,9 +20,7 @@ else:
 class AdaccTrainerMixin(_Base):
     """Base class that makes a Trainer train within a memory budget, as AdaccCallback does.
 
-    List the mixin before the Trainer's class, which may be a Trainer of TRL. The mixin's `train` passes the Trainer,
-    and the checkpoint from which training resumes, to the callback. The callback does not search the stack for the
-    Trainer, and wraps only the Trainer's `training_step` and `compute_loss`, until training ends or fails. For example:
+    List the mixin before the Trainer's class, which may be a Trainer of TRL. For example:
 
         class MyTrainer(AdaccTrainerMixin, Trainer):
             pass
@@ -35,8 +31,7 @@ class AdaccTrainerMixin(_Base):
     """
 
     adacc_callback: AdaccCallback
-    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. This callback is
-    the first in the Trainer's list. Therefore TensorBoard and the other reporters get the callback's metrics."""
+    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,13 +62,5 @@ class AdaccTrainerMixin(_Base):
         callback = AdaccCallback(adacc_config, policy=adacc_policy)
         super().__init__(*args, **kwargs)
         self.adacc_callback = callback
-        callbacks_of(self).insert(0, callback)
+        self.add_callback(callback)
         refuse_second_callback(callback, self)
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's `train` and return its result. If training raises, the model is restored."""
-        checkpoint = resume_from_checkpoint or None
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
-        with self.adacc_callback.serving(self, checkpoint):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
