@@ -147,7 +147,7 @@ def _explain_command(arguments: argparse.Namespace) -> str:
 def _fallback_lines(policy: Path) -> list[str]:
     """Return lines of `adacc explain` on fallback steps, which did not follow the policy. The steps are read from the
     history that the run saved next to the file `policy`."""
-    from adacc_hf.adapt.fallback_stats import describe_fallbacks
+    from adacc_hf.adapt.history import describe_fallbacks
 
     summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE))), ""]
     return ["", summary, *(f"  {reason}" for reason in reasons if reason)] if summary else []

@@ -29,8 +29,7 @@ from adacc_hf.callbacks.preconditions import (
     warn_of_checkpointing,
 )
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.trainer_loop import TrainerLoop, run_folder
-from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
+from adacc_hf.callbacks.trainer_loop import TrainerLoop, add_to_log, is_training_log, run_folder
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
@@ -60,7 +59,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     |---|---|
     | `adacc/stored_gib` | GiB stored for backward, predicted |
     | `adacc/peak_gib` | GiB of live tensors at the step's peak, predicted |
-    | `adacc/overhead_ms` | milliseconds of recomputation and codecs per micro-batch since the last log, predicted |
+    | `adacc/overhead_ms` | predicted milliseconds of recomputation and codecs per micro-batch |
     | `adacc/fallback_steps` | steps so far in which at least one call of a block did not follow the policy |
     | `adacc/host_gib` | GiB stored in host memory, predicted; only with `host_memory` |
     | `adacc/measured_host_gib` | largest number of GiB in host memory since the last log |
@@ -80,7 +79,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         super().__init__(config, policy, overrides)
         self._guard: TrainerGuard | None = None
         """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
-        self._own_logs = OwnLogs(None)
         self._compiled_policy: Any = None
 
     @property
@@ -101,7 +99,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             self._guard.wrap("compute_loss", self._compute_loss)
             if args.enable_jit_checkpoint:
                 self._guard.wrap("_save_checkpoint", self._save_checkpoint)
-        self._own_logs = OwnLogs(self._trainer)
         loop = TrainerLoop(args, state, self._trainer)
         optimizer = kwargs.get("optimizer")
         try:
@@ -193,9 +190,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        is_on_all_ranks = self._own_logs.has_another()
         if is_training_log(logs):
-            add_to_log(logs, state, self._session.phase.figures(logs, is_on_all_ranks))
+            add_to_log(logs, state, self._session.phase.figures(logs))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -211,7 +207,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             self._session.detach()
         if self._guard is not None:
             self._guard.leave(self)
-        self._guard, self._own_logs = None, OwnLogs(None)
+        self._guard = None
 
     def report(self) -> Any:
         """Return the report of the current or last run, with the same content as the files of `adacc report`.

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.fallback_stats import UNCOMPILED
+from adacc_hf.adapt.history import UNCOMPILED
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import Phase, RunState
 
@@ -51,12 +51,12 @@ class CompiledPhase(Phase):
         for refusal in self._compiled.refusals:
             refuse_uncovered(self._run.config, "a compiled region", refusal, NO_NESTED_REGIONS)
         if self._compiled.fell_back:
-            self._run.stats.add(0.0, {UNCOMPILED: 1})
-            self._run.count_step(step)
+            self._run.fallbacks[UNCOMPILED] += 1
+            self._run.count_step()
         if len(self._run.history) > num_events:
             self._run.write(self._compiled.save, self._run.history)
 
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+    def figures(self, logs: dict[str, float]) -> dict[str, float]:
         return self._compiled.metrics() | self._run.fallback_figures()
 
     def save(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.training_log import add_to_log, is_training_log
+from adacc_hf.callbacks.trainer_loop import add_to_log, is_training_log
 from adacc_hf.torch_glue.meters import take_peak
 
 

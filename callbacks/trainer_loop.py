@@ -1,11 +1,11 @@
-"""TrainerLoop: tells an AdaccSession the properties of a Trainer's training loop.
+"""TrainerLoop: tells an AdaccSession the properties of a Trainer's training loop. Functions for the Trainer's logs.
 
 tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used here exist.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
@@ -73,3 +73,20 @@ def compiler_of(trainer: Trainer) -> str | None:
     plugin = trainer.accelerator.state.dynamo_plugin
     backend = "no" if plugin is None else plugin.backend.value.lower()
     return None if backend == "no" else backend
+
+
+TRAINING_KEYS = frozenset({"loss", "train_loss"})
+"""Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack these keys."""
+
+
+def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+    """Return True if `logs` are the metrics of training steps or of the whole run, and not of an evaluation."""
+    return logs is not None and not TRAINING_KEYS.isdisjoint(logs)
+
+
+def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
+    """Add `metrics` to `logs`, which the Trainer passes to later callbacks, and to the copy of `logs` in
+    `state.log_history`."""
+    logs.update(metrics)
+    if state.log_history:
+        state.log_history[-1].update(metrics)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.adapt.outlier_tracking import Observation, OptionKey, TrackedKey
+from adacc_hf.adapt.outlier_tracking import CodecName, Observation, by_index
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
 from adacc_hf.artifacts.policy import Choice
@@ -24,13 +24,8 @@ from adacc_hf.torch_glue.batch_shapes import num_elements
 FINER_STEPS = 16
 """Error of INT4 divided by the error of INT8, the more precise codec: the number of INT8 steps in one INT4 step."""
 
-SwitchedOff = tuple[str, str, str]
-"""A codec switched off for an activation: (block, activation, codec). If a block has several activations of the name
-"attn:clone", the second one is called "attn:clone#2". Names are used, because the tape of another batch size may number
-its values differently or have other values."""
 
-
-def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tuple[CodecOption, ...]]) -> Profile:
+def _with_codecs(profile: Profile, codecs_of: Callable[[tuple[int, int], Value], tuple[CodecOption, ...]]) -> Profile:
     kinds = tuple(
         replace(
             kind,
@@ -44,13 +39,13 @@ def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tupl
     return replace(profile, kinds=kinds)
 
 
-def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
+def with_outlier_counts(profile: Profile, counts: Mapping[tuple[int, int], int]) -> Profile:
     """Return `profile` with new payload sizes for the codecs that store outliers.
 
     `counts` contains, for each activation, the number of outlier channels counted during the run.
     """
 
-    def repriced(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
+    def repriced(key: tuple[int, int], value: Value, option: CodecOption) -> CodecOption:
         if key not in counts or not codec_type(option.codec).keeps_outliers:
             return option
         codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": counts[key]}))
@@ -60,30 +55,30 @@ def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> P
     return _with_codecs(profile, lambda key, value: tuple(repriced(key, value, option) for option in value.codecs))
 
 
-def _with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
+def _with_errors(profile: Profile, errors: Mapping[tuple[int, int, str], float]) -> Profile:
     """Return `profile` with the measured round-trip errors of codecs."""
 
-    def repriced(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
+    def repriced(key: tuple[int, int], value: Value) -> tuple[CodecOption, ...]:
         return tuple(replace(o, error=errors.get((*key, o.codec), o.error)) for o in value.codecs)
 
     return _with_codecs(profile, repriced)
 
 
-def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
+def without_codecs(profile: Profile, switched_off: Collection[CodecName]) -> Profile:
     """Return `profile` without the codecs that are `switched_off`."""
-    off = switched_off_options(profile, switched_off)
+    off = by_index(profile, dict.fromkeys(switched_off, 0))
     return _with_codecs(profile, lambda key, value: tuple(o for o in value.codecs if (*key, o.codec) not in off))
 
 
-def with_finer(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
+def with_finer(profile: Profile, switched_off: Collection[CodecName]) -> Profile:
     """Return a profile in which values that lost a codec may use INT8, the more precise codec.
 
     INT8 gets the predicted times of the switched-off codec, because both codecs read the same number of bytes, and INT8
     writes only twice as many.
     """
-    off, codec = switched_off_options(profile, switched_off), get_codec(precise_codec())
+    off, codec = by_index(profile, dict.fromkeys(switched_off, 0)), get_codec(precise_codec())
 
-    def with_precise(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
+    def with_precise(key: tuple[int, int], value: Value) -> tuple[CodecOption, ...]:
         option, dtype = next((o for o in value.codecs if (*key, o.codec) in off), None), getattr(torch, value.dtype)
         has_precise = any(o.codec == codec.name for o in value.codecs)
         if option is None or has_precise or not codec.supports(value.encoded_shape, dtype):
@@ -115,31 +110,6 @@ def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
     return choice if option is None else replace(choice, options=option.options)
 
 
-def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
-    """Return the codec options of `profile` that are switched off in at least one block to which the option applies."""
-    return frozenset(
-        (index, value.index, option.codec)
-        for block in profile.blocks
-        for index in profile.kinds_of(block)
-        for value, name in zip(profile.kinds[index].values, profile.kinds[index].names, strict=True)
-        for option in value.codecs
-        if (block.name, name, option.codec) in switched_off
-    )
-
-
-def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """Return all lossy codec options of the kinds of block that `blocks` belong to, and the INT8 option, which
-    `with_finer` may add."""
-    return frozenset(
-        (index, value.index, codec)
-        for index in {kind for block in profile.blocks if block.name in blocks for kind in profile.kinds_of(block)}
-        for value in profile.kinds[index].values
-        for option in value.codecs
-        if not option.lossless
-        for codec in (option.codec, precise_codec())
-    )
-
-
 @dataclass
 class Corrections:
     """Corrections of a run's predictions, the same for all batch sizes. Blocks and activations go by their names."""
@@ -147,7 +117,7 @@ class Corrections:
     config: AdaccConfig
     tightened: float | int | None = None
     """Smaller budget, after a step ran out of memory. None if no step has run out of memory."""
-    switched_off: frozenset[SwitchedOff] = frozenset()
+    switched_off: frozenset[CodecName] = frozenset()
     """Codecs that degraded gradients. No policy uses them."""
     num_outliers: dict[tuple[str, str], int] = field(default_factory=dict)
     """Outlier channels at the latest tracking step, by (block, activation)."""
@@ -174,7 +144,7 @@ class Corrections:
         self.version += 1
         self.reason = reason
 
-    def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
+    def switch_off(self, codecs: Iterable[CodecName]) -> None:
         """Exclude `codecs` from policies."""
         more = self.switched_off | frozenset(codecs)
         if more != self.switched_off:
@@ -182,8 +152,8 @@ class Corrections:
             self.changed("codecs that degrade gradients were switched off")
 
     def observe(self, observed: Observation) -> None:
-        """Take over the outlier channels and errors of a tracking step. The keys of `observed` are names."""
-        counts, errors = self.num_outliers | observed.num_outliers, self.errors | observed.option_errors
+        """Take over the outlier channels and errors of a tracking step."""
+        counts, errors = self.num_outliers | observed.num_outliers, self.errors | observed.errors
         if (counts, errors) != (self.num_outliers, self.errors):
             self.num_outliers, self.errors = counts, errors
             self.changed("outlier channels or errors changed")
@@ -208,15 +178,8 @@ class Corrections:
         corrected = with_missing_bytes(profile, missing) if any(missing.values()) else profile
         corrected = with_static_memory(corrected, self.static_bytes) if self.static_bytes else corrected
         if self.num_outliers or self.errors:
-            named = Observation(
-                num_outliers=self.num_outliers,
-                errors={},
-                option_errors=self.errors,
-                gradients={},
-                degrading_codecs=frozenset(),
-            )
-            observed = named.for_profile(corrected)
-            corrected = _with_errors(with_outlier_counts(corrected, observed.num_outliers), observed.option_errors)
+            corrected = with_outlier_counts(corrected, by_index(corrected, self.num_outliers))
+            corrected = _with_errors(corrected, by_index(corrected, self.errors))
         may_add = self.switched_off and self.config.codecs is None
         return with_finer(corrected, self.switched_off) if may_add else corrected
 

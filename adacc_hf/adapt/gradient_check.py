@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import UnrecordedCallError
 from adacc_hf.artifacts.memory_simulator import simulate
-from adacc_hf.artifacts.policy import RETAIN, Action, Plan
+from adacc_hf.artifacts.policy import RETAIN, Plan
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.compat import forward_needs_all_ranks
 from adacc_hf.torch_glue.memory import is_out_of_memory
@@ -39,37 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientError:
-    """Difference between a block's gradient under compression and the exact gradient.
-
-    The gradients of the block's inputs and parameters are compared together.
-    """
-
-    error: float
-    """L2 norm of the difference divided by the norm of the exact gradient. Infinity if the gradient under compression
-    is not finite."""
-    cosine: float
-    """Cosine of the angle between the exact gradient and the gradient under compression."""
-
-    @classmethod
-    def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
-        """Return the error of the gradient `other` relative to `exact`, or None if `exact` is zero or not finite."""
-        pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
-        exact, other = zip(*pairs, strict=True) if pairs else ((), ())
-        norms = l2_norm(exact), difference_norm(exact, other), l2_norm(other)
-        exact_norm, error_norm, other_norm = (float(norm) for norm in norms)
-        if not math.isfinite(exact_norm) or exact_norm == 0:
-            return None
-        if not math.isfinite(error_norm):
-            return cls(error=math.inf, cosine=0.0)
-        error, length = error_norm / exact_norm, other_norm / exact_norm
-        # Law of cosines, in the triangle with the sides 1 (exact), `length` (other) and `error`.
-        return cls(error=error, cosine=(1 + length * length - error * error) / (2 * length) if length else 0.0)
-
-    @classmethod
-    def worst(cls, errors: Sequence[GradientError]) -> GradientError:
-        return cls(error=max(e.error for e in errors), cosine=min(e.cosine for e in errors))
+def gradient_error(exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> float | None:
+    """Return the L2 norm of the difference of two gradients, as vectors of all their tensors, relative to the norm of
+    `exact`. Return None if `exact` is zero or not finite, and infinity if only `other` is not finite."""
+    pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
+    exact_norm = float(l2_norm([e for e, _ in pairs]))
+    if not math.isfinite(exact_norm) or exact_norm == 0:
+        return None
+    difference = float(difference_norm([e for e, _ in pairs], [o for _, o in pairs]))
+    return difference / exact_norm if math.isfinite(difference) else math.inf
 
 
 class IdentityCodec:
@@ -100,20 +77,14 @@ class _RecordedCall:
         """Gradients of the outputs, by the output's index in `_outputs`."""
         self.graph: GraphOfCall | None = None
         """The traced graph of the call. None if the call cannot be run again."""
-        self.written_places: set[str] = set()
-        """Kinds of places (`Source.place`) of the tensors to which calls of the block write."""
-
-    def writes(self, is_argument: bool) -> bool:
-        """Return True if the call may write to its arguments, or to tensors that are no arguments."""
-        return any((place == "argument") is is_argument for place in self.written_places)
 
 
 class BlockSample:
     """A recorder of the next call of one block. Compares the call's gradient under compression with the exact
-    gradient."""
+    gradient. `warn(text, detail)` logs why a gradient is not compared."""
 
-    def __init__(self, plan: BlockExecutor) -> None:
-        self.plan = plan
+    def __init__(self, plan: BlockExecutor, warn: Callable[..., None] = log.warning) -> None:
+        self.plan, self._warn = plan, warn
         self._call: _RecordedCall | None = None
         self._exact: list[Tensor | None] | None = None
         """Exact gradient of the recorded call, computed by the first `compare`."""
@@ -126,7 +97,6 @@ class BlockSample:
         call = self._call = _RecordedCall(block, fn, args, kwargs)
         result = plan.run(block, fn, args, kwargs)
         call.graph = plan.latest_graph()
-        call.written_places = plan.written_places
         for index, leaf in enumerate(_outputs(result, (args, kwargs))):
             leaf.register_hook(lambda gradient, index=index: call.gradients.__setitem__(index, gradient.detach()))
         return result
@@ -135,7 +105,7 @@ class BlockSample:
         """Stop recording, and free the recorded call and the exact gradient."""
         self.plan.observer = self._call = self._exact = None
 
-    def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
+    def compare(self, bypassed: frozenset[int] = frozenset()) -> float | None:
         """Return the error of the block's gradient if the plan's activations are compressed, except the activations
         `bypassed`.
 
@@ -145,44 +115,21 @@ class BlockSample:
         call = self._call
         if call is None or not call.gradients or forward_needs_all_ranks(call.block):
             return None
-        if call.graph is None:
-            self._warn_uncompared("Dynamo has traced no graph with the operators of its call")
-            return None
         self.plan.wrap_codec = lambda value, codec: IdentityCodec() if value in bypassed else codec
         try:
             if self._exact is None:
-                self._exact = _rerun_gradients(call, lambda graph, *_: graph[0](*graph[1]))
-            other = _rerun_gradients(call, partial(self.plan.run_again, call.block))
-        except (_FreedGraphError, UnrecordedCallError) as error:
-            self._warn_uncompared(str(error))
-            return None
-        except Exception as error:
+                self._exact = rerun_gradients(call, lambda graph, *_: graph[0](*graph[1]))
+            return gradient_error(self._exact, rerun_gradients(call, partial(self.plan.run_again, call.block)))
+        except UnrecordedCallError as error:
+            obstacle = str(error)
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning(
-                "Adacc: not enough memory to compare the gradient of %s with the exact one: set "
-                'tracking="off", or a smaller memory_budget',
-                self.plan.name,
-            )
-            return None
+            obstacle = 'there is not enough memory; set tracking="off", or a smaller memory_budget'
         finally:
             self.plan.wrap_codec = None
-        return GradientError.between(self._exact, other)
-
-    def _warn_uncompared(self, obstacle: str) -> None:
-        """Warn that the block's gradient is not compared because of `obstacle`, once per process and obstacle."""
-        if obstacle not in reported_obstacles:
-            reported_obstacles.add(obstacle)
-            log.warning("Adacc: the gradient of %s is not compared with the exact one: %s", self.plan.name, obstacle)
-
-
-reported_obstacles: set[str] = set()
-"""Obstacles to a comparison of gradients for which a warning was logged."""
-
-
-class _FreedGraphError(Exception):
-    """Error raised if the block reads tensors that are not its arguments, and the graph of these tensors is already
-    freed."""
+        self._warn(f"Adacc: the gradient of %s is not compared with the exact one: {obstacle}", self.plan.name)
+        return None
 
 
 def _detached_arguments(tree: Any) -> Any:
@@ -200,10 +147,12 @@ def _outputs(result: Any, arguments: Any) -> list[Tensor]:
     return list(outputs.values())
 
 
-def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
+def rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
     """Run the forward, by `run_call((graph, inputs), args, kwargs)`, and backward of a recorded call's graph, and
     return the gradients of the call's inputs and parameters. `torch.autograd.grad` would miss the gradients of a nested
     backward, which accumulates into `grad`."""
+    if call.graph is None:
+        raise UnrecordedCallError("Dynamo has traced no graph with the operators of its call")
     args, kwargs = _detached_arguments(call.args), _detached_arguments(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
     parameters = [parameter for parameter in call.block.parameters() if parameter.requires_grad]
@@ -211,10 +160,8 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
     autocast = torch.autocast(call.device.type, dtype=call.autocast_dtype, enabled=call.autocast_dtype is not None)
     with preserve_random_states([call.device]), measuring(), torch.enable_grad():
         call.random_states.restore()
-        assert call.graph is not None  # checked by the caller
         graph, inputs = call.graph(fn, args)
-        arguments = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        inputs = tuple(_copy(each) if call.writes(id(each) in arguments) else each for each in inputs)
+        inputs = tuple(map(_copy, inputs))  # the call may write to arguments and buffers
         with autocast:
             result = run_call((graph, inputs), args, kwargs)
         outputs = _outputs(result, (args, kwargs))
@@ -226,7 +173,7 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
-                raise _FreedGraphError(
+                raise UnrecordedCallError(
                     "the block reads tensors that require a gradient and are not its arguments, and their graph is "
                     'freed after the step; set tracking="off", or pass them as arguments'
                 ) from None
@@ -235,6 +182,37 @@ def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+
+
+# The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same
+# round-trip errors as other activations, but if backward recomputes attention's softmax from them, the error of the
+# gradient may exceed the gradient's norm.
+
+
+def find_culprits(
+    lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
+) -> frozenset[int] | None:
+    """Return the activations in `lossy` that must stay uncompressed to keep the error of a block's gradient within
+    `bound`, which it exceeds without them: those that cause the largest errors on their own, as few as possible.
+
+    `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
+    the error cannot be measured. Return None in this case, and if the error exceeds the bound with all of `lossy`
+    bypassed.
+    """
+    everything = frozenset(lossy)
+    errors_alone: dict[int, float] = {}
+    for value in sorted(everything):
+        error = error_without(everything - {value})
+        if error is None:
+            return None
+        errors_alone[value] = error
+    bypassed: frozenset[int] = frozenset()
+    for value in sorted(everything, key=errors_alone.__getitem__, reverse=True):
+        bypassed |= {value}
+        error = error_without(bypassed)
+        if error is None or error <= bound:
+            return None if error is None else bypassed
+    return None
 
 
 # Memory of a comparison: the block's input is kept from its forward, and the gradient of its output from its backward,
@@ -250,11 +228,11 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
     peaks = []
     for kind in profile.kinds:
         plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
-        outcome, (input_bytes, _) = run_block(kind, plain), _input_bytes(kind, plain)
+        outcome, input_bytes = run_block(kind, plain), _input_bytes(kind)
         # The parameters, whose gradients are as large, and the random generator's states for replay.
         parameter_bytes = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
-        # The input, the gradient of the output, the gradient of the input, and the gradients of the parameters.
-        sample_bytes = 3 * input_bytes + parameter_bytes
+        # The input and its copy, the gradients of output and input, and the gradients of the parameters.
+        sample_bytes = 4 * input_bytes + parameter_bytes
         peaks.append(profile.static_bytes + sample_bytes + max(outcome.forward_working_bytes, outcome.working_bytes))
     return {block.name: peaks[block.kind] for block in profile.blocks}
 
@@ -270,31 +248,23 @@ def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
     """Peak in bytes of each labelled part of the step, in the order of the step."""
     for label, live in simulate(profile, plans).timeline:
         peaks[label] = max(live, peaks.get(label, 0))
-    return {
-        block.name: _peak_with_sample(peaks, block.name, *_input_bytes(profile.kind_of(block), plan))
-        for block, plan in zip(profile.blocks, plans, strict=True)
-    }
+    inputs = {block.name: _input_bytes(profile.kind_of(block)) for block in profile.blocks}
+    return {name: _peak_with_sample(peaks, name, input_bytes) for name, input_bytes in inputs.items()}
 
 
-def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
-    """Return (bytes of the block's inputs, bytes of the inputs that `plan` does not retain)."""
-    choices = dict(plan.choices)
-    inputs = [value for value in kind.values if value.producer is None and value.activation]
-    retained = [value for value in inputs if value.saved and choices[value.index].action is Action.RETAIN]
-    input_bytes = sum(value.nbytes for value in inputs)
-    return input_bytes, input_bytes - sum(value.nbytes for value in retained)
+def _input_bytes(kind: KindProfile) -> int:
+    return sum(value.nbytes for value in kind.values if value.producer is None and value.activation)
 
 
-def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, extra_bytes: int) -> int:
+def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int) -> int:
     """Return the peak in bytes of a step that records a call of the block `name`, from the `peaks` of a step that does
-    not. The recording keeps `input_bytes` of inputs, of which `extra_bytes` are additional before the block's backward,
-    and from then on a gradient of the output of equal size."""
+    not. The recording keeps `input_bytes` of inputs, which the plan may not retain, and from the block's backward on a
+    gradient of the output of equal size."""
     peak_bytes = sample_bytes = 0
     for label, live_bytes in peaks.items():
         if label == f"forward {name}":
-            sample_bytes = extra_bytes
-        is_own_backward = label == f"backward {name}"
-        peak_bytes = max(peak_bytes, live_bytes + (extra_bytes + input_bytes if is_own_backward else sample_bytes))
-        if is_own_backward:
+            sample_bytes = input_bytes
+        elif label == f"backward {name}":
             sample_bytes = 2 * input_bytes
+        peak_bytes = max(peak_bytes, live_bytes + sample_bytes)
     return peak_bytes

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.events import MemoryNoted
 from adacc_hf.adapt.policy_choice import RECORDED_STEPS, PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import current_policy
 from adacc_hf.adapt.run_state import RunState
@@ -136,7 +135,7 @@ class PeakCheck:
         is_above_budget = peak > predicted and budget.limits_peak and peak > budget.nbytes
         is_above = peak > predicted * (1 + PEAK_TOLERANCE) or is_above_budget
         is_corrected = bool(excess) and (is_above or is_first)
-        run.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=is_corrected))
+        run.note("memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=is_corrected)
         if is_corrected:
             reason = f"a measured step took up to {max(excess.values())} bytes more than predicted"
             run.corrections.add_missing(excess, num_elements(choice.largest), reason)

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
-from adacc_hf.adapt.fallback_stats import describe_costs
+from adacc_hf.adapt.history import describe_costs, predictions
 from adacc_hf.adapt.oom_retry import run_with_retry
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.policy_fit import first_policy
@@ -102,7 +101,7 @@ class WarmUpPhase(Phase):
             return "it ran under full recomputation already"
         self._profiler.cancel()
         self._num_failures, self._is_retry = self._num_failures + 1, True
-        self._run.note(MemoryNoted(step=self._run.step, reason="out of memory while a micro-batch was recorded"))
+        self._run.note("memory", reason="out of memory while a micro-batch was recorded")
         return None
 
     def end_micro_batch(self) -> None:
@@ -165,12 +164,12 @@ class WarmUpPhase(Phase):
                 "begin with a batch that calls every block",
             )
         else:
-            self._set_policy(step)
+            self._set_policy()
             return
         if num_more >= 0:
             refuse_uncovered(run.config, ALL_BLOCKS, f"{reason}, so it cannot be profiled", remedy)
 
-    def _set_policy(self, step: int) -> None:
+    def _set_policy(self) -> None:
         """Make the profile of the recorded micro-batch, run the solver, and follow the resulting policy from the next
         step on."""
         run, checkpointing = self._run, self._checkpointing
@@ -202,7 +201,7 @@ class WarmUpPhase(Phase):
         checkpointing.remove()
         run.phase = follow(run, policy, profile)
         num_steps = run.num_steps - self._num_before
-        run.note(PolicySet(step=step, reason=self._reason, fallback_steps=num_steps, **predictions(policy)))
+        run.note("policy", reason=self._reason, fallback_steps=num_steps, **predictions(policy))
         run.save()
 
     def abandon_step(self) -> None:

@@ -21,19 +21,19 @@ from typing import Any
 import torch
 
 from adacc_hf.adapt.corrections import with_static_memory
-from adacc_hf.adapt.events import PolicyChanged, PolicySet, predictions
-from adacc_hf.adapt.fallback_stats import NO_POLICY, describe_costs, full_recomputation, ratio
+from adacc_hf.adapt.history import NO_POLICY, describe_costs, predictions
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
 from adacc_hf.adapt.policy_fit import NOTHING_FITS, PolicyFit, current_policy, distinct
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.artifacts.policy import Plan, Policy
+from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.run.entries import OTHER_OPERATORS
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, fits_in, num_elements
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
@@ -292,7 +292,7 @@ class PolicyChoice:
         """Replace the policy of `record`, and append the change to the history."""
         run, is_other = self._run, _actions(policy) != _actions(record.policy)
         record.must_measure |= is_other
-        run.note(PolicyChanged(step=run.current_step, reason=reason, **predictions(policy)))
+        run.note("change", reason=reason, **predictions(policy))
         self._follow(record, policy)
         if is_other:
             costs = describe_costs(policy, record.profile)
@@ -306,7 +306,7 @@ class PolicyChoice:
             self._put(record)
 
     def _note_set(self, reason: str, policy: Policy) -> None:
-        self._run.note(PolicySet(step=self._run.current_step, reason=reason, **predictions(policy)))
+        self._run.note("policy", reason=reason, **predictions(policy))
 
     def _put(self, record: SizePolicy | None) -> None:
         self._handle.follow(None if record is None else record.plans)
@@ -322,42 +322,42 @@ class PolicyChoice:
 
     # Micro-batches that did not follow a policy.
 
-    def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
-        """Return the predicted overhead in ms of the finished micro-batch, and its number of fallbacks by reason.
-        `fallbacks` counts the calls of blocks that did not follow their plans, by reason."""
+    def end_micro_batch(self, fallbacks: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the reasons for which the finished micro-batch did not follow a policy, with numbers. `fallbacks` are
+        its calls of blocks that did not follow their plans, by reason."""
         self._num_batches += 1
-        if self.current is None:
-            return self._recomputing(self.shown)[0], {NO_POLICY: 1}
-        policy = self.current.policy
-        planned_ms = policy.predicted_overhead_ms * ratio(self.shapes, self.current.shapes)
-        if not fallbacks:
-            return planned_ms, {}
-        share = min(1.0, sum(fallbacks.values()) / len(policy.blocks))
-        self._num_diverged += share > 0.5
-        fallback_ms, peak_bytes = self._recomputing(self.current)
-        budget = self._run.budget(self.current.profile)
-        if budget.limits_peak and (peak_bytes > budget.nbytes or OTHER_OPERATORS in fallbacks):
+        record = self.current
+        if record is None:
+            return {NO_POLICY: 1}
+        if fallbacks:
+            self._num_diverged += 2 * sum(fallbacks.values()) > len(record.policy.blocks)
+            self._warn_of_fallbacks(record, OTHER_OPERATORS in fallbacks)
+        return fallbacks
+
+    def _warn_of_fallbacks(self, record: SizePolicy, is_unknown: bool) -> None:
+        """Warn of a micro-batch that did not follow the policy of `record`, if it may exceed the budget: after
+        operators that no profile contains (`is_unknown`), or because full recomputation needs more."""
+        budget = self._run.budget(record.profile)
+        if budget.limits_peak and (is_unknown or self._recomputing_peak(record) > budget.nbytes):
             self._run.warn_of_memory(
                 f"a batch of {describe(self.shapes)} did not follow a policy, and may take more than memory_budget="
                 f"{budget.setting!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one "
                 f"length",
                 key=OTHER_OPERATORS,
             )
-        return (1 - share) * planned_ms + share * fallback_ms, dict(fallbacks)
 
-    def _recomputing(self, reference: SizePolicy) -> tuple[float, int]:
-        """Return the overhead in ms and the peak in bytes that the most recent micro-batch would have under full
-        recomputation, estimated from the record `reference` of other sizes."""
-        factor, static_bytes = ratio(self.shapes, reference.shapes), reference.profile.static_bytes
-        policy = full_recomputation(reference.profile)
-        above_static = policy.predicted_peak_bytes - static_bytes
-        return factor * policy.predicted_overhead_ms, int(static_bytes + factor * above_static)
+    def _recomputing_peak(self, reference: SizePolicy) -> int:
+        """Return the peak in bytes that the most recent micro-batch would have under full recomputation, estimated from
+        the record `reference` of other sizes."""
+        static_bytes = reference.profile.static_bytes
+        above_static = _full_recomputation(reference.profile).predicted_peak_bytes - static_bytes
+        return int(static_bytes + _ratio(self.shapes, reference.shapes) * above_static)
 
     def _warn_of_checkpoint(self, shapes: Shapes, reason: str) -> None:
         """Warn that a batch of `shapes` runs under torch's checkpoint, if the budget limits the peak."""
         budget = self._run.budget(self.shown.profile)
         if budget.limits_peak:
-            _, peak = self._recomputing(self.shown)
+            peak = self._recomputing_peak(self.shown)
             self._run.warn_of_memory(
                 f"a batch runs under torch's checkpoint, because {reason}. It takes about {peak} bytes "
                 f"({format_bytes(peak)}), {peak / budget.nbytes:.0%} of memory_budget={budget.setting!r}, and perhaps "
@@ -371,6 +371,27 @@ class PolicyChoice:
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
         return is_majority
+
+
+def _full_recomputation(profile: Profile) -> Policy:
+    """Return the policy that recomputes every block. The latest result is cached."""
+    global _latest
+    if _latest is None or _latest[0] is not profile:
+        _latest = profile, uniform_policy(profile, Action.RECOMPUTE)
+    return _latest[1]
+
+
+_latest: tuple[Profile, Policy] | None = None
+
+
+def _ratio(shapes: Shapes, other: Shapes | None) -> float:
+    """Return the number of elements of `shapes` divided by that of `other`, in the tensors that both batches have.
+    Return 1.0 if they have no common tensor."""
+    names = dict(shapes).keys() & dict(other or ()).keys()
+    elements, other_elements = (
+        num_elements(tuple((name, size) for name, size in batch or () if name in names)) for batch in (shapes, other)
+    )
+    return elements / other_elements if elements and other_elements else 1.0
 
 
 def _actions(policy: Policy) -> tuple[str, list[Plan]]:

@@ -15,14 +15,13 @@ when they are due.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
-from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
-from adacc_hf.adapt.fallback_stats import describe_costs, describe_coverage
+from adacc_hf.adapt.history import describe_costs, describe_coverage, predictions
 from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
@@ -76,33 +75,30 @@ class FixedPolicyPhase(Phase):
         fallbacks = self.handle.tape_cache.fallbacks
         if fallbacks.blocks:
             refuse_fallbacks(self._run.config, fallbacks)
-        self._run.stats.add(*self._outcome(fallbacks.counts))
+        self._run.fallbacks.update(self._reasons(fallbacks.counts))
 
-    def _outcome(self, fallbacks: dict[str, int]) -> tuple[float, dict[str, int]]:
-        """Return the micro-batch's predicted overhead in ms, and its number of fallbacks by reason."""
-        return self._run.active_policy.predicted_overhead_ms, fallbacks
+    def _reasons(self, fallbacks: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the reasons for which the micro-batch did not follow a policy, with numbers."""
+        return fallbacks
 
     def end_step(self, step: int) -> None:
-        if self._run.stats.reasons:
-            self._run.count_step(step)
+        self._run.count_step()
         if self._must_check and self._has_forward:  # a loop may skip the first batches
             self._must_check = False
             check_called(self.handle.installation)
 
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        run, policy, overhead_ms = self._run, self._run.active_policy, self._run.stats.overhead_ms
+    def figures(self, logs: dict[str, float]) -> dict[str, float]:
+        run, policy = self._run, self._run.active_policy
         figures = {
             "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
             "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
-            "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
+            "adacc/overhead_ms": policy.predicted_overhead_ms,
         }
         if policy.predicted_host_bytes:
             figures["adacc/host_gib"] = policy.predicted_host_bytes / 2**30
             figures["adacc/measured_host_gib"] = host_pool.take_peak() / 2**30
         if run.profile is not None:
             figures["adacc/compression_rate"] = policy.predicted_stored_bytes / run.profile.plain_stored_bytes
-        if is_on_all_ranks:
-            run.stats.logged()
         return figures | run.fallback_figures()
 
     def save(self, folder: Path) -> None:
@@ -198,7 +194,7 @@ class AdaptivePhase(FixedPolicyPhase):
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         reason = f"out of memory: from now on memory_budget={budget}"
-        self._run.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
+        self._run.note("memory", reason=reason, **predictions(policy))
         return None
 
     def _advice(self) -> str:
@@ -208,7 +204,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._end_recorded()
         super().end_micro_batch()
 
-    def _outcome(self, fallbacks: dict[str, int]) -> tuple[float, dict[str, int]]:
+    def _reasons(self, fallbacks: Mapping[str, int]) -> Mapping[str, int]:
         return self.choice.end_micro_batch(fallbacks)
 
     def begin_forward(self, inputs: Any) -> None:
@@ -259,14 +255,14 @@ class AdaptivePhase(FixedPolicyPhase):
             if record is not None:
                 record.num_steps += 1
         if self._tracking.is_on:
-            self._tracking.finish(step)
+            self._tracking.finish()
         if self._peaks.is_on:
             self._peaks.compare(step)
             self._peaks.close()
         if run.num_without_state:
             self._count_state()
         if self._has_recorded or self._is_due:
-            self._end_recording(step)
+            self._end_recording()
         num_steps = step - self._tracking.policy_step
         is_regular = num_steps % LOOK_STEPS == 0
         if choice.has_changed:
@@ -303,6 +299,8 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _look(self, is_regular: bool) -> None:
         """Decide with all ranks what to record next. If `is_regular`, decide also on other operators."""
+        if not self._is_alone:
+            self._tracking.share_suspicion()
         choice, blocks = self.choice, self.handle.installation.blocks
         has_more = any(blocks[name].num_calls for name in choice.idle_blocks)
         own = choice.is_unpredicted, has_more, is_regular and choice.most_diverged()
@@ -312,7 +310,7 @@ class AdaptivePhase(FixedPolicyPhase):
             self.remove()
             self._run.phase = self._warm_up(MORE_BLOCKS if has_more else OTHER_OPERATORS)
 
-    def _end_recording(self, step: int) -> None:
+    def _end_recording(self) -> None:
         """Add a policy for the sizes of the recorded micro-batch. Warn if it trains fewer blocks than the others."""
         run, choice = self._run, self.choice
         self._has_recorded = self._is_due = False
@@ -327,15 +325,14 @@ class AdaptivePhase(FixedPolicyPhase):
             run.warn_of_memory(f"batches of {sizes} get no policy of their own: {reason}")
             return
         record = choice.add(profile)
-        run.note(PolicySet(step=step, reason=f"for batches of {sizes}", **predictions(record.policy)))
+        run.note("policy", reason=f"for batches of {sizes}", **predictions(record.policy))
         announce("Adacc: policy set, for batches of %s: %s", sizes, describe_costs(record.policy, record.profile))
 
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        """Return the metrics to add to `logs`. If all ranks log, and the loss or gradient norm in `logs` is suspicious,
-        the next step compares gradients under compression with exact gradients."""
-        if is_on_all_ranks:
-            is_lossy = any(lossy_blocks(record.policy) for record in self.choice.records.values())
-            self._tracking.guard.logged(logs, is_lossy)
+    def figures(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return the metrics to add to `logs`. If the loss or gradient norm in `logs` is suspicious, the next step
+        compares gradients under compression with exact gradients: with several ranks, the next step after they have
+        exchanged their suspicions."""
+        self._tracking.read_logs(logs)
         shown = self.choice.shown
         is_exact, peak = not lossy_blocks(shown.policy), shown.measured_peak_bytes
         own = {
@@ -343,7 +340,7 @@ class AdaptivePhase(FixedPolicyPhase):
             "adacc/error": 0.0 if is_exact else shown.error,
             "adacc/gradient_error": 0.0 if is_exact else shown.gradient_error,
         }
-        figures = super().figures(logs, is_on_all_ranks)
+        figures = super().figures(logs)
         return figures | {name: value for name, value in own.items() if value is not None}
 
     def _saved(self) -> Saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,7 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import save_files, save_history
 from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.events import Event, MemoryNoted
-from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
+from adacc_hf.adapt.history import STEPS, count_fallback_step, fallback_reasons
 from adacc_hf.adapt.memory_table import memory_table
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop
@@ -56,7 +56,7 @@ class Phase:
         """Handle the end of a forward in training or evaluation. `result` is the loss, or (loss, outputs)."""
 
     def end_micro_batch(self) -> None:
-        """End the micro-batch, and record the micro-batch's predicted overhead and fallbacks."""
+        """End the micro-batch, and record its fallbacks."""
 
     def abandon_step(self) -> None:
         """Stop the measurements of a step that an error has ended."""
@@ -74,8 +74,8 @@ class Phase:
     def end_step(self, step: int) -> None:
         """End a step. A policy may be set or replaced."""
 
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        """Return the metrics to add to the loop's own metrics `logs`. All ranks log if `is_on_all_ranks`."""
+    def figures(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return the metrics to add to the loop's own metrics `logs`."""
         return {}
 
     def save(self, folder: Path) -> None:
@@ -100,7 +100,8 @@ class RunState:
         self.policy: Policy | None = None
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
-        self.stats = FallbackStats()
+        self.fallbacks: Counter[str] = Counter()
+        """Block calls of the current step that did not follow their plans, by reason."""
         self.corrections = Corrections(config)
         """What the run has learned about memory, codecs and its budget."""
         self.profiler = RunProfiler(config, loop)
@@ -144,28 +145,31 @@ class RunState:
             self._warned.add(text)
             log.warning(text, *details)
 
-    def note(self, event: Event) -> None:
-        """Append `event` to the history."""
-        self.history.append(event.to_record())
+    def note(self, event: str, **figures: Any) -> None:
+        """Append an event of the current step to the history, with the figures that are not None."""
+        known = {name: figure for name, figure in figures.items() if figure is not None}
+        self.history.append({"step": self.current_step, "event": event, **known})
 
     def warn_of_memory(self, text: str, key: Hashable = None) -> None:
         """Log the warning `text`, and append it to the history. With a `key`, do so once in the run for this key."""
         if key is None or key not in self._warned:
             self._warned.add(key)
             log.warning("Adacc: %s", text)
-            self.note(MemoryNoted(step=self.current_step, reason=text))
+            self.note("memory", reason=text)
 
     def budget(self, profile: Profile) -> Budget:
         """Return the run's budget in bytes for policies of `profile`."""
         return Budget.resolve(self.corrections.memory_budget, profile, self.config)
 
-    def count_step(self, step: int) -> None:
-        """Count the finished `step` as a fallback step if any of its block calls did not follow the policy."""
-        self.stats.end_step(step, self.history)
+    def count_step(self) -> None:
+        """Count the finished step as a fallback step if any of its block calls did not follow the policy."""
+        if self.fallbacks:
+            count_fallback_step(self.history, self.current_step, self.fallbacks)
+            self.fallbacks.clear()
 
     def fallback_figures(self) -> dict[str, float]:
         """Return a dict with one metric for the log: the number of fallback steps so far."""
-        return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
+        return {f"adacc/{STEPS}": sum(fallback_reasons(self.history).values())}
 
     def save(self) -> None:
         """Write policy, profile and history into the run's folder: when a policy changes, with each checkpoint, and at

@@ -18,7 +18,7 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint
 from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.history import predictions
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
 from adacc_hf.adapt.phases import WarmUpPhase, follow
 from adacc_hf.adapt.policy_checks import refuse_policy
@@ -167,10 +167,10 @@ class AdaccSession:
 
         The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
         loop's own metrics. If `loss` or `grad_norm` has a spike, and the policy uses lossy codecs, the next step
-        compares gradients with exact gradients, to decide whether codecs caused the spike. All ranks must call this
-        method at the same steps.
+        compares gradients with exact gradients, to decide whether codecs caused the spike. Several ranks do so within
+        16 steps.
         """
-        return self.phase.figures(logs or {}, is_on_all_ranks=True)
+        return self.phase.figures(logs or {})
 
     # Methods for a user's own loop.
 
@@ -306,13 +306,14 @@ class AdaccSession:
             log.warning("Adacc: the model's earlier policy or session is removed, because a model can have only one")
         if self._is_own:
             warn_of_model_checkpointing(run.model, self.config.memory_budget)
-        self._place, run.num_before = Place.BETWEEN_STEPS, step
+        self._place = Place.BETWEEN_STEPS
+        run.num_before = run.current_step = step
         if isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             has_payloads = policy.predicted_host_bytes > 0
             refuse_policy(policy, self.config, common_host_limit(self.config, run.model) if has_payloads else 0)
             run.phase = follow(run, policy, None)
-            run.note(PolicySet(step=step, **predictions(policy)))
+            run.note("policy", **predictions(policy))
             run.save()
         else:
             if saved is None:

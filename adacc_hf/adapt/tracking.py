@@ -1,51 +1,40 @@
 """Tracking: measures codec errors, outlier channels and gradients in a few steps of a run (paper, section 3.4).
 
 At a tracking step, the codecs count the outlier channels of the activations that they encode and measure round-trip
-errors, and the gradient of a sampled block is compared with the exact one. Other steps measure nothing, and do not
-synchronize with the device.
+errors, and the gradient of a sampled block is compared with the exact one. Codecs that degrade this gradient are not
+used in later policies. Other steps measure nothing, and do not synchronize with the device.
+
+After a suspicious loss in the logs, the next step compares the gradients of one block of every kind (blocks that run
+the same operators). So does the first step of a policy without the codecs that were switched off, because it may
+recompute a value that must be exact from compressed values.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from adacc_hf.adapt.codec_guard import LossGuard
-from adacc_hf.adapt.corrections import lossy_options, with_outlier_counts
-from adacc_hf.adapt.events import GuardVerdict, OutliersTracked
-from adacc_hf.adapt.gradient_check import BlockSample, GradientError, comparison_peaks, peaks_with_samples
-from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, Observation, OptionKey, full_name
+from adacc_hf.adapt.gradient_check import BlockSample, comparison_peaks, find_culprits, peaks_with_samples
+from adacc_hf.adapt.outlier_tracking import MeasuringCodec, Observation, by_index, full_name
 from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
-from adacc_hf.adapt.policy_fit import error_bound, over_bound
+from adacc_hf.adapt.policy_fit import error_bound
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Action, Plan, Policy
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_payloads import encoding_of
-from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.torch_glue.batch_shapes import describe
-from adacc_hf.torch_glue.distributed import gather_from_all_ranks
+from adacc_hf.kernels.codecs import Codec, get_codec, precise_codec
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tracked:
-    """Results of one tracking step for one batch size: maxima over all blocks of a kind and over all ranks."""
-
-    num_outliers: dict[str, int]
-    """Number of outlier channels of each tracked activation."""
-    errors: dict[str, float]
-    """Relative L2 round-trip error of each compressed activation."""
-    gradients: dict[int, GradientError]
-    """Error of the gradients of sampled blocks under compression, by index of the kind of block."""
-    degrading_codecs: frozenset[OptionKey]
-    """Codecs to switch off, because with them the error of a block's gradient exceeds the allowed bound."""
-    reason: str
-    """Text on what has changed."""
+PROOF = "codecs that degraded gradients were switched off"
+"""Value of `Tracking.suspicion` if gradients are to be compared because the policy is new."""
 
 
 class Tracking:
@@ -57,112 +46,124 @@ class Tracking:
     def __init__(self, choice: PolicyChoice, run: RunState, policy_step: int) -> None:
         self.is_on = False
         """True during a tracking step."""
-        self.num_tracked = 0
-        """Number of tracking steps so far. The number decides which blocks are sampled next."""
         self.policy_step = policy_step
         """Number of finished steps when the policy was set. Tracking steps are counted from this step."""
-        self.guard = LossGuard(run.config)
-        self._choice, self._run, self._config = choice, run, run.config
+        self.suspicion: str | None = None
+        """Reason to compare the gradients of all kinds of blocks in the next step, the same on all ranks, or None."""
+        self._logged: str | None = None
+        """Reason for a suspicion in this rank's logs, which the other ranks do not know yet."""
+        self._choice, self._run = choice, run
+        self._losses = LossHistory()
         self._sizes: list[_TrackedSize] = []
-        self._degraded_blocks: list[str] = []
-        """Sampled blocks with degraded gradients, at the latest tracking step that found one."""
-        self._has_said: set[str] = set()
+        self.num_tracked = 0
+        """Number of tracking steps so far. The number decides which blocks are sampled next."""
+        self._degraded: set[str] = set()
+        """Blocks with degraded gradients, at the latest tracking step that found one."""
 
     def is_due(self, step: int) -> bool:
         """Return True if the measurements are due in step number `step`."""
-        return self.guard.suspicion is not None or is_tracking_step(step - self.policy_step, self._config.tracking)
+        return self.suspicion is not None or is_tracking_step(step - self.policy_step, self._run.config.tracking)
+
+    def read_logs(self, logs: Mapping[str, float]) -> None:
+        """Compare gradients in the next step if the loss or the gradient norm in `logs` is suspicious. Several ranks do
+        so after the next `share_suspicion`."""
+        if self._run.config.tracking != "off":
+            reason = self._losses.check(logs.get("loss"), logs.get("grad_norm"))
+            if any(lossy_blocks(record.policy) for record in self._choice.records.values()):
+                self._logged = self._logged or reason
+        if num_ranks() == 1:
+            self.share_suspicion()
+
+    def share_suspicion(self) -> None:
+        """Let all ranks compare gradients in the next step if the logs of one rank were suspicious."""
+        reasons = gather_from_all_ranks(self._logged)
+        self.suspicion, self._logged = next((reason for reason in reasons if reason), self.suspicion), None
 
     def start(self) -> None:
-        """Begin the measurements of the current step.
-
-        If a logged loss was suspicious, or a new policy is to be checked, gradients are compared in one block of each
-        kind (blocks that run the same operators).
-        """
-        every_kind = self.guard.suspicion is not None
+        """Begin the measurements of the current step."""
         self._choice.refresh(self._choice.shown)
         for record in self._choice.records.values():
             # A policy that is not compared with the latest corrections yet may use codecs that are switched off.
             if record.version == self._run.corrections.version and lossy_blocks(record.policy):
-                names = self._sample_names(record, every_kind)
-                self._sizes.append(_TrackedSize(record, self._run, names))
+                self._sizes.append(_TrackedSize(record, self._run, self._sample_names(record)))
         self.is_on = any(gather_from_all_ranks(bool(self._sizes)))
         self.num_tracked += self.is_on
 
-    def _sample_names(self, record: SizePolicy, every_kind: bool) -> list[str]:
-        """Return the names of the blocks whose gradients are compared: if `every_kind`, the block of each lossy kind
+    def _sample_names(self, record: SizePolicy) -> list[str]:
+        """Return the names of the blocks whose gradients are compared: after a suspicion, the block of each lossy kind
         that was degraded last, or its first one; else one lossy block in turn, or none if the budget has no room. A
-        comparison runs the block twice, and twice more for each compressed activation of a gradient above its limit."""
+        comparison runs the block twice, and twice more for each compressed activation of a degraded gradient."""
         names = lossy_blocks(record.policy)
-        if every_kind:
-            kinds = _kinds(record)
-            suspects = [name for name in self._degraded_blocks if name in names]
-            return list({kinds[name]: name for name in reversed([*suspects, *names])}.values())
+        if self.suspicion is not None:
+            in_order = sorted(names, key=lambda name: name not in self._degraded)
+            kinds = _kinds(record.profile, record.policy)
+            return list({kinds[name]: name for name in reversed(in_order)}.values())
         budget = self._run.budget(record.profile)
         if budget.limits_peak:
             peaks, after = peaks_with_samples(record.profile, record.policy), comparison_peaks(record.profile)
             names = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
             if not names:
-                sizes = "batches" if record.shapes is None else f"batches of {describe(record.shapes)}"
-                text = "at %s the budget has no room to compare the gradient of a block with the exact one: none is "
-                self._say(text + "compared", sizes)
+                log.info("Adacc: the budget has no room to compare the gradient of a block with the exact one")
         return [names[self.num_tracked % len(names)]] if names else []
 
-    def _say(self, text: str, detail: str) -> None:
-        """Log `text` once in the run."""
-        if text not in self._has_said:
-            self._has_said.add(text)
-            log.info(f"Adacc: {text}", detail)
-
-    def finish(self, step: int) -> list[Tracked]:
+    def finish(self) -> Observation:
         """Correct the run's predictions by the measurements, which hold for the same blocks at all batch sizes, and
-        replace the policy in use where they require it. Return the results for each batch size."""
+        replace the policy in use where they require it. Return the measurements of all ranks."""
         sizes, self._sizes, self.is_on = self._sizes, [], False
-        guard, corrections = self.guard, self._run.corrections
-        suspicion = guard.take_suspicion()
+        suspicion, self.suspicion = self.suspicion, None
         own = Observation.merged([size.observed() for size in sizes])
         observed = Observation.merged(gather_from_all_ranks(own))
-        unmeasured = sorted(set().union(*(size.unmeasured for size in sizes)))
-        if unmeasured:
-            self._say("the budget has no room to measure the round-trip errors of %s", ", ".join(unmeasured))
-        blocks = {block for block, _, _ in observed.degrading_codecs}
-        sampled = [name for size in sizes for name in size.sampled if name in blocks]
-        self._degraded_blocks = sampled or self._degraded_blocks
-        results = []
-        corrections.observe(observed)
-        corrections.switch_off(observed.degrading_codecs)
-        if blocks:  # the next policy is checked, and tracked as often as the first one
-            guard.check_next()
-            self.policy_step = self._run.current_step
+        self._run.corrections.observe(observed)
+        self._run.corrections.switch_off(observed.degrading_codecs)
+        if observed.degrading_codecs:  # the next policy is checked, and tracked as often as the first one
+            self._degraded = {block for block, _, _ in observed.degrading_codecs}
+            self.suspicion, self.policy_step = PROOF, self._run.current_step
         for size in sizes:
-            tracked = self._tracked(size.record, observed)
-            results.append(tracked)
-            size.record.error = max(tracked.errors.values(), default=None)
-            size.record.gradient_error = max((g.error for g in tracked.gradients.values()), default=None)
-            self._run.note(_event(step, size.record, tracked))
-            judged = guard.judge(suspicion, size.record.profile, tracked)
-            if judged is not None:
-                self._run.note(GuardVerdict(step=step, reason=judged[0], verdict=judged[1]))
+            self._note(size.record, observed)
+        if sizes:
+            self._note_verdict([size.record for size in sizes], observed, None if suspicion == PROOF else suspicion)
         self._choice.refresh(self._choice.shown)
-        return results
+        return observed
 
-    def _tracked(self, record: SizePolicy, observed: Observation) -> Tracked:
+    def _note(self, record: SizePolicy, observed: Observation) -> None:
+        """Append the measurements that belong to the policy of `record` to the history."""
         profile = record.profile
-        own = observed.for_profile(profile)
-        corrected = self._run.corrections.allowed(self._run.corrections.applied(record.base, record.shapes))
-        disallowed = over_bound(corrected, record.policy, self._config)
-        if disallowed:
-            reason = f"errors above the bound: {', '.join(disallowed)}"
-        elif with_outlier_counts(profile, own.num_outliers) != profile:
-            reason = "the number of outlier channels changed"
-        else:
-            reason = "outlier channels unchanged, errors within the bound"
-        return Tracked(
-            num_outliers={full_name(profile, key): count for key, count in own.num_outliers.items()},
-            errors={full_name(profile, key): error for key, error in own.errors.items()},
-            gradients=own.gradients,
-            degrading_codecs=own.degrading_codecs,
-            reason=reason,
+        used = {
+            (kind, value, encoding_of(codec.name))
+            for name, kind in _kinds(profile, record.policy).items()
+            for value, codec in _codecs(record.policy.plan_of(name)).items()
+        }
+        errors = {key[:2]: error for key, error in by_index(profile, observed.errors).items() if key in used}
+        record.error = max(errors.values(), default=None)
+        record.gradient_error = max(observed.gradients.values(), default=None)
+        self._run.note(
+            "tracking",
+            num_outliers={full_name(profile, k): n for k, n in by_index(profile, observed.num_outliers).items()},
+            errors={full_name(profile, key): error for key, error in errors.items()},
+            compression_rate=record.policy.predicted_stored_bytes / profile.plain_stored_bytes,
+            gradient_error=record.gradient_error,
         )
+
+    def _note_verdict(self, records: Sequence[SizePolicy], observed: Observation, suspicion: str | None) -> None:
+        """Log and note what a comparison of gradients has shown, if it was made because of a `suspicion`, or if it
+        found a degraded gradient."""
+        worst = max(observed.gradients.values(), default=None)
+        if observed.degrading_codecs:
+            suspicion = suspicion or "a tracking step found a degraded gradient"
+            off = dict.fromkeys(observed.degrading_codecs, 0)
+            keys = [(record.profile, key) for record in records for key in by_index(record.profile, off)]
+            names = ", ".join(sorted({f"{full_name(profile, key[:2])} ({key[2]})" for profile, key in keys}))
+            verdict = f"lossy compression is switched off for {names}"
+            log.warning("Adacc: %s, and compression degrades gradients (error %.3g): %s", suspicion, worst, verdict)
+        elif suspicion is None:
+            return
+        elif worst is None:
+            verdict = "no gradient was compared: the exact one is zero or not finite without compression too"
+            log.warning("Adacc: %s; %s", suspicion, verdict)
+        else:
+            verdict = f"compression is not the cause: the relative error of gradients is at most {worst:.3g}"
+            log.info("Adacc: %s; %s", suspicion, verdict)
+        self._run.note("guard", reason=suspicion, verdict=verdict)
 
     def cancel(self) -> None:
         """Stop the measurements and drop their results. Do nothing outside tracking steps."""
@@ -172,39 +173,40 @@ class Tracking:
 
 
 class _TrackedSize:
-    """Measurements of one tracking step under the policy of one batch size. `names` are the blocks whose gradients are
+    """Measurements of one tracking step under the policy of one batch size. The gradients of the blocks `names` are
     compared."""
 
     def __init__(self, record: SizePolicy, run: RunState, names: list[str]) -> None:
-        self.record, self._run = record, run
-        self._plans, self._measurements = record.plans, Measurements()
-        self._profile, self._policy = record.profile, record.policy
-        self._kinds = _kinds(record)
-        self.sampled = names
-        self.unmeasured: set[str] = set()
-        """Activations whose errors the budget had no room to measure in any block of a kind."""
-        room = _forward_room(record, run)
-        for name, kind in self._kinds.items():
-            self._plans.strategies[name].wrap_codec = self._codec_wrapper(kind, room[name])
-        self._samples = {name: BlockSample(self._plans.strategies[name]) for name in names}
+        self.record, self._config = record, run.config
+        self._policy, self._executors = record.policy, record.plans.strategies  # the record may get others in the step
+        self._observation = Observation()
+        kinds, room = _kinds(record.profile, record.policy), _forward_room(record, run)
+        self._kinds = {name: record.profile.kinds[index] for name, index in kinds.items()}
+        for name in kinds:
+            self._executors[name].wrap_codec = self._codec_wrapper(name, room[name])
+        self._samples = {name: BlockSample(self._executors[name], run.warn_once) for name in names}
 
-    def _codec_wrapper(self, kind: int, room_bytes: float) -> Callable[[int, Codec], MeasuringCodec]:
-        values = self._profile.kinds[kind].values
+    def _codec_wrapper(self, name: str, room_bytes: float) -> Callable[[int, Codec], MeasuringCodec]:
+        kind = self._kinds[name]
 
         def wrap(value: int, codec: Codec) -> MeasuringCodec:
-            options = values[value].codecs
-            return MeasuringCodec(codec, (kind, value), options, self._run.config, self._measurements, room_bytes)
+            activation, options = (name, kind.names[value]), kind.values[value].codecs
+            return MeasuringCodec(codec, activation, options, self._config, self._observation, room_bytes)
 
         return wrap
 
     def observed(self) -> Observation:
-        """End the step, compare the gradients of the sampled blocks, and return this rank's measurements by name."""
+        """End the step, compare the gradients of the sampled blocks, and return this rank's measurements."""
         self._stop_measuring()
-        gradients, degrading_codecs = self._compare_gradients()
-        missed = self._measurements.unmeasured - self._measurements.errors.keys()
-        self.unmeasured = {full_name(self._profile, key) for key in missed}
-        observation = self._measurements.read(gradients, degrading_codecs).by_name(self._profile)
-        self.close()
+        observation, bound = self._observation, gradient_bound(self._config)
+        for name, sample in self._samples.items():
+            error = sample.compare()
+            if error is not None:
+                observation.gradients[name] = error
+                if error > bound:
+                    observation.degrading_codecs |= self._find_degrading(name, sample, bound)
+            sample.close()  # so that only one exact gradient is held at a time
+        observation.read()
         return observation
 
     def close(self) -> None:
@@ -212,50 +214,26 @@ class _TrackedSize:
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
-        self._samples = {}
 
     def _stop_measuring(self) -> None:
-        for strategy in self._plans.strategies.values():
-            strategy.wrap_codec = None
+        for executor in self._executors.values():
+            executor.wrap_codec = None
 
-    def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return (gradient errors by index of the kind, codecs to switch off until the errors are within
-        `gradient_bound`)."""
-        errors_by_kind: dict[int, list[GradientError]] = {}
-        degrading_codecs: frozenset[OptionKey] = frozenset()
-        for name, sample in self._samples.items():
-            error = sample.compare()
-            if error is not None:
-                errors_by_kind.setdefault(self._kinds[name], []).append(error)
-                if error.error > gradient_bound(self._run.config):
-                    degrading_codecs |= self._find_degrading(name, sample)
-            sample.close()  # so that only one exact gradient is held at a time
-        worst_errors = {kind: GradientError.worst(errors) for kind, errors in errors_by_kind.items()}
-        return worst_errors, degrading_codecs
-
-    def _find_degrading(self, name: str, sample: BlockSample) -> frozenset[OptionKey]:
-        """Return the codecs without which the gradient error of block `name` is at most `gradient_bound`. If the
-        search fails, warn and return all lossy codecs of the kind."""
-        bound, kind = gradient_bound(self._run.config), self._kinds[name]
-        lossy = {
-            value: encoding_of(codec.name)
-            for value, codec in _codecs(self._policy.plan_of(name)).items()
-            if not codec.lossless
-        }
-
-        def error_without(values: frozenset[int]) -> float | None:
-            error = sample.compare(values)
-            return None if error is None else error.error
-
-        values = find_culprits(lossy.keys(), bound, error_without)
-        if values is None:
-            log.warning(
-                "Adacc: the codecs that degrade the gradient of %s cannot be determined: lossy compression is switched "
-                "off for all blocks of its kind",
-                name,
-            )
-            return lossy_options(self._profile, [name])
-        return frozenset((kind, value, lossy[value]) for value in values)
+    def _find_degrading(self, name: str, sample: BlockSample, bound: float) -> set[tuple[str, str, str]]:
+        """Return the codecs without which the gradient error of block `name` is at most `bound`. If the search fails,
+        warn and return all lossy codecs that its activations may get."""
+        kind, plan = self._kinds[name], self._policy.plan_of(name)
+        lossy = {value: encoding_of(codec.name) for value, codec in _codecs(plan).items() if not codec.lossless}
+        values = find_culprits(lossy, bound, sample.compare)
+        if values is not None:
+            return {(name, kind.names[value], lossy[value]) for value in values}
+        log.warning(
+            "Adacc: the codecs that degrade the gradient of %s cannot be determined: lossy compression is switched off "
+            "for all blocks of its kind",
+            name,
+        )
+        options = [(value, option) for value in kind.values for option in value.codecs if not option.lossless]
+        return {(name, kind.names[v.index], codec) for v, o in options for codec in (o.codec, precise_codec())}
 
 
 def lossy_blocks(policy: Policy) -> list[str]:
@@ -278,6 +256,12 @@ def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
     return steps_since % int(tracking) == 0
 
 
+def gradient_bound(config: AdaccConfig) -> float:
+    """Return the largest allowed relative error of a block's gradient under compression."""
+    bound = error_bound(config)
+    return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
+
+
 def _codecs(plan: Plan) -> dict[int, Codec]:
     return {
         value: get_codec(choice.codec, **dict(choice.options))
@@ -286,9 +270,8 @@ def _codecs(plan: Plan) -> dict[int, Codec]:
     }
 
 
-def _kinds(record: SizePolicy) -> dict[str, int]:
-    """Return the index of the kind of block (`Profile.kinds`) of each block under the policy, by the block's name."""
-    profile, policy = record.profile, record.policy
+def _kinds(profile: Profile, policy: Policy) -> dict[str, int]:
+    """Return the index of the kind (`Profile.kinds`) that each block has under the policy, by the block's name."""
     return {block.name: profile.kind_index(block, policy.plan_of(block.name)) for block in profile.blocks}
 
 
@@ -303,61 +286,42 @@ def _forward_room(record: SizePolicy, run: RunState) -> dict[str, float]:
     return room
 
 
-def _event(step: int, record: SizePolicy, tracked: Tracked) -> OutliersTracked:
-    gradients = tracked.gradients.values()
-    return OutliersTracked(
-        step=step,
-        reason=tracked.reason,
-        num_outliers=tracked.num_outliers,
-        errors=tracked.errors,
-        compression_rate=record.policy.predicted_stored_bytes / record.profile.plain_stored_bytes,
-        gradient_error=max((gradient.error for gradient in gradients), default=None),
-        gradient_cosine=min((gradient.cosine for gradient in gradients), default=None),
-    )
+WINDOW = 16
+"""Number of earlier logged losses with which a new loss is compared."""
+MIN_LOSSES = 4
+"""Minimum number of earlier losses with which a loss is compared. A median of fewer losses would be close to a single
+loss."""
+NOISE = 4.0
+"""Largest distance of a normal loss from the median of the latest losses, in units of their median absolute deviation.
+Losses around zero, as in reinforcement learning, are often many times their median. Of normally distributed losses, one
+in 300 lies above this distance."""
 
 
-def gradient_bound(config: AdaccConfig) -> float:
-    """Return the largest allowed relative error of a block's gradient under compression."""
-    bound = error_bound(config)
-    return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
+class LossHistory:
+    """The latest logged losses. Other losses are not read, because the host would wait for the device."""
 
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
 
-# The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same
-# round-trip errors as other activations, but if backward recomputes attention's softmax from them, the error of the
-# gradient may exceed the gradient's norm.
+    def check(self, loss: float | None, gradient_norm: float | None) -> str | None:
+        """Add `loss`. Return a text if `loss` or `gradient_norm` is not finite, or if `loss` is a spike, else None.
 
-
-def find_culprits(
-    lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
-) -> frozenset[int] | None:
-    """Return the activations in `lossy` that must stay uncompressed to keep the error of a block's gradient within
-    `bound`.
-
-    The set is minimal: if any of its activations is compressed again, the error exceeds the bound.
-    `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
-    the error cannot be measured. The function is called at most 2 * len(lossy) + 1 times. Return None if a call returns
-    None, or if the error exceeds the bound even with all of `lossy` bypassed.
-
-    First, each activation is compressed on its own. If this alone makes the error exceed the bound, the activation is
-    in the result. The other activations are then compressed together: they are added one after the other, in the order
-    of the errors that they cause on their own. If the error exceeds the bound, the activation added last is left
-    uncompressed, and is in the result.
-    """
-    everything = bypassed = frozenset(lossy)
-    errors_alone: dict[int, float] = {}
-    for value in sorted(everything):
-        error = error_without(everything - {value})
-        if error is None:
+        An argument is None if the training loop did not log this number. A loss is a spike if its distance above the
+        median exceeds both NOISE times the median absolute deviation, and the median's absolute value.
+        """
+        for name, value in (("loss", loss), ("grad_norm", gradient_norm)):
+            if value is not None and not math.isfinite(value):
+                return f"{name} is {value}"
+        if loss is None:
             return None
-        errors_alone[value] = error
-    harmless_alone = (value for value in errors_alone if errors_alone[value] <= bound)
-    for value in sorted(harmless_alone, key=errors_alone.__getitem__):
-        error = error_without(bypassed - {value})
-        if error is None:
+        losses = list(self._losses)
+        # Spikes are added too: a loss that stays high, as on other data, counts as normal after half a window.
+        self._losses.append(loss)
+        if len(losses) < MIN_LOSSES:
             return None
-        bypassed -= {value} if error <= bound else set()
-    if bypassed == everything:
-        error = error_without(everything)
-        if error is None or not error <= bound:
+        median = statistics.median(losses)
+        deviation = statistics.median(abs(other - median) for other in losses)
+        if loss - median <= max(abs(median), NOISE * deviation):
             return None
-    return bypassed
+        comparison = f"{loss / median:.1f} times" if median > 0 else f"far above {median:.4g},"
+        return f"loss {loss:.4g} is {comparison} the median of the last {len(losses)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
+from adacc_hf.adapt.history import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile

@@ -165,12 +165,6 @@ class BlockExecutor:
             return self._checkpointed_graph
         return None if self._latest is None or self.plan.tiling else self.known_shapes.paths.graph_function()
 
-    @property
-    def written_places(self) -> set[str]:
-        """Kinds of places (`Source.place`) of the tensors that existed before a call, and to which the call writes."""
-        tapes = self.tape_cache.tapes_of_kind(self.plan.kind)
-        return {value.source.place for tape in tapes for value in tape.values if value.overwritten and value.source}
-
     def run_again(
         self,
         block: nn.Module,

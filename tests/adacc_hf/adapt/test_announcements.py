@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from adacc_hf import solve_policy
-from adacc_hf.adapt.fallback_stats import describe_costs, describe_coverage
+from adacc_hf.adapt.history import describe_costs, describe_coverage
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 

@@ -52,13 +52,7 @@ def test_static_bytes_raise_every_peak(corrections, gpt2_like_profile):
 
 
 def test_only_a_change_asks_for_another_look_at_policies(corrections):
-    observed = Observation(
-        num_outliers={("h.0", "attn"): 2},
-        errors={},
-        option_errors={("h.0", "attn", "int8"): 0.1},
-        gradients={},
-        degrading_codecs=frozenset(),
-    )
+    observed = Observation(num_outliers={("h.0", "attn"): 2}, errors={("h.0", "attn", "int8"): 0.1})
     versions = []
     for codecs in ([], [("h.0", "attn", "int4")]):
         for _ in range(2):

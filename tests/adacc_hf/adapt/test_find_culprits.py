@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.tracking import find_culprits
+from adacc_hf.adapt.gradient_check import find_culprits
 
 EACH = 0.1
 """Gradient error that each activation's codec adds, as INT4 does."""
@@ -48,24 +48,17 @@ def test_what_degrades_by_itself_is_found_and_nothing_else(degrades, expected, m
     assert len(gradient.queries) <= 2 * 12 + 1
 
 
-@pytest.mark.parametrize(("num_culprits", "pairs"), [(1, [{2, 5}]), (1, [{2, 5}, {5, 9}]), (2, [{2, 5}, {3, 4}])])
-def test_of_those_that_degrade_together_no_more_than_it_takes(num_culprits, pairs):
-    culprits = Gradient(12, *pairs).culprits()
-    assert all(culprits & pair for pair in pairs)
-    assert len(culprits) >= num_culprits
-    assert len(culprits) < len(set().union(*pairs))
-
-
 @given(errors=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9), bound=st.floats(0.01, 1.0))
 def test_where_errors_add_up_no_smaller_set_would_do(errors, bound):
     def error_without(bypassed):
         return math.sqrt(sum(error**2 for value, error in enumerate(errors) if value not in bypassed))
 
+    assume(error_without(frozenset()) > bound)
     culprits = find_culprits(range(len(errors)), bound, error_without)
     assert error_without(culprits) <= bound
     worst = sorted(range(len(errors)), key=lambda value: -errors[value])
     # Leaving out the worst ones is the best result for that number; equal errors are summed up in another order.
-    assert not culprits or error_without(set(worst[: len(culprits) - 1])) > bound * (1 - 1e-12)
+    assert error_without(set(worst[: len(culprits) - 1])) > bound * (1 - 1e-12)
 
 
 def test_none_is_found_where_no_activation_is_to_blame():
@@ -81,4 +74,4 @@ def test_none_is_found_where_memory_ends_the_search(last):
         return None if len(gradient.queries) == last else gradient.error_without(bypassed)
 
     culprits = find_culprits(range(6), 0.5, error_without)
-    assert culprits == (None if last < 6 + 4 else {2, 4})
+    assert culprits == (None if last < 6 + 2 else {2, 4})

@@ -36,18 +36,12 @@ def case():
 
 
 def tracking_of(handle, profile, policy, config):
+    """Return a tracking under a policy that stays, although tracking steps change the corrections."""
     run = RunState(config, None, handle.installation.model, None, TrainingLoop())
     choice = PolicyChoice(handle, run)
     choice.add(profile, policy)
-    choice.refresh = lambda *_: None  # the policy stays
+    choice.refresh = lambda record: setattr(record, "version", run.corrections.version)
     return Tracking(choice, run, 0)
-
-
-def finish(tracking):
-    """End a tracking step after which the policy stays, although the step has changed the corrections."""
-    tracking.finish(1)
-    for record in tracking._choice.records.values():
-        record.version = tracking._run.corrections.version
 
 
 def fitted_bytes(handle):
@@ -81,7 +75,7 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action):
             measured_peaks[name] = measure_step(model, batch).peak_bytes
             if sample is not None:
                 sample.close()
-            finish(tracking)
+            tracking.finish()
         fitted = fitted_bytes(handle)
     assert all(measured_peaks[name] <= peaks[name] + fitted + SCALARS for name in peaks), (measured_peaks, peaks)
     # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
@@ -123,6 +117,6 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
                 strategies = handle.plans.strategies
                 sampled_blocks[extra] |= {name for name in strategies if strategies[name].observer is not None}
                 assert measure_step(model, batch).peak_bytes <= plain + extra + fitted_bytes(handle) + SCALARS
-                finish(tracking)
+                tracking.finish()
     assert sampled_blocks[0] <= sampled_blocks[INPUT_BYTES] <= sampled_blocks[3 * INPUT_BYTES]
     assert len(sampled_blocks[3 * INPUT_BYTES]) == NUM_LAYERS

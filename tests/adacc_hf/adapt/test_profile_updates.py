@@ -8,7 +8,7 @@ import pytest
 from profile_builders import in_all_blocks
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.adapt.corrections import lossy_options, switched_off_options, with_finer, without_codecs
+from adacc_hf.adapt.corrections import with_finer, without_codecs
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -35,24 +35,13 @@ def test_one_of_four_activations_of_a_name_is_told_from_the_others_at_every_size
         others = [value for value in profile.kinds[0].values if value.index != clones(profile)[1].index]
         assert clones(remaining_profile)[1].codecs == ()
         assert [remaining_profile.kinds[0].values[value.index] for value in others] == others
-        assert switched_off_options(profile, switched_off) == {(0, clones(profile)[1].index, "channel_int4")}
 
 
 def test_what_is_switched_off_in_one_block_is_so_for_its_kind(profiles):
-    (profile, _), key = profiles, clones(profiles[0])[0].index
+    profile, _ = profiles
     assert not clones(without_codecs(profile, {("transformer.h.1", "attn:clone", "channel_int4")}))[0].codecs
-    assert switched_off_options(profile, {("transformer.h.9", "attn:clone", "channel_int4")}) == frozenset()
+    assert without_codecs(profile, {("transformer.h.9", "attn:clone", "channel_int4")}) == profile
     assert without_codecs(profile, {("transformer.h.1", "attn:clone", "int8")}) == profile
-    assert switched_off_options(profile, in_all_blocks(profile, {(0, key, "int8")})) == frozenset()
-
-
-def test_all_lossy_options_are_those_of_the_kinds_of_some_blocks(profiles):
-    profile = profiles[0]
-    options = lossy_options(profile, ["transformer.h.1"])
-    remaining_profile = without_codecs(profile, in_all_blocks(profile, options))
-    assert all(option.lossless for kind in remaining_profile.kinds for value in kind.values for option in value.codecs)
-    assert any(value.codecs for value in remaining_profile.kinds[0].values), "dropout's masks lose nothing"
-    assert lossy_options(profile, ["elsewhere"]) == frozenset()
 
 
 def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
@@ -73,6 +62,7 @@ def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
 
 def test_nothing_stands_in_where_all_that_is_lossy_ends(profiles):
     profile = profiles[0]
-    switched_off = in_all_blocks(profile, lossy_options(profile, ["transformer.h.0"]))
+    lossy = [(v.index, o.codec) for v in profile.kinds[0].values for o in v.codecs if not o.lossless]
+    switched_off = in_all_blocks(profile, {(0, v, codec) for v, own in lossy for codec in (own, "int8")})
     remaining_profile = without_codecs(with_finer(profile, switched_off), switched_off)
     assert all(option.lossless for kind in remaining_profile.kinds for value in kind.values for option in value.codecs)

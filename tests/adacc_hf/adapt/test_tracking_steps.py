@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.outlier_tracking as tracking_module
 import adacc_hf.adapt.policy_fit as fit_module
 from adacc_hf import AdaccCallback, Policy, Profile
+from adacc_hf.adapt.outlier_tracking import MeasuringCodec
 from adacc_hf.solve.simple_policies import uniform_policy
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -25,14 +25,14 @@ def counting_steps(monkeypatch):
             self.step = state.global_step + 1
 
     clock = Clock()
-    original = tracking_module.Measurements.add_count
+    original = MeasuringCodec.encode
 
     def counting(*args):
         if clock.step not in clock.steps:
             clock.steps.append(clock.step)
         return original(*args)
 
-    monkeypatch.setattr(tracking_module.Measurements, "add_count", counting)
+    monkeypatch.setattr(MeasuringCodec, "encode", counting)
     return clock
 
 

@@ -139,8 +139,6 @@ def test_steps_on_another_path_are_counted_and_told_in_the_report(
     ((why, number),) = fallbacks(callback).items()
     assert why.startswith("other operators than when profiled")
     assert number == 2
-    overhead = logged(trainer, "adacc/overhead_ms")
-    assert overhead[3] > overhead[2], "step 5 ran all blocks with the least memory"
     folder = tmp_path / "run"
     assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
     assert main(["explain", str(folder)]) == 0
