@@ -33,10 +33,6 @@ class TrainerLoop(TrainingLoop):
         """Ignore a count: the setting is known."""
 
     @property
-    def clips(self) -> bool:
-        return bool(self._args.max_grad_norm)
-
-    @property
     def is_first_rank(self) -> bool:
         return self._is_first_rank
 

@@ -131,11 +131,10 @@ class WarmUpPhase(Phase):
 
     def begin_optimizer_step(self) -> None:
         self._profiler.end_backward()
-        if not self._profiler.optimizer.has_seen:
-            self._profiler.optimizer.begin(self._run.loop.clips, self._run.model)
+        self._profiler.begin_optimizer(self._run.model)
 
     def end_optimizer_step(self) -> None:
-        self._profiler.optimizer.end()
+        self._profiler.end_optimizer()
 
     def end_backward(self) -> None:
         self._profiler.end_backward()

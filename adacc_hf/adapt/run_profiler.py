@@ -1,4 +1,4 @@
-"""RunProfiler: profiles micro-batches of a run while they train. OptimizerProbe, InnerSteps: the optimizer's steps."""
+"""RunProfiler: profiles micro-batches of a run, and an optimizer step, while they train. InnerSteps: a detector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping, state_bytes
+from adacc_hf.price.optimizer_memory import OptimizerMeter, state_bytes
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
@@ -58,58 +58,16 @@ class InnerSteps:
         self.has_detected |= optimizer is not self.expected
 
 
-class OptimizerProbe:
-    """A meter of the temporary memory of one optimizer step, and of gradient clipping before the step."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        """Peak temporary bytes of gradient clipping and the optimizer's step, without parameters, gradients and state.
-
-        0 if no step was measured."""
-        self.has_seen = False
-        """True once a step was measured, or could not be measured because another profiler was active."""
-        self.meter: OptimizerMeter | None = None
-        """The running meter while an optimizer step is measured, else None."""
-
-    def begin(self, clips: bool, model: nn.Module) -> None:
-        """Begin to measure the optimizer's step.
-
-        If the loop clips gradients (`clips` is True), the gradients were clipped before this call. The memory of
-        clipping is therefore measured by computing the norm for clipping once more, which does not change the
-        gradients.
-        """
-        self.has_seen = True
-        device = next(model.parameters()).device
-        if device.type == "cpu" and is_profiling():
-            log.info("Adacc: another profiler is active: the plan leaves out the optimizer's temporary memory")
-            return
-        if clips:
-            self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
-        meter = OptimizerMeter(device)
-        meter.__enter__()
-        self.meter = meter
-
-    def end(self) -> None:
-        """End the measurement after the optimizer's step. Do nothing if no measurement is running."""
-        if self.meter is not None:
-            with suppress(ProfilerConflictError):
-                self.meter.__exit__(None, None, None)
-            self.nbytes = max(self.nbytes, self.meter.nbytes)
-        self.meter = None
-
-
-log = logging.getLogger(__name__)
-
-
 class RunProfiler:
-    """Profiler of one run's micro-batches.
-
-    `optimizer` and `inner_steps` observe the optimizer's steps during training, whose memory a profile cannot measure.
-    """
+    """Profiler of one run's micro-batches, and of the temporary memory of an optimizer step."""
 
     def __init__(self, config: AdaccConfig, loop: TrainingLoop) -> None:
-        self.optimizer = OptimizerProbe()
         self.inner_steps = InnerSteps()
+        self._has_seen_optimizer = False
+        """True once an optimizer step was measured, or could not be because another profiler was active."""
+        self._optimizer_meter: OptimizerMeter | None = None
+        """The running meter while an optimizer step is measured, else None."""
+        self._optimizer_bytes = 0
         self.counted_state_bytes: int | None = None
         """Bytes of the optimizer's state in the latest profile. None before the first profile."""
         self._config, self._loop = config, loop
@@ -126,7 +84,7 @@ class RunProfiler:
     def remove(self) -> None:
         """Remove all hooks. Further calls have no effect."""
         self.cancel()
-        self.optimizer.end()
+        self.end_optimizer()
         self.inner_steps.close()
 
     @property
@@ -241,10 +199,12 @@ class RunProfiler:
         live, self._live = self._live, None
         if not all(gather_from_all_ranks(live is not None)) or live is None:
             return None
-        created = self.state_bytes(model, optimizer) - (self.counted_state_bytes or 0)
-        self.counted_state_bytes = self.state_bytes(model, optimizer)
+        before, self.counted_state_bytes = self.counted_state_bytes or 0, self.state_bytes(model, optimizer)
         with fail_together():
-            profile = live.profile(optimizer_step_bytes=self.optimizer.nbytes, optimizer_state_bytes=max(0, created))
+            profile = live.profile(
+                optimizer_step_bytes=self._optimizer_bytes,
+                optimizer_state_bytes=max(0, self.counted_state_bytes - before),
+            )
         assert self._tape_cache is not None
         self._taken = live
         profiled_tapes(model).take(self._tape_cache)
@@ -272,6 +232,27 @@ class RunProfiler:
         tiles, self._tiles = self._tiles, None
         profiled_tapes(model).take(self._tape_cache)
         return common_profile(tiles.added(live.recording))
+
+    def begin_optimizer(self, model: nn.Module) -> None:
+        """Begin to measure the optimizer's step. Do nothing if a step was measured."""
+        if self._has_seen_optimizer:
+            return
+        self._has_seen_optimizer = True
+        device = next(model.parameters()).device
+        if device.type == "cpu" and is_profiling():
+            log.info("Adacc: another profiler is active: the plan leaves out the optimizer's temporary memory")
+            return
+        meter = OptimizerMeter(device)
+        meter.__enter__()
+        self._optimizer_meter = meter
+
+    def end_optimizer(self) -> None:
+        """End the measurement after the optimizer's step. Do nothing if no measurement is running."""
+        meter, self._optimizer_meter = self._optimizer_meter, None
+        if meter is not None:
+            with suppress(ProfilerConflictError):
+                meter.__exit__(None, None, None)
+            self._optimizer_bytes = meter.nbytes
 
     def state_bytes(self, model: nn.Module, optimizer: Any) -> int:
         """Return the bytes of state that the optimizer holds on the model's device now."""

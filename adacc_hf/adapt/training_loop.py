@@ -40,11 +40,6 @@ class TrainingLoop:
         return min(2, self.num_micro)
 
     @property
-    def clips(self) -> bool:
-        """True if gradients may be clipped before the optimizer's step."""
-        return True
-
-    @property
     def is_first_rank(self) -> bool:
         """True on the first rank, which writes the run's files."""
         return is_first_rank()

@@ -176,14 +176,6 @@ class LightningLoop(TrainingLoop):
 
     num_unrecorded_steps = 1  # Lightning zeroes the last step's gradients only after the forward
 
-    def __init__(self, accumulate_grad_batches: int, folder: str | None) -> None:
-        super().__init__(accumulate_grad_batches, folder)
-
-    @property
-    def clips(self) -> bool:
-        # Clipping follows `on_before_optimizer_step`, so the measurement of the optimizer's step includes it.
-        return False
-
 
 def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Module:
     """Return the submodule of `pl_module` to which the budget applies: `model` or, if None, the only language model. A
