@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from adacc_hf.tape.operator_effects import DeclaredRngUse
@@ -47,7 +47,7 @@ class SymbolicGraph:
 
     def __init__(self, graph: Callable[..., Any], examples: Sequence[Any], inputs: Sequence[Any]) -> None:
         self._examples = examples
-        mode = next(example.fake_mode for example in examples if isinstance(example, torch.Tensor))
+        mode: Any = next(each for each in examples if isinstance(each, FakeTensor)).fake_mode
         num_guards = len(mode.shape_env.guards)
         with mode:
             self._tape = _tape_of(graph, [_symbolic_fake(*pair) for pair in zip(examples, inputs, strict=True)])
@@ -58,7 +58,7 @@ class SymbolicGraph:
 
     def operators(self, inputs: Sequence[Any]) -> Operators | None:
         """Return the operators of a call with these inputs, in some milliseconds. None if the run did not tell them."""
-        import sympy
+        import sympy  # type: ignore[import-untyped]
 
         pairs = [
             (_expression_of(symbolic), number)

@@ -39,6 +39,7 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
 
 
+@pytest.mark.gate
 def test_batches_of_a_class_above_the_budget_share_policies(make_trainer, make_model, monkeypatch):
     """Between the least peaks at 27 and at 30 tokens, no policy fits the bounds of the class of 25 to 30 tokens."""
     monkeypatch.setattr(PolicyChoice, "solver_ms", 1e9)
