@@ -282,13 +282,6 @@ def _timeline_panels(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, di
             },
         ),
         (
-            "step [ms]",
-            {
-                "measured": _record_curve(history, "step_ms"),
-                "predicted": _record_curve(history, "predicted_step_ms"),
-            },
-        ),
-        (
             f"peak [{unit}]",
             {
                 "measured": _record_curve(history, "measured_peak_bytes", scale),

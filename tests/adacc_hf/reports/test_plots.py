@@ -61,12 +61,10 @@ def history(steps=(1, 2, 4, 8)):
             "num_outliers": {f"Block.mlp.{n}#{n}": n * step for n in range(12)},
             "errors": {"Block.mlp.0#0": 0.1},
             "gradient_error": 0.2,
-            "step_ms": 10.0,
-            "predicted_step_ms": 11.0,
         }
         for step in steps
     ]
-    changed = {"step": 5, "event": "change", "reason": "less", "peak_bytes": 2**20, "predicted_step_ms": 9.0}
+    changed = {"step": 5, "event": "change", "reason": "less", "peak_bytes": 2**20}
     measured = {"step": 6, "event": "memory", "peak_bytes": 2**20, "measured_peak_bytes": 2**20 + 7}
     return [{"step": 0, "event": "policy", "peak_bytes": 2**21}, *tracked, changed, measured]
 
