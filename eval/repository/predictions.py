@@ -149,8 +149,8 @@ _EXPLAINED = (
     "Error is predicted over measured. The first prediction uses assumptions that were made before it. The second look "
     "replaces assumptions about a whole source that the measured code contradicts (below). The held-out half was not "
     "looked at while the planner was changed. Goal: a median of 5 %, and 90 % of rows within 10 %. Live bytes are "
-    "predicted: where a source gives the bytes that the allocator keeps (reserved) or the driver counts (nvidia-smi), "
-    "fragments come on top."
+    "predicted, and 5 % for fragments are added where a source gives the bytes that the allocator keeps (reserved) or "
+    "the driver counts (nvidia-smi)."
 )
 
 
