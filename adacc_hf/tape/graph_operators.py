@@ -70,9 +70,8 @@ class SymbolicGraph:
             return None
         if any(condition.xreplace(sizes) != True for condition in self._conditions):  # noqa: E712  # sympy's true
             return None
-        numbers = [n for expression in self._expressions if (n := _evaluated(expression, sizes)) is not None]
-        is_complete = len(numbers) == len(self._expressions)
-        return operators_of(self._template.fill(self._tape, numbers, "")) if is_complete else None
+        numbers = [_evaluated(expression, sizes) for expression in self._expressions]
+        return operators_of(self._template.fill(self._tape, numbers, ""))
 
 
 def _symbolic_fake(example: Any, value: Any) -> Any:
@@ -93,10 +92,10 @@ def _expression_of(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt) else number
 
 
-def _evaluated(expression: Any, sizes: Mapping[Any, Any]) -> int | None:
-    """Return the number of a sympy expression. None if it depends on data too."""
+def _evaluated(expression: Any, sizes: Mapping[Any, Any]) -> int:
+    """Return the number of a sympy expression, or -1 if the sizes do not tell it, as of the storage behind a view."""
     value = expression if isinstance(expression, int) else expression.xreplace(sizes)
-    return int(value) if isinstance(value, int) or value.is_Integer else None
+    return int(value) if isinstance(value, int) or value.is_Integer else -1
 
 
 def _tape_of(graph: Callable[..., Any], fakes: Sequence[Any]) -> Tape:

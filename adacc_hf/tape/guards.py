@@ -224,8 +224,7 @@ class BlockPaths:
         path = self._latest
         if path is None or not self.has_graph_of(tape):
             return False
-        operators = path.operators_at(fn, args)
-        return not _graph_has(path, tape, fn, args) if operators is None else operators != operators_of(tape)
+        return path.operators_at(fn, args) != operators_of(tape) and not _graph_has(path, tape, fn, args)
 
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs | None:
         """Return (graph, its inputs) of the latest call, `fn(*args)`. The graph may have somewhat other operators than

@@ -8,6 +8,7 @@ from torch import nn
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Recording
+from adacc_hf.tape import guards
 from adacc_hf.tape.call_key import KnownShapes
 
 CASES = {"gpt2": torch.bfloat16, "llama": torch.float32, "bert": torch.bfloat16, "mixtral": torch.float32}
@@ -92,3 +93,15 @@ def test_a_graph_tells_the_operators_of_all_sizes_on_its_path(forward):
             each is not tape for each in tapes[path]
         ]
     assert len(tapes) == (2 if forward is branching else 1)
+
+
+def test_the_storage_behind_a_view_needs_no_run_at_each_size(monkeypatch):
+    block, known_shapes = Block(lambda layer, hidden, part: layer(hidden).tanh() + part), KnownShapes()
+    for tokens in (9, 12):
+        args = text(2, tokens), torch.ones(2, tokens, 16)[..., 8:]
+        known_shapes.key(block, block, args, {})
+        _, tape = record_block(block, *args)
+        known_shapes.paths.compare_graph(tape, block, args)
+        monkeypatch.delattr(guards, "graph_operators", raising=False)  # from the second size on, no graph runs
+    assert known_shapes.paths.has_graph_of(tape)
+    assert not known_shapes.paths.has_other_numbers(tape, block, args)
