@@ -92,10 +92,10 @@ def _expression_of(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt) else number
 
 
-def _evaluated(expression: Any, sizes: Mapping[Any, Any]) -> int:
-    """Return the number of a sympy expression, or -1 if the sizes do not tell it, as of the storage behind a view."""
+def _evaluated(expression: Any, sizes: Mapping[Any, Any]) -> Any:
+    """Return the number of a sympy expression, or None if the sizes do not tell it, as of the storage behind a view."""
     value = expression if isinstance(expression, int) else expression.xreplace(sizes)
-    return int(value) if isinstance(value, int) or value.is_Integer else -1
+    return int(value) if isinstance(value, int) or value.is_Integer else None
 
 
 def _tape_of(graph: Callable[..., Any], fakes: Sequence[Any]) -> Tape:

@@ -76,8 +76,7 @@ class TracedPath:
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly its operators,
         and so tells the operators at other sizes too."""
         self._symbolic: SymbolicGraph | None = None
-        self._takes_symbols = True
-        """False once an operator of the graph has refused symbolic sizes."""
+        self._takes_symbols = True  # False once an operator or an input of the graph has refused symbolic sizes
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -90,18 +89,19 @@ class TracedPath:
         return self.guards.graph, self.guards.inputs(scope_of(fn, args))
 
     def operators_at(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Operators | None:
-        """Return the operators of the path's graph in a call `fn(*args)`, as expressions of symbolic sizes tell them.
-        None if they do not."""
+        """Return the graph's operators in a call `fn(*args)`, or None if symbolic sizes do not tell them."""
+        if not self._takes_symbols:
+            return None
         graph, inputs = self.graph_of(fn, args)
-        if self._symbolic is None and self._takes_symbols:
-            try:
-                # A graph may fail between switches of the gradient mode.
-                with torch.set_grad_enabled(torch.is_grad_enabled()), quiet_dynamo():
-                    self._symbolic = SymbolicGraph(graph, self.guards.examples, inputs)
-            except Exception as error:
-                self._takes_symbols = False
-                drop_frames(error)
-        return None if self._symbolic is None else self._symbolic.operators(inputs)
+        try:
+            # A graph may fail between switches of the gradient mode.
+            with torch.set_grad_enabled(torch.is_grad_enabled()), quiet_dynamo():
+                self._symbolic = self._symbolic or SymbolicGraph(graph, self.guards.examples, inputs)
+                return self._symbolic.operators(inputs)
+        except Exception as error:  # the graph on fakes of the sizes decides
+            self._takes_symbols = False
+            drop_frames(error)
+            return None
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers in a call that are inputs of the traced graph, as keys of their type and bits."""
