@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-nightly test-seconds test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check checks types clean
+.PHONY: help venv demo test test-all test-nightly test-seconds test-breaks test-python test-gpu test-emulated test-others test-frameworks gpu-bundle eval tables docs style check checks types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -116,7 +116,23 @@ $(FETCHED): $(INSTALLED) tests/others/packages.txt
 	@touch $@
 
 test-others: $(FETCHED) ## Run others' scripts with the callback and without, and compare
-	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others --ignore tests/others/test_frameworks.py
+
+# Each in an environment of its own, with this package installed as a user would install it: with what it requires.
+FRAMEWORKS := $(addprefix $(OTHERS)/,axolotl/.installed llamafactory/.installed ms_swift/.installed)
+$(FRAMEWORKS): $(OTHERS)/%/.installed: tests/others/frameworks/%.txt setup.cfg
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0 'setuptools>=70.1' wheel
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	$(@D)/bin/python -m pip install --quiet --no-deps $$(sed -n '1s/^# //p' $<)
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation .
+	@touch $@
+
+test-frameworks: $(INSTALLED) $(FRAMEWORKS) ## Train with axolotl, LLaMA-Factory and ms-swift, with and without a policy
+	@for each in $(dir $(FRAMEWORKS)); do \
+		$$each/bin/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall . || exit 1; done
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others/test_frameworks.py
 
 # Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU.
 eval: $(INSTALLED) ## Run the measurements of eval/ at the demo's scale, into runs/eval

@@ -1,4 +1,4 @@
-"""Differences between releases of Transformers and torch (tested: transformers 5.17, 5.23; torch 2.11, 2.13, 2.14.1).
+"""Differences between releases of Transformers and torch (tested: transformers 5.5 to 5.24; torch 2.11 to 2.15).
 
 `checkpoint_call` runs a block under torch's checkpoint, and restores state that torch does not restore.
 """

@@ -16,23 +16,19 @@ BLOCK_CLASSES = {
 }
 
 
-def _config_class(model_class: str) -> str:
-    """Return the name of the configuration class of a model class."""
-    return getattr(transformers, model_class).config_class.__name__
-
-
 def architectures() -> dict[str, Architecture]:
-    """Return all architectures by name, in the table's order."""
+    """Return all architectures that the installed Transformers has, by name, in the table's order."""
     return {
         name: Architecture(
             name=name,
             family=family,
             model_class=model_class,
-            config_class=_config_class(model_class),
+            config_class=getattr(transformers, model_class).config_class.__name__,
             settings=settings,
             batch=batch,
             block_classes=BLOCK_CLASSES.get(name),
         )
         for family, rows in {**TEXT, **MEDIA, **MULTIMODAL, **EXPERTS_AND_STATES}.items()
         for name, (model_class, settings, batch) in rows.items()
+        if hasattr(transformers, model_class)
     }

@@ -106,8 +106,9 @@ def in_threads(run, number):
 
 def test_profiles_in_several_threads_are_right(tiny_gpt2, token_batch):
     alone = profile_model(tiny_gpt2(), token_batch(), CONFIG)
-    models = [tiny_gpt2() for _ in range(3)]
-    profiles = in_threads(lambda n: profile_model(models[n], token_batch(), CONFIG), 3)
+    # Made before: what a thread allocates while another thread measures counts there.
+    pairs = [(tiny_gpt2(), token_batch()) for _ in range(3)]
+    profiles = in_threads(lambda n: profile_model(*pairs[n], CONFIG), 3)
     for profile in profiles:
         assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in alone.kinds]
         assert profile.plain_stored_bytes == alone.plain_stored_bytes

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RUNS = Path(os.environ.get("ADACC_OTHERS") or ROOT / "runs" / "others")
 PACKAGES, MADE = RUNS / "packages", RUNS / "made"
 
+LLAMA = "trl-internal-testing/tiny-random-LlamaForCausalLM"
 QWEN = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
 REWARD_MODEL = "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5"
 
