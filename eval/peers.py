@@ -3,8 +3,8 @@
     adacc eval peers --preset gpt2-345m --device cuda --precision bf16 --batch 16
 
 Model, batch and training step are equal for all methods, each of which runs in its own process. If a peer cannot run
-here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and Adacc's
-peak at the peer's speed. These numbers are interpolated linearly between Adacc's points, and never extrapolated.
+here, its row gives the reason. Adacc also runs with the measured peak of each peer as its budget, so that the two are
+compared at equal memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 
 from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
-from adacc_hf.eval.records.peers_report import Point, compare, fastest_within, matched_key, report_text, save_plot
+from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import failure, run_isolated
-from adacc_hf.eval.trials.methods import Promise
 from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
-from adacc_hf.eval.trials.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
+from adacc_hf.eval.trials.peer_methods import ADACC, COMPILED_PEERS, PEERS
 from adacc_hf.eval.trials.trial import run_trial
 
 BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
@@ -46,14 +45,14 @@ class Entry:
     @property
     def key(self) -> str:
         if self.rival is not None:
-            return matched_key(self.rival)
+            return matched_key(self.method, self.rival)
         return self.method if self.budget is None else f"{self.method}_{self.budget:g}"
 
     @property
     def title(self) -> str:
         title = PEERS[self.method].title
         if self.rival is not None:
-            return f"{title} at the peak of {PEERS[self.rival].title.removeprefix('torch.compile, ')}"
+            return f"{title}, at the peak of {PEERS[self.rival].title.removeprefix('torch.compile, ')}"
         return title if self.budget is None else f"{title} at {self.budget:.0%}"
 
 
@@ -88,31 +87,36 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         "rounds": arguments.rounds,
         "clock": arguments.clock,
     }
-    entries = entries_of(arguments.peers, arguments.budgets, arguments.variant_budgets)
+    entries = entries_of(arguments.peers, arguments.budgets, arguments.variant_budgets, arguments.device)
 
     def points(ledger: Ledger) -> dict[str, Callable[[], Figures]]:
         return {entry.key: partial(measure, ledger, entry, arguments.timeout, run) for entry in entries}
 
-    summary = partial(summarize, entries=entries)
+    def summary(ledger: Ledger) -> dict[str, Any]:
+        return {"titles": {entry.key: entry.title for entry in entries}}
+
     ledger = run_points(settings, run_info, arguments.resume, points, report_text, save_plot, summary)
     return 1 if ledger.has_status(Status.RED) else 0
 
 
-def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float]) -> list[Entry]:
+def entries_of(
+    peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float], device: str
+) -> list[Entry]:
     """Return the points to measure, in the order of the table.
 
-    If peers of torch.compile are measured, Adacc in torch.compile is measured once for each of them, with that peer's
-    peak as the budget.
+    After its budgets, each of Adacc's methods has a point for each peer of its kind, eager or compiled, that can run on
+    `device`, with that peer's peak as the budget. Adacc in torch.compile has fractions if there is no such peer.
     """
+    others = [name for name in peers if name not in ADACC and name != "plain" and PEERS[name].obstacle(device) is None]
     entries: list[Entry] = []
-    rivals = [name for name in peers if name in COMPILED_PEERS]
     for name in peers:
-        if name == "adacc_compiled" and rivals:
-            entries += [Entry(method=name, rival=rival) for rival in rivals]
-        elif PEERS[name].takes_budget:
-            entries += [Entry(method=name, budget=b) for b in (budgets if name == "adacc" else variant_budgets)]
-        else:
+        is_compiled = name == "adacc_compiled"
+        rivals = [other for other in others if (other in COMPILED_PEERS) == is_compiled] if name in ADACC else []
+        if not PEERS[name].takes_budget:
             entries.append(Entry(method=name))
+        elif not (is_compiled and rivals):
+            entries += [Entry(method=name, budget=b) for b in (budgets if name == "adacc" else variant_budgets)]
+        entries += [Entry(method=name, rival=rival) for rival in rivals]
     return entries
 
 
@@ -131,44 +135,6 @@ def measure(ledger: Ledger, entry: Entry, timeout_s: float, run: Run) -> Figures
     if entry.rival is not None and order["budget"] is None:
         return failure(Status.ERROR, f"{PEERS[entry.rival].title}, whose peak is the budget, was not measured")
     return run(run_trial, order, timeout_s)
-
-
-def summarize(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the titles of the points, and their comparisons."""
-    points = points_of(ledger, entries)
-    own, variants, peers = (points[kind] for kind in ("adacc", "variant", "peer"))
-    curve = [*own, *(point for point in peers if point.name == "plain")]
-    return {
-        "titles": {entry.key: entry.title for entry in entries},
-        "adacc_against": compare(curve, peers),
-        "within_adaccs_peaks": rivals([*own, *variants], peers),
-    }
-
-
-def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]]:
-    """Return the timed points in three groups: "adacc", "variant" for its variants, "peer" for the others."""
-    points: dict[str, list[Point]] = {"adacc": [], "variant": [], "peer": []}
-    for entry in entries:
-        figures = ledger.points[entry.key]
-        if "tokens_per_second" not in figures:
-            continue
-        kind = "adacc" if entry.method == "adacc" else "variant" if entry.method in ADACC_VARIANTS else "peer"
-        speed = figures["tokens_per_second"]["median"]
-        compiled = Promise(figures["gate"]["promise"]).is_own
-        points[kind].append(Point(name=entry.key, peak_bytes=figures["peak_bytes"], speed=speed, compiled=compiled))
-    return points
-
-
-def rivals(own: Sequence[Point], peers: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return, for each point of Adacc, the fastest eager and the fastest compiled peer that need no more memory."""
-    rows = []
-    for point in own:
-        row: dict[str, Any] = {"adacc": point.name}
-        for kind, compiled in (("eager", False), ("compiled", True)):
-            fastest = fastest_within([peer for peer in peers if peer.compiled is compiled], point.peak_bytes)
-            row[kind] = None if fastest is None else {"peer": fastest.name, "speed_ratio": point.speed / fastest.speed}
-        rows.append(row)
-    return rows
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ class Method:
     install: Install
     """Function that installs the method on a bench within a budget."""
     takes_budget: bool = False
+    is_compiled: bool = False
+    """True if the method compiles the model, and so draws other dropout masks than plain training."""
     obstacle: Callable[[str], str | None] = lambda device: None
     """Function from a device to the reason why the method cannot run there, or None."""
 

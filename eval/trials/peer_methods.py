@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.trials.isolation import OverLimitError
+from adacc_hf.eval.trials.methods import ADACC as EAGER_ADACC
 from adacc_hf.eval.trials.methods import (
-    ADACC,
     CHECKPOINTING,
     EXACT,
     PLAIN,
@@ -214,16 +214,21 @@ def missing_package(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"{name} is not installed: pip install 'adacc-hf[peers]'"
 
 
-ADACC_VARIANTS: dict[str, Method] = {
-    "adacc_exact": EXACT,
-    "adacc_compiled": Method(title="Adacc in torch.compile", install=install_adacc_compiled, takes_budget=True),
-}
-
 COMPILED_PEERS: dict[str, Method] = {
     f"compile_{share:g}": Method(
-        title=f"torch.compile, activation_memory_budget {share:g}", install=partial(install_compiled, share=share)
+        title=f"torch.compile, activation_memory_budget {share:g}",
+        install=partial(install_compiled, share=share),
+        is_compiled=True,
     )
     for share in COMPILE_BUDGETS
+}
+
+ADACC: dict[str, Method] = {
+    "adacc": EAGER_ADACC,
+    "adacc_exact": EXACT,
+    "adacc_compiled": Method(
+        title="Adacc in torch.compile", install=install_adacc_compiled, takes_budget=True, is_compiled=True
+    ),
 }
 
 PEERS: dict[str, Method] = {
@@ -243,7 +248,6 @@ PEERS: dict[str, Method] = {
         for share in XFORMERS_BUDGETS
     },
     **COMPILED_PEERS,
-    "adacc": ADACC,
-    **ADACC_VARIANTS,
+    **ADACC,
 }
 """Methods by their name in records."""
