@@ -17,12 +17,9 @@ from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
-from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
+from adacc_hf.kernels.codecs import codec_type, get_codec
 from adacc_hf.price.memory_profile import with_missing_bytes
 from adacc_hf.torch_glue.batch_shapes import num_elements
-
-FINER_STEPS = 16
-"""Error of INT4 divided by the error of INT8, the more precise codec: the number of INT8 steps in one INT4 step."""
 
 
 def _with_codecs(profile: Profile, codecs_of: Callable[[tuple[int, int], Value], tuple[CodecOption, ...]]) -> Profile:
@@ -68,31 +65,6 @@ def without_codecs(profile: Profile, switched_off: Collection[CodecName]) -> Pro
     """Return `profile` without the codecs that are `switched_off`."""
     off = by_index(profile, dict.fromkeys(switched_off, 0))
     return _with_codecs(profile, lambda key, value: tuple(o for o in value.codecs if (*key, o.codec) not in off))
-
-
-def with_finer(profile: Profile, switched_off: Collection[CodecName]) -> Profile:
-    """Return a profile in which values that lost a codec may use INT8, the more precise codec.
-
-    INT8 gets the predicted times of the switched-off codec, because both codecs read the same number of bytes, and INT8
-    writes only twice as many.
-    """
-    off, codec = by_index(profile, dict.fromkeys(switched_off, 0)), get_codec(precise_codec())
-
-    def with_precise(key: tuple[int, int], value: Value) -> tuple[CodecOption, ...]:
-        option, dtype = next((o for o in value.codecs if (*key, o.codec) in off), None), getattr(torch, value.dtype)
-        has_precise = any(o.codec == codec.name for o in value.codecs)
-        if option is None or has_precise or not codec.supports(value.encoded_shape, dtype):
-            return value.codecs
-        precise = replace(
-            option,
-            codec=codec.name,
-            options=tuple(sorted(codec.options.items())),
-            nbytes=codec.predicted_bytes(value.encoded_shape, dtype),
-            error=option.error / FINER_STEPS,
-        )
-        return (*value.codecs, precise)
-
-    return _with_codecs(profile, with_precise)
 
 
 def with_static_memory(profile: Profile, extra_bytes: int) -> Profile:
@@ -180,8 +152,7 @@ class Corrections:
         if self.num_outliers or self.errors:
             corrected = with_outlier_counts(corrected, by_index(corrected, self.num_outliers))
             corrected = _with_errors(corrected, by_index(corrected, self.errors))
-        may_add = self.switched_off and self.config.codecs is None
-        return with_finer(corrected, self.switched_off) if may_add else corrected
+        return corrected
 
     def allowed(self, profile: Profile) -> Profile:
         """Return `profile` without switched-off codecs, and without codecs for values below `min_compress_bytes`."""

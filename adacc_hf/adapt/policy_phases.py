@@ -139,8 +139,6 @@ class AdaptivePhase(FixedPolicyPhase):
         for a reason."""
         super().__init__(run, handle)
         self.choice = PolicyChoice(handle, run)
-        self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
-        self._peaks = PeakCheck(self.choice, run)
         self._profiler = run.profiler
         self._warm_up = warm_up
         self._is_alone = num_ranks() == 1
@@ -154,6 +152,8 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of the current step's micro-batches so far."""
         record = self.choice.add(profile, policy)
         record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
+        self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
+        self._peaks = PeakCheck(self.choice, run)
 
     def begin_step(self, step: int) -> None:
         self.choice.begin_step()
@@ -161,7 +161,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._count_accumulation(self._run.loop.num_micro)
         if self._tracking.is_due(step + 1):
             self._tracking.start()
-        if self.choice.shown.must_measure and not self._tracking.is_on and self._peaks.is_due:
+        if not self._tracking.is_on and self._peaks.is_due:
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
@@ -213,7 +213,10 @@ class AdaptivePhase(FixedPolicyPhase):
         profiler, run = self._profiler, self._run
         if self._has_recorded:
             profiler.enter_forward(inputs)
-        elif self._is_to_be_recorded() and not profiler.must_wait(run.model):
+        elif self._is_to_be_recorded():
+            self._peaks.meter.close()  # on a CPU, only one profiler may run
+            if profiler.must_wait(run.model):
+                return
             self.choice.suspend()
             handle, self._has_recorded = self.handle, True
             profiler.begin(handle.installation, run.optimizer, inputs, handle.tape_cache, handle.head)
@@ -221,8 +224,7 @@ class AdaptivePhase(FixedPolicyPhase):
     def _is_to_be_recorded(self) -> bool:
         """Return True if the micro-batch that begins is to be recorded for a profile."""
         is_wanted = self.choice.is_unpredicted if self._is_alone else self._is_due
-        is_busy = self._tracking.is_on or self._peaks.is_on
-        return is_wanted and not is_busy and self._profiler.is_turn(self._num_begun, self._run.model)
+        return is_wanted and not self._tracking.is_on and self._profiler.is_turn(self._num_begun, self._run.model)
 
     def note_loss(self, result: Any, inputs: Any) -> None:
         if self._has_recorded:
@@ -251,9 +253,6 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_step(self, step: int) -> None:
         super().end_step(step)
         run, choice = self._run, self.choice
-        for record in choice.used:
-            if record is not None:
-                record.num_steps += 1
         if self._tracking.is_on:
             self._tracking.finish()
         if self._peaks.is_on:

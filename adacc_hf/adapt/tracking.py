@@ -28,7 +28,7 @@ from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_payloads import encoding_of
-from adacc_hf.kernels.codecs import Codec, get_codec, precise_codec
+from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class _TrackedSize:
             name,
         )
         options = [(value, option) for value in kind.values for option in value.codecs if not option.lossless]
-        return {(name, kind.names[v.index], codec) for v, o in options for codec in (o.codec, precise_codec())}
+        return {(name, kind.names[value.index], option.codec) for value, option in options}
 
 
 def lossy_blocks(policy: Policy) -> list[str]:
