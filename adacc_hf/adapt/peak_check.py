@@ -91,13 +91,9 @@ class PeakCheck:
         """Number of batches that are on the device before a step begins. A measurement does not include them."""
         self._requested = choice.shown
         """Record that requested the measurement. The step may have batches of other sizes."""
-        self._pause = self._measure_after = 0
-        """If a measurement gives no result, it is repeated after a growing pause of 0, 1, 3, 7, ... steps."""
-
-    @property
-    def is_due(self) -> bool:
-        """True if the memory of the step that begins is to be measured."""
-        return self._choice.shown.must_measure and self._run.current_step > self._measure_after
+        self.first_step = self._pause = 0
+        """Number of the first step that may be measured. If a measurement gives no result, it is repeated after a
+        growing pause of 0, 1, 3, 7, ... steps."""
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
@@ -117,7 +113,7 @@ class PeakCheck:
         used = [record for record in choice.used if record is not None]
         if peak is None or not used or None in choice.used:  # another profiler is active, or torch's checkpoint
             self._pause = 2 * self._pause + 1
-            self._measure_after = step + self._pause // 2
+            self.first_step = step + self._pause // 2 + 1
             return
         self._pause = 0
         for record in (*used, self._requested):

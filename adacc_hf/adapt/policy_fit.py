@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from adacc_hf.adapt.corrections import repriced_choice
-from adacc_hf.adapt.outlier_tracking import full_name
+from adacc_hf.adapt.corrections import full_name, repriced_choice
 from adacc_hf.adapt.policy_checks import refuse_policy
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.config import AdaccConfig, Budget

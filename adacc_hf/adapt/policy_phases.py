@@ -82,7 +82,8 @@ class FixedPolicyPhase(Phase):
         return fallbacks
 
     def end_step(self, step: int) -> None:
-        self._run.count_step()
+        if self._run.fallbacks:
+            self._run.count_step()
         if self._must_check and self._has_forward:  # a loop may skip the first batches
             self._must_check = False
             check_called(self.handle.installation)
@@ -142,6 +143,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler = run.profiler
         self._warm_up = warm_up
         self._is_alone = num_ranks() == 1
+        self._num_before = run.num_steps
+        """Number of finished steps of the run before this phase."""
         self._num_micro = run.loop.num_micro
         """Micro-batches per step that the predictions count."""
         self._has_recorded = False
@@ -159,9 +162,10 @@ class AdaptivePhase(FixedPolicyPhase):
         self.choice.begin_step()
         self._num_begun = 0
         self._count_accumulation(self._run.loop.num_micro)
-        if self._tracking.is_due(step + 1):
+        current_step = self._run.current_step
+        if current_step >= self._tracking.due_step:
             self._tracking.start()
-        if not self._tracking.is_on and self._peaks.is_due:
+        if self.choice.shown.must_measure and not self._tracking.is_on and current_step >= self._peaks.first_step:
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
@@ -262,10 +266,10 @@ class AdaptivePhase(FixedPolicyPhase):
             self._count_state()
         if self._has_recorded or self._is_due:
             self._end_recording()
-        num_steps = step - self._tracking.policy_step
-        is_regular = num_steps % LOOK_STEPS == 0
         if choice.has_changed:
             run.save()
+        num_steps = run.num_steps - self._num_before
+        is_regular = num_steps % LOOK_STEPS == 0
         if is_regular or num_steps <= FIRST_LOOKS:
             self._look(is_regular)
 

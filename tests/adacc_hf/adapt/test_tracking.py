@@ -17,8 +17,8 @@ import adacc_hf.adapt.gradient_check as gradient_module
 import adacc_hf.adapt.policy_fit as fit_module
 import adacc_hf.adapt.tracking as tracking_module
 from adacc_hf import Action, AdaccConfig, profile_model, solve_policy
+from adacc_hf.adapt.corrections import by_index
 from adacc_hf.adapt.gradient_check import BlockSample
-from adacc_hf.adapt.outlier_tracking import by_index
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_fit import ERROR_MARGIN, NOTHING_FITS
 from adacc_hf.adapt.run_state import RunState
