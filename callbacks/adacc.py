@@ -144,6 +144,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 self.config.memory_budget,
                 KEEP_ATTACHED,
             )
+        self._session.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
         self._session.begin_step(state.global_step, optimizer)
         if self._guard is None:  # a loop that calls the events alone
             self._session.phase.begin_micro_batch(None)

@@ -20,17 +20,8 @@ class TrainerLoop(TrainingLoop):
     TrainingArguments."""
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
-        self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
-        super().__init__(folder=run_folder(args, trainer))
-
-    @property
-    def num_micro(self) -> int:
-        """Micro-batches per step. A callback may change the setting during the run."""
-        return self._args.gradient_accumulation_steps
-
-    @num_micro.setter
-    def num_micro(self, _: int) -> None:
-        """Ignore a count: the setting is known."""
+        self._is_first_rank, self._trainer = state.is_world_process_zero, trainer
+        super().__init__(args.gradient_accumulation_steps, run_folder(args, trainer))
 
     @property
     def is_first_rank(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.policy_choice import RECORDED_STEPS, PolicyChoice, SizePolicy
+from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import current_policy
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import ProfilerConflictError
@@ -85,18 +85,15 @@ class PeakCheck:
     def __init__(self, choice: PolicyChoice, run: RunState) -> None:
         self.is_on = False
         """True during a step whose memory is measured."""
-        self._choice, self._run = choice, run
         self.meter = StepMeter()
+        self._choice, self._run = choice, run
         self._num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
         """Number of batches that are on the device before a step begins. A measurement does not include them."""
-        self._pause = self._measure_after = 0
-        self._requested: SizePolicy | None = None
+        self._requested = choice.shown
         """Record that requested the measurement. The step may have batches of other sizes."""
-
-    @property
-    def is_due(self) -> bool:
-        """True if the memory of the step that begins may be measured."""
-        return self._choice.shown.num_steps >= RECORDED_STEPS and self._run.current_step > self._measure_after
+        self.first_step = self._pause = 0
+        """Number of the first step that may be measured. If a measurement gives no result, it is repeated after a
+        growing pause of 0, 1, 3, 7, ... steps."""
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
@@ -112,23 +109,20 @@ class PeakCheck:
     def compare(self, step: int) -> None:
         """Compare the measured peak of `step` with the predicted peak. If it is higher, correct the run's predictions,
         and replace the policy if it then exceeds the budget."""
-        run, choice, used = self._run, self._choice, self._choice.used
-        known = [record for record in used if record is not None and record.num_steps > RECORDED_STEPS]
-        # If no profile predicts the step's memory, or another profiler was active, the measurement is repeated, after a
-        # growing pause of 0, 1, 3, 7, ... steps.
-        is_known = 0 < len(known) == len(used) and self.meter.peak_bytes is not None
-        self._pause = 0 if is_known else 2 * self._pause + 1
-        self._measure_after = step + self._pause // 2
-        if not is_known or self.meter.peak_bytes is None or self._requested is None:
+        run, choice, peak = self._run, self._choice, self.meter.peak_bytes
+        used = [record for record in choice.used if record is not None]
+        if peak is None or not used or None in choice.used:  # another profiler is active, or torch's checkpoint
+            self._pause = 2 * self._pause + 1
+            self.first_step = step + self._pause // 2 + 1
             return
-        for record in (*known, self._requested):
+        self._pause = 0
+        for record in (*used, self._requested):
             record.must_measure = False
-        record = max(known, key=lambda record: record.policy.predicted_peak_bytes)
+        record = max(used, key=lambda record: record.policy.predicted_peak_bytes)
         unmeasured_bytes = self._num_uncounted * choice.batch_bytes
-        peak = self.meter.peak_bytes + unmeasured_bytes
         moments = {moment: nbytes + unmeasured_bytes for moment, nbytes in self.meter.moments.items()}
         predicted, budget = record.policy.predicted_peak_bytes, run.budget(record.profile)
-        record.measured_peak_bytes = peak
+        record.measured_peak_bytes = peak = peak + unmeasured_bytes
         profile = self._step_profile(record)
         excess = missing_bytes(profile, current_policy(profile, record.policy), moments)
         is_first = budget.limits_peak and not run.corrections.counted_elements
@@ -147,5 +141,4 @@ class PeakCheck:
         if self._choice.fit.class_of(largest) is None:
             return record.profile
         names = dict(record.shapes or ())
-        sizes = tuple((name, size) for name, size in largest if name in names)
-        return self._run.corrections.applied(self._choice.fit.predicted(sizes), sizes)
+        return self._choice.fit.corrected(tuple((name, size) for name, size in largest if name in names))

@@ -14,7 +14,7 @@ and policies are replaced here and nowhere else, at once, by the rank that needs
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,6 @@ from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, fits_in, nu
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
-RECORDED_STEPS = 2
-"""Number of steps after a policy is set in which calls of blocks may be recorded. A step with recordings takes longer
-than later steps, and more memory if no profile has recorded the model before."""
 MAX_SIZES = 64
 """Number of size classes that a run remembers. The least recently used one is dropped."""
 FEW_PROFILES, MOST_PROFILES = 6, 16
@@ -66,7 +63,6 @@ class SizePolicy:
     """True if the memory of a step is to be measured under the current actions."""
     num_waiting: int = 0
     """Number of batches under a policy that a solver run may improve. 0 if a run would find no faster one."""
-    num_steps: int = 0
     error: float | None = None
     """Largest round-trip error in the last tracking step."""
     gradient_error: float | None = None
@@ -79,7 +75,7 @@ class PolicyChoice:
     def __init__(self, handle: PolicyHandle, run: RunState) -> None:
         self.records: OrderedDict[Shapes | None, SizePolicy] = OrderedDict()
         """Record of each size class, the least recently used first."""
-        self.fit = PolicyFit(run, lambda: distinct(record.policy for record in self.records.values()))
+        self.fit = PolicyFit(run)
         self.current: SizePolicy | None = None
         """Record that the blocks follow now. None under torch's checkpoint."""
         self.shapes: Shapes = ()
@@ -145,9 +141,15 @@ class PolicyChoice:
             self.largest = self.shapes
 
     def _choose(self, shapes: Shapes) -> None:
-        self.is_unpredicted = False
         sizes = self.fit.class_of(shapes)
-        record = self._around(shapes) if sizes is None else self._of_class(sizes, shapes)
+        record = self.records.get(sizes) or self._smallest_around(shapes, sizes)
+        if sizes is None:
+            limit = MOST_PROFILES if record is None else FEW_PROFILES
+            is_recorded = record is not None and record.shapes in (None, shapes)
+            self.is_unpredicted = not is_recorded and self.num_profiles < limit
+        else:
+            self.is_unpredicted = False
+            record = record or self._new(sizes, shapes)
         if record is not None:
             self.records.move_to_end(record.shapes)
             self.refresh(record)
@@ -160,36 +162,28 @@ class PolicyChoice:
             if not self.is_unpredicted:  # a batch that is recorded gets a policy right away
                 self._warn_of_checkpoint(shapes, reason)
 
-    def _around(self, shapes: Shapes) -> SizePolicy | None:
-        """Return the record of the smallest sizes in which a batch of `shapes`, which belongs to no class, fits."""
-        if None in self.records:
-            return self.records[None]
-        best = self._smallest_around(shapes, self.records)
-        limit = MOST_PROFILES if best is None else FEW_PROFILES
-        self.is_unpredicted = (best is None or best.shapes != shapes) and self.num_profiles < limit
-        return best
-
-    def _of_class(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
-        """Return the record of a batch of `shapes`, whose class is `sizes`. Make one if the class is new, and has no
-        record of smaller sizes in which the batch fits."""
-        within = (other for other in self.records if other is not None and fits_in(other, sizes))
-        return self.records.get(sizes) or self._smallest_around(shapes, within) or self._new(sizes, shapes)
-
-    def _smallest_around(self, shapes: Shapes, candidates: Iterable[Shapes | None]) -> SizePolicy | None:
-        fitting = (sizes for sizes in candidates if sizes is not None and fits_in(shapes, sizes))
-        return self.records.get(min(fitting, key=num_elements, default=()))
+    def _smallest_around(self, shapes: Shapes, bounds: Shapes | None) -> SizePolicy | None:
+        """Return the record of the smallest sizes in which a batch of `shapes` fits. If the batch belongs to a class,
+        the record must fit in the `bounds` of this class."""
+        around = [
+            record
+            for other, record in self.records.items()
+            if other is not None and fits_in(shapes, other) and (bounds is None or fits_in(other, bounds))
+        ]
+        return min(around, key=lambda record: num_elements(record.shapes or ()), default=None)
 
     def _new(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
         """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
+        policies = distinct(record.policy for record in self.records.values())
         with reported_if_slow(f"solving for batches of {describe(sizes)}"):
-            fitting = self.fit.fitting(sizes)
+            fitting = self.fit.fitting(sizes, policies)
             if fitting is None:
                 names = dict(sizes)
                 sizes = tuple((name, size) for name, size in shapes if name in names)
-                fitting = self.fit.fitting(sizes) or (self.fit.least(sizes), False)
+                fitting = self.fit.fitting(sizes, policies) or (self.fit.least(sizes), False)
         policy, may_improve = fitting
         record = self._record(sizes, self.fit.predicted(sizes), policy)
-        record.num_waiting, record.num_steps = int(may_improve), RECORDED_STEPS
+        record.num_waiting = int(may_improve)
         record.must_measure |= self.fit.is_larger(sizes)
         self._note_set(f"for batches of {describe(sizes)}", policy)
         return record
@@ -331,33 +325,22 @@ class PolicyChoice:
             return {NO_POLICY: 1}
         if fallbacks:
             self._num_diverged += 2 * sum(fallbacks.values()) > len(record.policy.blocks)
-            self._warn_of_fallbacks(record, OTHER_OPERATORS in fallbacks)
+            budget = self._run.budget(record.profile)
+            if budget.limits_peak and OTHER_OPERATORS in fallbacks:
+                self._run.warn_of_memory(
+                    f"a batch of {describe(self.shapes)} ran other operators than the profiled ones, and may take more "
+                    f"than memory_budget={budget.setting!r} allows: to avoid this, set dataloader_drop_last=True, or "
+                    f"pad all batches to one length",
+                    key=OTHER_OPERATORS,
+                )
         return fallbacks
-
-    def _warn_of_fallbacks(self, record: SizePolicy, is_unknown: bool) -> None:
-        """Warn of a micro-batch that did not follow the policy of `record`, if it may exceed the budget: after
-        operators that no profile contains (`is_unknown`), or because full recomputation needs more."""
-        budget = self._run.budget(record.profile)
-        if budget.limits_peak and (is_unknown or self._recomputing_peak(record) > budget.nbytes):
-            self._run.warn_of_memory(
-                f"a batch of {describe(self.shapes)} did not follow a policy, and may take more than memory_budget="
-                f"{budget.setting!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one "
-                f"length",
-                key=OTHER_OPERATORS,
-            )
-
-    def _recomputing_peak(self, reference: SizePolicy) -> int:
-        """Return the peak in bytes that the most recent micro-batch would have under full recomputation, estimated from
-        the record `reference` of other sizes."""
-        static_bytes = reference.profile.static_bytes
-        above_static = _full_recomputation(reference.profile).predicted_peak_bytes - static_bytes
-        return int(static_bytes + _ratio(self.shapes, reference.shapes) * above_static)
 
     def _warn_of_checkpoint(self, shapes: Shapes, reason: str) -> None:
         """Warn that a batch of `shapes` runs under torch's checkpoint, if the budget limits the peak."""
-        budget = self._run.budget(self.shown.profile)
+        profile = self.shown.profile
+        budget, least_bytes = self._run.budget(profile), uniform_policy(profile, Action.RECOMPUTE).predicted_peak_bytes
         if budget.limits_peak:
-            peak = self._recomputing_peak(self.shown)
+            peak = profile.static_bytes + int(_ratio(shapes, self.shown.shapes) * (least_bytes - profile.static_bytes))
             self._run.warn_of_memory(
                 f"a batch runs under torch's checkpoint, because {reason}. It takes about {peak} bytes "
                 f"({format_bytes(peak)}), {peak / budget.nbytes:.0%} of memory_budget={budget.setting!r}, and perhaps "
@@ -371,17 +354,6 @@ class PolicyChoice:
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
         return is_majority
-
-
-def _full_recomputation(profile: Profile) -> Policy:
-    """Return the policy that recomputes every block. The latest result is cached."""
-    global _latest
-    if _latest is None or _latest[0] is not profile:
-        _latest = profile, uniform_policy(profile, Action.RECOMPUTE)
-    return _latest[1]
-
-
-_latest: tuple[Profile, Policy] | None = None
 
 
 def _ratio(shapes: Shapes, other: Shapes | None) -> float:

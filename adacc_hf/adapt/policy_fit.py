@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from adacc_hf.adapt.corrections import repriced_choice
-from adacc_hf.adapt.outlier_tracking import full_name
+from adacc_hf.adapt.corrections import full_name, repriced_choice
 from adacc_hf.adapt.policy_checks import refuse_policy
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.config import AdaccConfig, Budget
@@ -47,13 +46,10 @@ SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 
 class PolicyFit:
-    """Policies for batch sizes that were not recorded, from profiles that the recorded sizes predict.
+    """Policies that fit a profile: a policy that the run has, or a solver run. Predicts profiles of further sizes."""
 
-    `policies` returns the policies that the run has now.
-    """
-
-    def __init__(self, run: RunState, policies: Callable[[], list[Policy]]) -> None:
-        self._run, self._config, self._policies = run, run.config, policies
+    def __init__(self, run: RunState) -> None:
+        self._run, self._config = run, run.config
         self._profiles: list[Profile] = []
         """Recorded profiles of different sizes, the latest last."""
         self._predictor: Profile | None = None
@@ -95,11 +91,19 @@ class PolicyFit:
         """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
         return self._predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
 
-    def fitting(self, sizes: Shapes) -> tuple[Policy, bool] | None:
-        """Return (policy, may be improved) for batches of `sizes`, with room for the uncertainty of predicted peaks, or
-        None if no policy fits."""
+    def fitting(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool] | None:
+        """Return (policy, may be improved) for batches of `sizes`, with room for the uncertainty of predicted peaks:
+        one of the run's `policies`, or full recomputation, or a new one. Return None if no policy fits."""
+        profile = self.corrected(sizes)
+        budget = Budget.resolve(self.with_room(profile), profile, self._config)
+        if budget.limits_peak:  # a budget of stored bytes is solved quickly
+            policies = [*policies, *recomputing_policies(self._run.corrections.allowed(profile), self._config)]
+        fastest = self._fastest(profile, policies, budget)
+        is_final = fastest is not None and uses_up(fastest, budget)
+        if fastest is not None and (is_final or budget.limits_peak):
+            return fastest, not is_final
         try:
-            return self._fitting(self._corrected(sizes))
+            return self.solved(profile, budget.setting), False
         except InfeasibleBudgetError:
             return None
 
@@ -108,7 +112,7 @@ class PolicyFit:
         a warning. Raise InfeasibleBudgetError if none fits and `on_over_budget` is "error"."""
         memory_budget = self._run.corrections.memory_budget
         try:
-            policy = self.solved(self._corrected(sizes), memory_budget)
+            policy = self.solved(self.corrected(sizes), memory_budget)
         except InfeasibleBudgetError as error:
             return self.least_of(sizes, error)
         self._run.warn_of_memory(
@@ -116,48 +120,6 @@ class PolicyFit:
             f"{policy.predicted_peak_bytes} bytes is exact to {self._sizes.uncertainty:.0%} only"
         )
         return policy
-
-    def _corrected(self, sizes: Shapes) -> Profile:
-        return self._run.corrections.applied(self.predicted(sizes), sizes)
-
-    def _fitting(self, profile: Profile) -> tuple[Policy, bool]:
-        allowed, roomy = self._run.corrections.allowed(profile), self.with_room(profile)
-        budget = Budget.resolve(roomy, profile, self._config)
-        current = (suitable_policy(policy, allowed, self._config) for policy in self._policies())
-        candidates = [policy for policy in current if policy is not None]
-        if budget.limits_peak:  # a budget of stored bytes is solved quickly
-            candidates += recomputing_policies(allowed, self._config)
-        fitting = [policy for policy in candidates if budget.needed_bytes(policy) <= budget.nbytes]
-        if fitting:
-            fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms)
-            is_final = uses_up(fastest, budget)
-            if is_final or budget.limits_peak:
-                return fastest, not is_final
-        return self.solved(profile, roomy), False
-
-    def adapted(self, profile: Profile, policy: Policy) -> tuple[Policy, str, bool]:
-        """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
-
-        The actions stay if they are allowed and fit the budget. If no policy fits, return the one that needs the least
-        memory.
-        """
-        allowed, budget = self._run.corrections.allowed(profile), self._run.budget(profile)
-        disallowed = over_bound(allowed, policy, self._config)
-        current = None if disallowed else current_policy(allowed, policy)
-        if current is None:
-            reason = f"the codec is no longer allowed for {', '.join(disallowed)}"
-        elif (needed := budget.needed_bytes(current)) <= budget.nbytes:
-            return current, SAME_ACTIONS, not uses_up(current, budget)
-        else:
-            reason = f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
-        try:
-            return self.solved(profile, self._run.corrections.memory_budget), reason, False
-        except InfeasibleBudgetError as error:
-            if current is not None and isinstance(budget.setting, float):
-                # Exceeding a fraction of the activations may still fit in memory.
-                return policy, f"{NOTHING_FITS}, the policy is unchanged: {error}", False
-            text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
-            return error.least or policy, text, False
 
     def least_of(self, sizes: Shapes, error: InfeasibleBudgetError) -> Policy:
         """Return the policy that needs the least memory for `sizes`, because of `error`, with a warning. Raise
@@ -168,6 +130,48 @@ class PolicyFit:
             raise InfeasibleBudgetError(f"{text}: {error}", error.smallest_budget_bytes, error.bound_bytes)
         self._run.warn_of_memory(f"{text}. Training continues with the least memory: {error}")
         return least
+
+    def corrected(self, sizes: Shapes) -> Profile:
+        """Return the predicted profile of batches of `sizes` with the run's corrections."""
+        return self._run.corrections.applied(self.predicted(sizes), sizes)
+
+    def _fastest(self, profile: Profile, policies: Iterable[Policy], budget: Budget) -> Policy | None:
+        """Return the fastest of `policies` that suits `profile` and fits `budget`, with its predictions, or None."""
+        allowed = self._run.corrections.allowed(profile)
+        suitable = (suitable_policy(policy, allowed, self._config) for policy in policies)
+        fitting = (policy for policy in suitable if policy and budget.needed_bytes(policy) <= budget.nbytes)
+        return min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
+
+    def first(self, profile: Profile, saved: Iterable[Policy]) -> Policy:
+        """Return the policy for the run's first profile: a `saved` one of a checkpoint that uses up the budget, or a
+        new one."""
+        budget = self._run.budget(profile)
+        fastest = self._fastest(profile, saved, budget)
+        if fastest is not None and uses_up(fastest, budget):
+            return fastest
+        return self.solved(profile, self._run.corrections.memory_budget)
+
+    def adapted(self, profile: Profile, policy: Policy) -> tuple[Policy, str, bool]:
+        """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
+
+        The actions stay if they are allowed and fit the budget. If no policy fits, return the one that needs the least
+        memory.
+        """
+        allowed, budget = self._run.corrections.allowed(profile), self._run.budget(profile)
+        disallowed = over_bound(allowed, policy, self._config)
+        if disallowed:
+            reason = f"the codec is no longer allowed for {', '.join(disallowed)}"
+        else:
+            current = current_policy(allowed, policy)
+            needed = budget.needed_bytes(current)
+            if needed <= budget.nbytes:
+                return current, SAME_ACTIONS, not uses_up(current, budget)
+            reason = f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
+        try:
+            return self.solved(profile, self._run.corrections.memory_budget), reason, False
+        except InfeasibleBudgetError as error:
+            text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
+            return error.least or policy, text, False
 
     def solved(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """Run the solver, and return its policy.
@@ -223,31 +227,26 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
                 raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
             refuse_policy(policy, config, config.host_limit(profile.host_free_bytes), profile.plain_stored_bytes)
             return policy
-        allowed = run.corrections.allowed(profile)
-        suitable = (suitable_policy(policy, allowed, config) for policy in saved)
-        fitting = [p for p in suitable if p and uses_up(p, budget) and budget.needed_bytes(p) <= budget.nbytes]
-        fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
-        fastest = fastest or _solved_first(run, allowed)  # raises if even the least memory is too much
-        return least_policy(profile, config) if has_inner_steps and budget.limits_peak else fastest
+        try:
+            policy = PolicyFit(run).first(profile, saved)  # raises if even the least memory is too much
+        except InfeasibleBudgetError as error:
+            if run.policy is None or config.on_over_budget != "warn" or error.least is None:
+                raise _with_hints(error, run, profile) from None
+            run.warn_of_memory(f"no policy fits the new profile. Training continues with the least memory: {error}")
+            policy = error.least
+        return least_policy(profile, config) if has_inner_steps and budget.limits_peak else policy
 
     with reported_if_slow("solving for the first policy"):
         return broadcast_from_first_rank(solve)
 
 
-def _solved_first(run: RunState, profile: Profile) -> Policy:
-    budget = run.corrections.memory_budget
-    try:
-        return solve_policy(profile, budget, run.config)
-    except InfeasibleBudgetError as error:
-        if run.policy is not None and run.config.on_over_budget == "warn" and error.least is not None:
-            run.warn_of_memory(f"no policy fits the new profile. Training continues with the least memory: {error}")
-            return error.least
-        message = as_sentence(error)
-        if not isinstance(budget, float) and not run.profiler.counted_state_bytes:
-            message += " State that the optimizer creates in its first step comes on top."
-        if budget == "auto" and profile.device.startswith("cuda") and not has_expandable_segments():
-            message += f" {FRAGMENTATION_HINT}"
-        raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes, error.least) from None
+def _with_hints(error: InfeasibleBudgetError, run: RunState, profile: Profile) -> InfeasibleBudgetError:
+    message, budget = as_sentence(error), run.corrections.memory_budget
+    if not isinstance(budget, float) and not run.profiler.counted_state_bytes:
+        message += " State that the optimizer creates in its first step comes on top."
+    if budget == "auto" and profile.device.startswith("cuda") and not has_expandable_segments():
+        message += f" {FRAGMENTATION_HINT}"
+    return InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes, error.least)
 
 
 def _warn_of_fragments(profile: Profile, budget: Budget) -> None:

@@ -82,7 +82,8 @@ class FixedPolicyPhase(Phase):
         return fallbacks
 
     def end_step(self, step: int) -> None:
-        self._run.count_step()
+        if self._run.fallbacks:
+            self._run.count_step()
         if self._must_check and self._has_forward:  # a loop may skip the first batches
             self._must_check = False
             check_called(self.handle.installation)
@@ -139,11 +140,11 @@ class AdaptivePhase(FixedPolicyPhase):
         for a reason."""
         super().__init__(run, handle)
         self.choice = PolicyChoice(handle, run)
-        self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
-        self._peaks = PeakCheck(self.choice, run)
         self._profiler = run.profiler
         self._warm_up = warm_up
         self._is_alone = num_ranks() == 1
+        self._num_before = run.num_steps
+        """Number of finished steps of the run before this phase."""
         self._num_micro = run.loop.num_micro
         """Micro-batches per step that the predictions count."""
         self._has_recorded = False
@@ -154,14 +155,17 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of the current step's micro-batches so far."""
         record = self.choice.add(profile, policy)
         record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
+        self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
+        self._peaks = PeakCheck(self.choice, run)
 
     def begin_step(self, step: int) -> None:
         self.choice.begin_step()
         self._num_begun = 0
         self._count_accumulation(self._run.loop.num_micro)
-        if self._tracking.is_due(step + 1):
+        current_step = self._run.current_step
+        if current_step >= self._tracking.due_step:
             self._tracking.start()
-        if self.choice.shown.must_measure and not self._tracking.is_on and self._peaks.is_due:
+        if self.choice.shown.must_measure and not self._tracking.is_on and current_step >= self._peaks.first_step:
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
@@ -213,7 +217,10 @@ class AdaptivePhase(FixedPolicyPhase):
         profiler, run = self._profiler, self._run
         if self._has_recorded:
             profiler.enter_forward(inputs)
-        elif self._is_to_be_recorded() and not profiler.must_wait(run.model):
+        elif self._is_to_be_recorded():
+            self._peaks.meter.close()  # on a CPU, only one profiler may run
+            if profiler.must_wait(run.model):
+                return
             self.choice.suspend()
             handle, self._has_recorded = self.handle, True
             profiler.begin(handle.installation, run.optimizer, inputs, handle.tape_cache, handle.head)
@@ -221,8 +228,7 @@ class AdaptivePhase(FixedPolicyPhase):
     def _is_to_be_recorded(self) -> bool:
         """Return True if the micro-batch that begins is to be recorded for a profile."""
         is_wanted = self.choice.is_unpredicted if self._is_alone else self._is_due
-        is_busy = self._tracking.is_on or self._peaks.is_on
-        return is_wanted and not is_busy and self._profiler.is_turn(self._num_begun, self._run.model)
+        return is_wanted and not self._tracking.is_on and self._profiler.is_turn(self._num_begun, self._run.model)
 
     def note_loss(self, result: Any, inputs: Any) -> None:
         if self._has_recorded:
@@ -251,9 +257,6 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_step(self, step: int) -> None:
         super().end_step(step)
         run, choice = self._run, self.choice
-        for record in choice.used:
-            if record is not None:
-                record.num_steps += 1
         if self._tracking.is_on:
             self._tracking.finish()
         if self._peaks.is_on:
@@ -263,10 +266,10 @@ class AdaptivePhase(FixedPolicyPhase):
             self._count_state()
         if self._has_recorded or self._is_due:
             self._end_recording()
-        num_steps = step - self._tracking.policy_step
-        is_regular = num_steps % LOOK_STEPS == 0
         if choice.has_changed:
             run.save()
+        num_steps = run.num_steps - self._num_before
+        is_regular = num_steps % LOOK_STEPS == 0
         if is_regular or num_steps <= FIRST_LOOKS:
             self._look(is_regular)
 

@@ -14,7 +14,7 @@ from torch import nn
 from adacc_hf.adapt.checkpoint_files import save_files, save_history
 from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.history import STEPS, count_fallback_step, fallback_reasons
-from adacc_hf.adapt.memory_table import memory_table
+from adacc_hf.adapt.oom_retry import memory_table
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig, Budget
@@ -162,10 +162,9 @@ class RunState:
         return Budget.resolve(self.corrections.memory_budget, profile, self.config)
 
     def count_step(self) -> None:
-        """Count the finished step as a fallback step if any of its block calls did not follow the policy."""
-        if self.fallbacks:
-            count_fallback_step(self.history, self.current_step, self.fallbacks)
-            self.fallbacks.clear()
+        """Count the finished step as a fallback step, because some block calls did not follow the policy."""
+        count_fallback_step(self.history, self.current_step, self.fallbacks)
+        self.fallbacks.clear()
 
     def fallback_figures(self) -> dict[str, float]:
         """Return a dict with one metric for the log: the number of fallback steps so far."""

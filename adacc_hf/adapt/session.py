@@ -62,7 +62,33 @@ class Place(Enum):
     IN_BLOCK = "in the `with` block of `AdaccSession.step`"
 
 
-class AdaccSession:
+class RunView:
+    """Policy, profile and history of a run, as users read them."""
+
+    @property
+    def _run(self) -> RunState | None:
+        """State of the run, or None before it begins."""
+        raise NotImplementedError
+
+    @property
+    def policy(self) -> Policy | None:
+        """The current policy, or None before the first policy is set."""
+        return None if self._run is None else self._run.policy
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that the current policy was solved for. None if the policy was passed in as a Policy or file."""
+        return None if self._run is None else self._run.profile
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
+        and the event's own values. A "fallback" event counts the steps that did not follow the policy for one reason. A
+        resumed run continues the history of its checkpoint."""
+        return [] if self._run is None else self._run.history
+
+
+class AdaccSession(RunView):
     """Memory budget for a model in any training loop.
 
     The first step runs as under gradient checkpointing, and is profiled while it trains: nothing of the loop runs an
@@ -137,20 +163,8 @@ class AdaccSession:
         return f"<AdaccSession on {type(self.state.model).__name__}{state}, {self.config!r}: {policy}>"
 
     @property
-    def policy(self) -> Policy | None:
-        """The current policy, or None before the first policy is set."""
-        return self.state.policy
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for. None if the policy was passed in as a Policy or file."""
-        return self.state.profile
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
-        and the event's own values."""
-        return self.state.history
+    def _run(self) -> RunState:
+        return self.state
 
     @property
     def num_steps(self) -> int:
@@ -441,7 +455,7 @@ class AdaccSession:
             raise
 
 
-class SessionAdapter:
+class SessionAdapter(RunView):
     """Base class of the callbacks that connect a trainer to an AdaccSession: its settings, and its current run."""
 
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
@@ -456,21 +470,8 @@ class SessionAdapter:
         return self._session
 
     @property
-    def policy(self) -> Policy | None:
-        """The current policy, or None before the first policy is set."""
-        return None if self.session is None else self.session.policy
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for. None if the policy was passed in as a Policy or file."""
-        return None if self.session is None else self.session.profile
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
-        and the event's own values. A "fallback" event counts the steps that did not follow the policy for one reason. A
-        resumed run continues the history of its checkpoint."""
-        return [] if self.session is None else self.session.history
+    def _run(self) -> RunState | None:
+        return None if self.session is None else self.session.state
 
     @property
     def _is_policy_given(self) -> bool:

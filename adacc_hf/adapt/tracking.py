@@ -17,8 +17,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from adacc_hf.adapt.corrections import MeasuringCodec, Observation, by_index, full_name
 from adacc_hf.adapt.gradient_check import BlockSample, comparison_peaks, find_culprits, peaks_with_samples
-from adacc_hf.adapt.outlier_tracking import MeasuringCodec, Observation, by_index, full_name
 from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import error_bound
 from adacc_hf.adapt.run_state import RunState
@@ -28,7 +28,7 @@ from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_payloads import encoding_of
-from adacc_hf.kernels.codecs import Codec, get_codec, precise_codec
+from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,10 @@ class Tracking:
     def __init__(self, choice: PolicyChoice, run: RunState, policy_step: int) -> None:
         self.is_on = False
         """True during a tracking step."""
-        self.policy_step = policy_step
+        self._policy_step = policy_step
         """Number of finished steps when the policy was set. Tracking steps are counted from this step."""
+        self.due_step = next_tracking_step(run.current_step, policy_step, run.config.tracking)
+        """Number of the step that is measured next, counted from 1."""
         self.suspicion: str | None = None
         """Reason to compare the gradients of all kinds of blocks in the next step, the same on all ranks, or None."""
         self._logged: str | None = None
@@ -59,10 +61,6 @@ class Tracking:
         """Number of tracking steps so far. The number decides which blocks are sampled next."""
         self._degraded: set[str] = set()
         """Blocks with degraded gradients, at the latest tracking step that found one."""
-
-    def is_due(self, step: int) -> bool:
-        """Return True if the measurements are due in step number `step`."""
-        return self.suspicion is not None or is_tracking_step(step - self.policy_step, self._run.config.tracking)
 
     def read_logs(self, logs: Mapping[str, float]) -> None:
         """Compare gradients in the next step if the loss or the gradient norm in `logs` is suspicious. Several ranks do
@@ -77,10 +75,18 @@ class Tracking:
     def share_suspicion(self) -> None:
         """Let all ranks compare gradients in the next step if the logs of one rank were suspicious."""
         reasons = gather_from_all_ranks(self._logged)
-        self.suspicion, self._logged = next((reason for reason in reasons if reason), self.suspicion), None
+        self._logged = None
+        self._suspect(next((reason for reason in reasons if reason), None))
+
+    def _suspect(self, reason: str | None) -> None:
+        """Compare gradients in the next step if there is a `reason`."""
+        if reason is not None:
+            self.suspicion, self.due_step = reason, self._run.current_step + 1
 
     def start(self) -> None:
         """Begin the measurements of the current step."""
+        step = self._run.current_step
+        self.due_step = next_tracking_step(step, self._policy_step, self._run.config.tracking)
         self._choice.refresh(self._choice.shown)
         for record in self._choice.records.values():
             # A policy that is not compared with the latest corrections yet may use codecs that are switched off.
@@ -117,7 +123,8 @@ class Tracking:
         self._run.corrections.switch_off(observed.degrading_codecs)
         if observed.degrading_codecs:  # the next policy is checked, and tracked as often as the first one
             self._degraded = {block for block, _, _ in observed.degrading_codecs}
-            self.suspicion, self.policy_step = PROOF, self._run.current_step
+            self._policy_step = self._run.current_step
+            self._suspect(PROOF)
         for size in sizes:
             self._note(size.record, observed)
         if sizes:
@@ -233,7 +240,7 @@ class _TrackedSize:
             name,
         )
         options = [(value, option) for value in kind.values for option in value.codecs if not option.lossless]
-        return {(name, kind.names[v.index], codec) for v, o in options for codec in (o.codec, precise_codec())}
+        return {(name, kind.names[value.index], option.codec) for value, option in options}
 
 
 def lossy_blocks(policy: Policy) -> list[str]:
@@ -242,18 +249,18 @@ def lossy_blocks(policy: Policy) -> list[str]:
     return [name for name, plan in policy.blocks if lossy[plan]]
 
 
-def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Return True if outliers and errors are measured in the step that comes `steps_since` steps after the policy was
-    set.
+def next_tracking_step(step: int, policy_step: int, tracking: str | int) -> float:
+    """Return the number of the first step after `step` in which outliers and errors are measured.
 
-    `tracking` is the setting of AdaccConfig. "exponential" selects the steps 1, 2, 4, ... after the policy was set. A
-    number N selects every N-th step.
+    `tracking` is the setting of AdaccConfig. "exponential" selects the steps 1, 2, 4, ... after the step `policy_step`,
+    in which the policy was set. A number N selects every N-th step, and "off" none.
     """
-    if tracking == "off" or steps_since < 1:
-        return False
+    steps_since = step - policy_step
+    if tracking == "off":
+        return math.inf
     if tracking == "exponential":
-        return steps_since & (steps_since - 1) == 0
-    return steps_since % int(tracking) == 0
+        return policy_step + (1 << steps_since.bit_length())
+    return policy_step + (steps_since // int(tracking) + 1) * int(tracking)
 
 
 def gradient_bound(config: AdaccConfig) -> float:

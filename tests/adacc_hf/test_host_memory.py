@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model_builders import gradients_of
 
 from adacc_hf import AdaccConfig, AdaccSession, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
-from adacc_hf.adapt.memory_table import memory_table
+from adacc_hf.adapt.oom_retry import memory_table
 from adacc_hf.adapt.policy_fit import suitable_policy
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.plans import checkpoint_plan

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.outlier_tracking import Observation
+from adacc_hf.adapt.corrections import Corrections, Observation
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.price.memory_profile import FORWARD
 

@@ -28,9 +28,8 @@ def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_o
     trainer = make_trainer([callback], trainer_class=InOrder, max_steps=28, gradient_accumulation_steps=2)
     trainer.train_dataset = Lengths([16] * 4 + [16, 32] * 26)
     trainer.train()
-    # The policy is set at step 2, and its first two steps are recorded. The next, the 2nd and the 4th step after are
-    # tried.
-    assert measured_steps == [5, 6, 8, 12, 20]
+    # The policy is set at step 2. The next step, the one after it, and then the 2nd, the 4th and the 8th one are tried.
+    assert measured_steps == [3, 4, 6, 10, 18]
     assert not [event for event in events(callback, "memory") if "measured_peak_bytes" in event]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from profile_builders import in_all_blocks
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.adapt.corrections import with_finer, without_codecs
+from adacc_hf.adapt.corrections import without_codecs
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -42,27 +40,3 @@ def test_what_is_switched_off_in_one_block_is_so_for_its_kind(profiles):
     assert not clones(without_codecs(profile, {("transformer.h.1", "attn:clone", "channel_int4")}))[0].codecs
     assert without_codecs(profile, {("transformer.h.9", "attn:clone", "channel_int4")}) == profile
     assert without_codecs(profile, {("transformer.h.1", "attn:clone", "int8")}) == profile
-
-
-def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
-    switched_off = in_all_blocks(profiles[0], {(0, clones(profiles[0])[0].index, "channel_int4")})
-    for profile in profiles:
-        offered = with_finer(profile, switched_off)
-        (before, *others), (value, *rest) = clones(profile), clones(offered)
-        int4, int8 = value.codecs
-        assert (int4,) == before.codecs
-        assert (int8.codec, int8.lossless) == ("int8", False)
-        # A byte for each element, and a scale for each group.
-        assert math.prod(value.shape) < int8.nbytes < value.nbytes
-        assert int8.error < int4.error
-        assert others == rest
-        assert with_finer(offered, switched_off) == offered
-        assert with_finer(profile, ()) == profile
-
-
-def test_nothing_stands_in_where_all_that_is_lossy_ends(profiles):
-    profile = profiles[0]
-    lossy = [(v.index, o.codec) for v in profile.kinds[0].values for o in v.codecs if not o.lossless]
-    switched_off = in_all_blocks(profile, {(0, v, codec) for v, own in lossy for codec in (own, "int8")})
-    remaining_profile = without_codecs(with_finer(profile, switched_off), switched_off)
-    assert all(option.lossless for kind in remaining_profile.kinds for value in kind.values for option in value.codecs)

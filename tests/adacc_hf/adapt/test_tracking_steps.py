@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 import adacc_hf.adapt.policy_fit as fit_module
 from adacc_hf import AdaccCallback, Policy, Profile
-from adacc_hf.adapt.outlier_tracking import MeasuringCodec
+from adacc_hf.adapt.corrections import MeasuringCodec
 from adacc_hf.solve.simple_policies import uniform_policy
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
