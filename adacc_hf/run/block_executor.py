@@ -210,7 +210,7 @@ class BlockExecutor:
         """Run a call whose parameters, buffers or attached tensors are not those on the tape: with another tape if
         their layout changed, without a tape if tensors are missing (an adapter merged for this call, for example)."""
         current_key = self.known_shapes.with_current_layout(key, block)
-        if current_key != key and not self.known_shapes.has_unstable_layout:
+        if current_key != key:
             return self._run_as(current_key, block, fn, args, kwargs)
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
         return self._run_untaped(entry.known_shape.tape.has_collectives, block, self._in_tiles(block, fn), args)
