@@ -171,10 +171,16 @@ class BlockFunction:
                 f"so the calls of a step cannot be distinguished: train one model in one thread (a copy of it in "
                 f"another), or without adacc_hf"
             )
+        attributes = self.block.__dict__
+        flag = attributes.get(FLAG)
         try:
+            if isinstance(flag, TrainingFlag):  # a layer that derives from another one tests it again, also in a trace
+                attributes[FLAG] = False
             with unwritten_originals:
                 return self._run_inside_hooks(fn, args)
         finally:
+            if isinstance(flag, TrainingFlag):
+                attributes[FLAG] = flag
             self._lock.release()
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
