@@ -5,23 +5,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
-from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS
-
-MAX_SHAPES = 512
-"""Maximum number of call keys that a block remembers, least recently used goes first. Sequences have hundreds of
-lengths, and recording a shape again takes as long as about ten steps. A tape and its plan take about 130 KiB."""
 
 
 class CallKey(NamedTuple):
@@ -35,17 +27,8 @@ class CallKey(NamedTuple):
     layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
 
 
-@dataclass(slots=True)
-class KnownShape:
-    """Table entry of one call key: the tape of calls with this key, and their number under all plans of the block."""
-
-    tape: Tape
-    num_calls: int = 1
-
-
-class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """Table from a block's call keys to tapes, with the number of calls of each key. The latest key is last. All plans
-    of a block share one table."""
+class KnownShapes(OrderedDict[CallKey, Tape]):
+    """Table from a block's call keys to tapes. The latest key is last. All plans of a block share one table."""
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
@@ -53,8 +36,6 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Dynamo's traces of the block's code."""
         self._layout: int | None = None
         """Hash of the latest layout (shapes, strides and storages) of the block's own tensors."""
-        self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """Entries that count calls by symbolic tape."""
 
     def key(
         self,
@@ -83,15 +64,3 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return a copy of `key` with the present layout of the block's own tensors (`block_layout`)."""
         self._layout = hash(block_layout(block))
         return key._replace(layout=self._layout)
-
-    def add(self, key: CallKey, known_shape: KnownShape) -> None:
-        """Add a recorded call of the block to this table."""
-        put_latest(self, key, known_shape, MAX_SHAPES)
-
-    def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
-        """Return the entry that counts calls of the block at all sizes that `symbolic_tape` covers.
-
-        The entry's `num_calls` starts at 2, so the check of a key's 2nd call (`is_checked_call`) is skipped. The first
-        calls of a symbolic tape are checked by size instead (`Tape.is_unchecked`).
-        """
-        return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))

@@ -81,7 +81,11 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/integrations/lightning.py", "if interval and trainer.global_step % interval == 0:", "if interval:"),
     ("kernels/_triton.py", "is_aligned = addresses % ALIGNMENT == 0", "is_aligned = True"),
     # What the front ends and the compiled step promise.
-    ("adacc_hf/run/entries.py", "entry, MAX_SHAPES)\n        self.known", "entry, 512)\n        self.known"),
+    (
+        "adacc_hf/run/entries.py",
+        "put_latest(self.recorded, key, entry, MAX_SHAPES)",
+        "put_latest(self.recorded, key, entry, 512)",
+    ),
     ("adacc_hf/run/call.py", "if version_of(content) != version:", "if False:"),
     ("adacc_hf/compiler/compiled_run.py", "if peak_bytes > budget_bytes:", "if False:"),
     ("adacc_hf/compiler/partitioner.py", "allowed_bytes is not None and allowed_bytes >= plan.plain_bytes", "False"),
