@@ -62,23 +62,21 @@ class BlockExecutor:
             return self.observer.run(block, fn, args, kwargs)
         self._latest = None
         if self.plan.is_checkpointed:
-            graph = self._checkpointed_graph = self._find_graph(block, fn, args)
+            # A graph would not gather sharded parameters.
+            has_graph = self.plan.tiling is None and not is_sharded(block)
+            graph = self.known_shapes.paths.find_graph(block, fn, args) if has_graph else None
+            self._checkpointed_graph = graph
             called = None if graph is None else graph(fn, args)
             return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders(), called)
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(fn, *args, block=block)
-        if self._is_plain and not self.entries.are_empty:
+        if self._is_plain and (self.entries.recorded or self.entries.bases):
             return fn(*args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:
             return self._run_untraced(block, fn, args)
         return self._run_as(key, block, fn, args, kwargs)
-
-    def _find_graph(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
-        """Return the traced graph of a call under torch's checkpoint. A graph would not gather sharded parameters."""
-        is_whole = self.plan.tiling is None and not is_sharded(block)
-        return self.known_shapes.paths.find_graph(block, fn, args) if is_whole else None
 
     def _run_untraced(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
@@ -222,17 +220,13 @@ class BlockExecutor:
         if len(plan.tape.order or ()) < plan.num_slots:
             entry.unpacked_slots = call.unpacked_slots = []
         result = call.run(fn, args)
-        self._check_replaced(plan, externals, block)
-        return result
-
-    def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if a call has replaced an attached tensor that replay looks up later."""
         source = plan.replaced_source(externals, block) if plan.attached else None
         if source is not None:
             raise TapeMismatchError(
                 f"block {self.name} replaced the tensor at {source} within a call, so replay would read an old tensor: "
                 f"make it a buffer; or, {BLOCK_CLASSES_HINT}"
             )
+        return result
 
     def _codecs(self, entry: Entry) -> Mapping[int, Coder]:
         if self.wrap_codec is None:

@@ -88,11 +88,6 @@ class PlanEntries:
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
         """Entries by symbolic tape, from which those for single sizes are derived."""
 
-    @property
-    def are_empty(self) -> bool:
-        """True if no call of the block has been recorded under the plan."""
-        return not self.recorded and not self.bases
-
     def find(self, key: CallKey) -> Entry | None:
         """Return the entry for `key`, with a tape of the block, a profile or a block of the kind, or None."""
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
