@@ -30,7 +30,7 @@ from adacc_hf.tape.operator_effects import CHANGED_UNSEEN, COMPILED, RngUse, run
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.torch_glue.compat import checkpoint_call
-from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
+from adacc_hf.torch_glue.private import outer_hooks, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
 from adacc_hf.torch_glue.second_run import checksum, report_other_bits
 from adacc_hf.torch_glue.tensors import (
@@ -322,8 +322,7 @@ class Call:
 def _may_be_overwritten() -> bool:
     """Return True if the backward that unpacks may write to the tensor, and so gets a copy (rule R6): an
     `autograd.Function` written in Python, or an unknown one."""
-    node = current_autograd_node()  # usually a node of torch itself
-    node = current_node() if node is None else node
+    node = current_node()
     return node is None or isinstance(node, BackwardCFunction)
 
 

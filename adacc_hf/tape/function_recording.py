@@ -84,7 +84,7 @@ class _RecorderMark:
         self.overwritten = [value.overwritten for value in recorder.values]
         self.num_values, self.num_operators = len(recorder.values), len(recorder.operators)
         self.num_slots, self.num_reads = len(recorder.slots), len(recorder.reads)
-        self.current, self.untrusted = self.state["_current"], recorder.untrusted
+        self.current, self.untrusted = recorder._current.copy(), recorder.untrusted
         self.generator_state = recorder._generator_state
 
     def roll_back(self, recorder: FunctionRecorder) -> None:
