@@ -19,7 +19,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.kernels.codecs import codec_type
-from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNTRAINED
+from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, UNTRAINED
 from adacc_hf.tape.tape_cache import Fallbacks
 
 
@@ -129,10 +129,9 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
 
 def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
     """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
-    plan, except for a reason that does not apply to the block's next call (`TRANSIENT`)."""
+    plan."""
     for reason, names in fallbacks.blocks.items():
-        if reason not in TRANSIENT:
-            refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
+        refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 
 
 def describe_blocks(names: Iterable[str]) -> str:

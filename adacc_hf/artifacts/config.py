@@ -143,10 +143,8 @@ class AdaccConfig:
     """Reaction to blocks that train without a policy for their activations: blocks that can only run plainly or under
     torch's checkpoint, and calls that do not follow the policy. "warn" trains these blocks anyway, and reports them
     when training ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known:
-    after the first step, or in the micro-batch. Up to `profile_steps` steps before the first policy are allowed. Also
-    allowed is a single call that fills a table (such as a position table) or differs from its record, because the
-    block's next call is recorded. If a policy is passed in without its profile, only calls that do not follow the
-    policy are known."""
+    after the first step, or in the micro-batch. Up to `profile_steps` steps before the first policy are allowed. If a
+    policy is passed in without its profile, only calls that do not follow the policy are known."""
     retry_out_of_memory: bool = True
     """True to run a step that ran out of memory once more, under a policy that needs less memory, if the step can be
     repeated."""

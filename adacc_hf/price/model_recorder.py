@@ -28,7 +28,7 @@ from adacc_hf.price.preserved_values import preserved_block
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of
 from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_inputs
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShape, KnownShapes
+from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.execution_plan import unfit_values
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.operator_effects import HIDDEN
@@ -175,7 +175,6 @@ class ModelRecorder:
             self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
         if key is not None:
             self.tape_cache.remember(tape, key, name)
-            known_shapes.add(key, KnownShape(tape, num_calls=2))
         num_results = _num_results(result, arguments.values())
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)

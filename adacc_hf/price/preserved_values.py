@@ -22,7 +22,7 @@ from adacc_hf.torch_glue.tensors import gradients_set_aside
 def _outside_training(module: nn.Module) -> Iterator[None]:
     """Set gradients of `module` aside, call no hooks in its backward, and compare no calls under torch's checkpoint."""
     hooks = [hooks for each in module.modules() for kind in BACKWARD_HOOKS if (hooks := vars(each)[kind])]
-    with gradients_set_aside(module.parameters(), hooks), unwritten_originals, measuring(), torch.enable_grad():
+    with gradients_set_aside(module.parameters(), hooks), unwritten_originals(), measuring(), torch.enable_grad():
         yield
 
 

@@ -157,10 +157,8 @@ class _Profiler:
         self.values.start_over()
         if layouts == [block_layout(block) for block in modules.values()]:
             return live
-        first_structures = {block.tape.structure for block in live.recording.blocks}
         live = self._record(tape_cache)
         self.values.start_over()
-        tape_cache.preliminary |= first_structures - {block.tape.structure for block in live.recording.blocks}
         return live
 
     def _record(self, tape_cache: TapeCache, tilings: Mapping[str, Tiling] | None = None) -> LiveStep:

@@ -17,16 +17,8 @@ from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
-from adacc_hf.run.entries import (
-    FILLED_TABLE,
-    OTHER_RANKS,
-    OUT_OF_PLACE,
-    UNTRAINED,
-    VARYING,
-    Entry,
-    PlanEntries,
-)
-from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
+from adacc_hf.run.entries import OTHER_RANKS, OUT_OF_PLACE, UNTRAINED, Entry, PlanEntries
+from adacc_hf.tape.call_key import CallKey, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
 from adacc_hf.tape.guards import GraphOfCall
 from adacc_hf.tape.inputs import argument_tensors
@@ -38,29 +30,22 @@ from adacc_hf.torch_glue.distributed import is_sharded
 
 
 class BlockExecutor:
-    """Strategy that runs the calls of one block under its plan. `known_shapes` and `earlier` (execution plans) come
-    from the executor of the block's previous plan."""
+    """Strategy that runs the calls of one block under its plan. `known_shapes` come from the executor of the block's
+    previous plan."""
 
-    def __init__(
-        self,
-        name: str,
-        plan: Plan,
-        tape_cache: TapeCache,
-        known_shapes: KnownShapes | None = None,
-        earlier: tuple[ExecutionPlan | None, ...] = (),
-    ) -> None:
+    def __init__(self, name: str, plan: Plan, tape_cache: TapeCache, known_shapes: KnownShapes | None = None) -> None:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
         """(value, codec) of each compressed input of a checkpointed block, by the input's place among the arguments."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
-            _is_checkpointed_on_all_ranks(shape.tape) for shape in (known_shapes or {}).values()
+            map(_is_checkpointed_on_all_ranks, (known_shapes or {}).values())
         )
         self.tape_cache = tape_cache
         self.known_shapes = KnownShapes(tape_cache.untraceable) if known_shapes is None else known_shapes
         """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
-        self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
+        self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
         """Function of (value, codec) that returns a wrapper which also measures errors, or None."""
         self.observer: Strategy | None = None
@@ -70,13 +55,6 @@ class BlockExecutor:
         """Entry of the block's latest call that ran on a tape, until the next call."""
         self._checkpointed_graph: GraphOfCall | None = None
         """Traced graph of the latest call under torch's checkpoint, or None."""
-        self._has_filled_table = False
-        """True if the block's last call computed a table that later calls reuse, such as a table of positions."""
-
-    @property
-    def tapes(self) -> dict[Any, Tape]:
-        """The block's recorded tapes, by call key (traced path and sizes)."""
-        return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` under the plan: `fn(*args)`, in which `kwargs` is already bound."""
@@ -84,23 +62,21 @@ class BlockExecutor:
             return self.observer.run(block, fn, args, kwargs)
         self._latest = None
         if self.plan.is_checkpointed:
-            graph = self._checkpointed_graph = self._find_graph(block, fn, args)
+            # A graph would not gather sharded parameters.
+            has_graph = self.plan.tiling is None and not is_sharded(block)
+            graph = self.known_shapes.paths.find_graph(block, fn, args) if has_graph else None
+            self._checkpointed_graph = graph
             called = None if graph is None else graph(fn, args)
             return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders(), called)
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(fn, *args, block=block)
-        if self._is_plain and not self.entries.are_empty:
+        if self._is_plain and (self.entries.recorded or self.entries.bases):
             return fn(*args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:
             return self._run_untraced(block, fn, args)
         return self._run_as(key, block, fn, args, kwargs)
-
-    def _find_graph(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
-        """Return the traced graph of a call under torch's checkpoint. A graph would not gather sharded parameters."""
-        is_whole = self.plan.tiling is None and not is_sharded(block)
-        return self.known_shapes.paths.find_graph(block, fn, args) if is_whole else None
 
     def _run_untraced(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
@@ -129,18 +105,16 @@ class BlockExecutor:
             entry = None
         if entry is None:
             return self._first_call(key, block, self._in_tiles(block, fn), args, kwargs)
-        self._has_filled_table = False
         self._count_fallback(entry)
         self._latest = entry
         plan = entry.execution_plan
         if plan is None:
-            return self._run_unplanned([entry.known_shape.tape], block, self._in_tiles(block, fn), args)
+            return self._run_unplanned([entry.tape], block, self._in_tiles(block, fn), args)
         externals = plan.fetch(block, args, kwargs)
         if externals is None:
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
         if entry.symbolic_tape is None:
             self.known_shapes.move_to_end(key)
-        entry.known_shape.num_calls += 1
         self._learn_order(entry)
         is_checked = self._is_due(entry)
         if is_checked and entry.symbolic_tape is not None:
@@ -195,14 +169,12 @@ class BlockExecutor:
 
     def _is_due(self, entry: Entry) -> bool:
         """Return True if this call is checked: backward compares what it recomputes with what the forward saved."""
-        is_new = entry.plan.tape.is_unchecked or is_checked_call(entry.known_shape.num_calls)
-        if entry.plan.is_plain or not (is_new or self.known_shapes.paths.is_partial):
+        if entry.plan.is_plain or is_being_captured():  # a captured CUDA graph cannot compare
             return False
-        if is_being_captured():  # a captured CUDA graph cannot compare: check the next call instead
-            entry.known_shape.num_calls -= 1
-            return False
-        entry.plan.tape.is_unchecked = False
-        return True
+        is_counted = is_checked_call(next(entry.calls))
+        is_due = is_counted or entry.plan.tape.is_unchecked or self.known_shapes.paths.is_partial
+        entry.plan.tape.is_unchecked &= not is_due
+        return is_due
 
     def _run_with_other_tensors(
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -210,10 +182,10 @@ class BlockExecutor:
         """Run a call whose parameters, buffers or attached tensors are not those on the tape: with another tape if
         their layout changed, without a tape if tensors are missing (an adapter merged for this call, for example)."""
         current_key = self.known_shapes.with_current_layout(key, block)
-        if current_key != key and not self.known_shapes.has_unstable_layout:
+        if current_key != key:
             return self._run_as(current_key, block, fn, args, kwargs)
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
-        return self._run_untaped(entry.known_shape.tape.has_collectives, block, self._in_tiles(block, fn), args)
+        return self._run_untaped(entry.tape.has_collectives, block, self._in_tiles(block, fn), args)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
@@ -248,17 +220,13 @@ class BlockExecutor:
         if len(plan.tape.order or ()) < plan.num_slots:
             entry.unpacked_slots = call.unpacked_slots = []
         result = call.run(fn, args)
-        self._check_replaced(plan, externals, block)
-        return result
-
-    def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if a call has replaced an attached tensor that replay looks up later."""
         source = plan.replaced_source(externals, block) if plan.attached else None
         if source is not None:
             raise TapeMismatchError(
                 f"block {self.name} replaced the tensor at {source} within a call, so replay would read an old tensor: "
                 f"make it a buffer; or, {BLOCK_CLASSES_HINT}"
             )
+        return result
 
     def _codecs(self, entry: Entry) -> Mapping[int, Coder]:
         if self.wrap_codec is None:
@@ -282,23 +250,17 @@ class BlockExecutor:
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record the block's first call with this `key` (traced path and sizes), unless autograd saves nothing."""
-        had_filled_table, self._has_filled_table = self._has_filled_table, False
         key = self.known_shapes.with_current_layout(key, block)
         if self._saves_nothing(block, args, kwargs):
             return fn(*args)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
-        if tape.structure in self.tape_cache.preliminary:  # this call filled a table: record the next call
-            self.tape_cache.fallbacks.add(VARYING if had_filled_table else FILLED_TABLE, self.name)
-            self._has_filled_table = True
-            recording.close()
-            return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self.tape_cache.compare_with_symbolic_tape(tape, key, self.name)
         self.known_shapes.paths.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
-        entry = self._latest = self.entries.add(key, KnownShape(tape))
+        entry = self._latest = self.entries.add(key, tape, next_call=2)
         self._count_fallback(entry)
         if entry.execution_plan is not None and not entry.execution_plan.is_plain:
             entry.unpacked_slots = recording.hand_over(entry.execution_plan, self._codecs(entry))

@@ -141,7 +141,7 @@ class BlockFunction:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
             return fn(*args)
-        if _is_compiled_around():
+        if torch.compiler.is_compiling() or eval_frame_callback() not in (None, False):  # traced, or compiled code
             raise CompiledBlockError(
                 f"block {self.name} runs inside a module that torch.compile compiles, where operators cannot be "
                 f"recorded: compile only modules outside of the blocks or inside them (torch_compile=False in "
@@ -171,10 +171,16 @@ class BlockFunction:
                 f"so the calls of a step cannot be distinguished: train one model in one thread (a copy of it in "
                 f"another), or without adacc_hf"
             )
+        attributes = self.block.__dict__
+        flag = attributes.get(FLAG)
         try:
-            with unwritten_originals:
+            if isinstance(flag, TrainingFlag):  # a layer that derives from another one tests it again, also in a trace
+                attributes[FLAG] = False
+            with unwritten_originals():
                 return self._run_inside_hooks(fn, args)
         finally:
+            if isinstance(flag, TrainingFlag):
+                attributes[FLAG] = flag
             self._lock.release()
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -239,11 +245,6 @@ class BlockFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_function, (self.name,)
-
-
-def _is_compiled_around() -> bool:
-    """Return True inside code that torch.compile traces (`is_compiling`) or runs (Dynamo's callback is set)."""
-    return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
 def _describe_hooks(block: str, hooks: Any) -> str:

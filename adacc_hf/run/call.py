@@ -29,9 +29,8 @@ from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.operator_effects import CHANGED_UNSEEN, COMPILED, RngUse, runs_compiled_code
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay import ReplayProgram, view
-from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.compat import checkpoint_call
-from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
+from adacc_hf.torch_glue.private import outer_hooks, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
 from adacc_hf.torch_glue.second_run import checksum, report_other_bits
 from adacc_hf.torch_glue.tensors import (
@@ -323,8 +322,7 @@ class Call:
 def _may_be_overwritten() -> bool:
     """Return True if the backward that unpacks may write to the tensor, and so gets a copy (rule R6): an
     `autograd.Function` written in Python, or an unknown one."""
-    node = current_autograd_node()  # usually a node of torch itself
-    node = current_node() if node is None else node
+    node = current_node()
     return node is None or isinstance(node, BackwardCFunction)
 
 
@@ -408,7 +406,11 @@ class Recording:
     def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
         """Apply `plan` to the recorded call: keep, encode or free each saved tensor. Return a list to which backward
         will append each saved tensor that it unpacks."""
-        externals = [(value, self._external(value, source)) for value, source in plan.externals]
+        # The call may have put another parameter at its source.
+        externals = [
+            (value, self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value])
+            for value, source in plan.externals
+        ]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
         self._call = Call(plan, self.name, codecs, externals)
         self._call.unpacked_slots = []
@@ -441,10 +443,6 @@ class Recording:
         self._arguments = ((), {})
         self._parameters = {}
         self._packed = []
-
-    def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor that was at `source` when the call began. The call may have put another one there."""
-        return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:
         """Return True if the block changed a saved tensor of its own through `.data`, which replay cannot reproduce."""

@@ -33,7 +33,13 @@ def run_checkpointed(
     place. If (traced graph, its inputs) is given, backward runs the graph instead of the block's Python code.
     """
     inputs = {place: tensor for place in codecs if (tensor := _argument_at(place, args, kwargs)) is not None}
-    compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
+    compressible = {  # tensors that fill their storage contiguously
+        place: tensor
+        for place, tensor in inputs.items()
+        if tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and codecs[place][0].supports(tuple(tensor.shape), tensor.dtype)
+    }
     if not compressible and graph is None:
         return checkpoint_call(fn, *args, block=block)
     versions = {place: version_of(tensor) for place, tensor in compressible.items()}
@@ -93,9 +99,3 @@ def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     arguments_by_place.update(kwargs)
     argument = arguments_by_place.get(place[0])
     return argument if isinstance(argument, torch.Tensor) and is_plain(argument) else None
-
-
-def _can_encode(codec: Codec, tensor: torch.Tensor) -> bool:
-    """Return True if `codec` supports the tensor, and the tensor fills its storage contiguously."""
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return is_whole and codec.supports(tuple(tensor.shape), tensor.dtype)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from weakref import WeakKeyDictionary
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.tape.call_key import MAX_SHAPES, CallKey, KnownShape, KnownShapes
+from adacc_hf.tape.call_key import CallKey, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit_values
 from adacc_hf.tape.symbolic_tape import MOST_SIZES, SymbolicTape
 from adacc_hf.tape.tape import Tape
@@ -19,23 +21,26 @@ from adacc_hf.tape.tape_cache import TapeCache
 
 log = logging.getLogger(__name__)
 
+MAX_SHAPES = 512
+"""Maximum number of call keys that a block remembers, least recently used goes first. Sequences have hundreds of
+lengths, and recording a shape again takes as long as about ten steps. A tape and its plan take about 130 KiB."""
+
 OTHER_OPERATORS = "other operators than when profiled, with the least memory"
-VARYING = "a table that is filled again and again, so that operators vary from call to call"
 OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example an adapter merged for a call"
 UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
-FILLED_TABLE = "a block's call that filled a table for later calls kept all the tensors that autograd saves"
 """Reason for a call that did not follow its plan. Calls are counted by reason in `TapeCache.fallbacks`."""
-
-TRANSIENT = frozenset({FILLED_TABLE})
-"""Reasons for which a single call leaves its plan. The block's next call is recorded."""
 
 
 @dataclass(slots=True)
 class Entry:
     """Instructions to run a block's calls with one call key: an execution plan, or torch's checkpoint."""
 
-    known_shape: KnownShape
+    tape: Tape
+    """The recorded tape, or the base of `symbolic_tape`."""
+    calls: Iterator[int]
+    """Numbers of the next calls. The first calls of a tape are checked (`is_checked_call`), unless an earlier plan of
+    the block or a profile has run them."""
     execution_plan: ExecutionPlan | None
     """Execution plan of the calls. None if the calls run under torch's checkpoint."""
     codecs: dict[int, Codec]
@@ -70,15 +75,12 @@ class PlanEntries:
         plan: Plan,
         tape_cache: TapeCache,
         known_shapes: KnownShapes,
-        earlier: tuple[ExecutionPlan | None, ...] = (),
     ) -> None:
         self.name = name
         self.plan = plan
         self.tape_cache = tape_cache
         self.known_shapes = known_shapes
         """Table of the block's recorded tapes by call key (traced path and sizes), shared by all plans of the block."""
-        self._earlier = earlier
-        """Execution plans under the previous plan, until the first call: equal actions reuse them."""
         self.recorded: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries whose tape was recorded, by call key. The latest entry is last."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
@@ -86,46 +88,27 @@ class PlanEntries:
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
         """Entries by symbolic tape, from which those for single sizes are derived."""
 
-    @property
-    def are_empty(self) -> bool:
-        """True if no call of the block has been recorded under the plan."""
-        return not self.recorded and not self.bases
-
-    @property
-    def tapes(self) -> list[Tape]:
-        """The recorded tapes of the block."""
-        return [known_shape.tape for known_shape in self.known_shapes.values()]
-
-    def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the execution plans of all entries, or those of the previous policy before the first call."""
-        entries = (*self.recorded.values(), *self.bases.values())
-        return tuple(entry.execution_plan for entry in entries) or self._earlier
-
     def find(self, key: CallKey) -> Entry | None:
         """Return the entry for `key`, with a tape of the block, a profile or a block of the kind, or None."""
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
-    def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
-        """Create and cache the entry of a recorded call."""
-        entry = self._entry(known_shape)
+    def add(self, key: CallKey, tape: Tape, next_call: int) -> Entry:
+        """Create and cache the entry of a recorded call. `next_call` is the number of the next call with `key`."""
+        entry = self._entry(tape, count(next_call))
         put_latest(self.recorded, key, entry, MAX_SHAPES)
-        self.known_shapes.add(key, known_shape)
+        put_latest(self.known_shapes, key, tape, MAX_SHAPES)
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
         """Return an entry with a tape recorded for `key` under another plan, in a profile or another block, or None."""
-        known_shape = self.known_shapes.get(key)
-        if known_shape is not None:
-            entry = self._entry(known_shape)
-            put_latest(self.recorded, key, entry, MAX_SHAPES)
-            self._earlier = ()
-            return entry
+        tape = self.known_shapes.get(key)
+        if tape is not None:
+            return self.add(key, tape, next_call=3)
         tape = self.tape_cache.expected_tape(self.plan.kind, key, self.name)
         if tape is None:
             return None
-        entry = self.add(key, KnownShape(tape, num_calls=0))
         self.tape_cache.remember(tape, key, self.name)
-        return entry
+        return self.add(key, tape, next_call=1)
 
     def _sized_entry(self, key: CallKey) -> Entry | None:
         """Return the entry for a size at which no call was recorded, or None if no symbolic tape covers the size."""
@@ -134,7 +117,7 @@ class PlanEntries:
             return entry
         untrusted_tape = self.tape_cache.untrusted_at(key, self.name)
         if untrusted_tape is not None:
-            return self._entry(KnownShape(untrusted_tape))
+            return self._entry(untrusted_tape, count(1))
         match = self.tape_cache.symbolic_tape_at(key, self.name)
         tape = None if match is None else self.tape_cache.tape_of(*match)
         if match is None or tape is None:
@@ -148,34 +131,30 @@ class PlanEntries:
         of the recorded base is resized, or a new one built if the size is too small for one of its codecs."""
         base = self.bases.get(symbolic_tape)
         if base is None or base.base is not symbolic_tape.base:
-            base = self.bases[symbolic_tape] = self._entry(
-                self.known_shapes.known_shape_of(symbolic_tape), symbolic_tape.base
-            )
+            # No check of the second call: the first calls of new sizes are checked (`Tape.is_unchecked`).
+            base = self.bases[symbolic_tape] = self._entry(symbolic_tape.base, count(3))
             base.base = symbolic_tape.base
         plan = self.tape_cache.resized(base.plan, tape)
         sized_codecs = {v: _codec_at_size(codec, v, base.plan, plan) for v, codec in base.codecs.items()}
         codecs = {v: codec for v, codec in sized_codecs.items() if codec is not None}
         if len(codecs) < len(sized_codecs):  # the size is too small for a codec
-            entry = self._entry(base.known_shape, tape)
-            entry.symbolic_tape, entry.base = symbolic_tape, symbolic_tape.base
-            return entry
-        return Entry(
-            base.known_shape, plan, codecs, symbolic_tape=symbolic_tape, base=symbolic_tape.base, fallback=base.fallback
-        )
+            sized = self._entry(tape, base.calls)
+            sized.symbolic_tape, sized.base = symbolic_tape, symbolic_tape.base
+            return sized
+        return replace(base, execution_plan=plan, codecs=codecs, symbolic_tape=symbolic_tape)
 
-    def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for calls with the operators of `known_shape`, and its tape, or the resized `tape`."""
-        tape = tape or known_shape.tape
+    def _entry(self, tape: Tape, calls: Iterator[int]) -> Entry:
+        """Create the entry for calls with the operators of `tape`."""
         if tape.untrusted is not None:
             self.tape_cache.warn_not_replayed(self.name, tape.structure, tape.untrusted)
-            return Entry(known_shape, None, {}, fallback=self.fallback_of(tape.untrusted))
+            return Entry(tape, calls, None, {}, fallback=self.fallback_of(tape.untrusted))
         choices, is_planned = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
         plan = self.tape_cache.execution_plan(tape, choices, shared)
         codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
-        return Entry(known_shape, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
+        return Entry(tape, calls, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
     def fallback_of(self, reason: str) -> str | None:
         """Return the reason to record for calls that run under torch's checkpoint because of `reason`, or None if the
@@ -195,13 +174,8 @@ class PlanEntries:
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
-            fitted_tapes = (
-                *self.tapes,
-                *(known_shape.tape for known_shape in self.known_shapes.symbolic_shapes.values()),
-            )
-            planned_tape = next(
-                (earlier_tape for earlier_tape in fitted_tapes if earlier_tape.structure.startswith(structure)), None
-            )
+            own_tapes = (*self.known_shapes.values(), *(entry.tape for entry in self.bases.values()))
+            planned_tape = next((own for own in own_tapes if own.structure.startswith(structure)), None)
             recorded_tape = next(iter(self.tape_cache.tapes_of_kind(structure)), None)
             # A profile in this process was of this model, which may run different operators by now.
             if planned_tape is None and (identity != own_identity or (call == own_call and recorded_tape is None)):

@@ -128,12 +128,8 @@ class PolicyHandle:
         earlier_strategies = {} if earlier is None else earlier.strategies
         strategies = {}
         for name, index in policy.blocks:
-            shared_state = (
-                (earlier_strategies[name].known_shapes, earlier_strategies[name].entries.programs())
-                if name in earlier_strategies
-                else ()
-            )
-            strategies[name] = BlockExecutor(name, policy.plans[index], self.tape_cache, *shared_state)
+            known_shapes = earlier_strategies[name].known_shapes if name in earlier_strategies else None
+            strategies[name] = BlockExecutor(name, policy.plans[index], self.tape_cache, known_shapes)
         return BlockPlans(policy, strategies)
 
     def follow(self, plans: BlockPlans | None) -> None:

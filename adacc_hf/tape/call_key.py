@@ -5,27 +5,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
-from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS
-
-MAX_LAYOUTS = 64
-"""Maximum number of remembered layouts of a block's own tensors, least recently used goes first."""
-MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
-"""A layout is unstable if MANY_LAYOUTS layouts have occurred, in fewer than CALLS_PER_LAYOUT calls per layout."""
-MAX_SHAPES = 512
-"""Maximum number of call keys that a block remembers, least recently used goes first. Sequences have hundreds of
-lengths, and recording a shape again takes as long as about ten steps. A tape and its plan take about 130 KiB."""
 
 
 class CallKey(NamedTuple):
@@ -39,29 +27,15 @@ class CallKey(NamedTuple):
     layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
 
 
-@dataclass(slots=True)
-class KnownShape:
-    """Table entry of one call key: the tape of calls with this key, and their number under all plans of the block."""
-
-    tape: Tape
-    num_calls: int = 1
-
-
-class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """Table from a block's call keys to tapes, with the number of calls of each key. The latest key is last. All plans
-    of a block share one table."""
+class KnownShapes(OrderedDict[CallKey, Tape]):
+    """Table from a block's call keys to tapes. The latest key is last. All plans of a block share one table."""
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
         self.paths = BlockPaths(untraceable)
         """Dynamo's traces of the block's code."""
-        self.layouts: OrderedDict[int, None] = OrderedDict()
-        """Hashes of the layouts (shapes, strides and storages) of the block's own tensors, the latest last."""
-        self._layout = 0
-        """Hash of the latest layout of the block's own tensors."""
-        self._num_layouts = self._num_calls = 0
-        self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """Entries that count calls by symbolic tape."""
+        self._layout: int | None = None
+        """Hash of the latest layout (shapes, strides and storages) of the block's own tensors."""
 
     def key(
         self,
@@ -75,11 +49,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         trace the call. `paths.untraced` is then the reason.
 
         If `tiling` is given, the key contains the names of the modules that run in tiles, but not the number of tiles,
-        on which the operators of the tape do not depend. Call this method once per call of the block: it counts calls.
+        on which the operators of the tape do not depend.
         """
-        self._num_calls += 1
-        if not GUARDS_PARAMETERS or not self.layouts:
-            self._note_layout(block)
+        if not GUARDS_PARAMETERS or self._layout is None:
+            self._layout = hash(block_layout(block))
         traced = self.paths.key(block, fn, args)
         if traced is None:
             return None
@@ -89,27 +62,5 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
         """Return a copy of `key` with the present layout of the block's own tensors (`block_layout`)."""
-        self._note_layout(block)
-        return key._replace(layout=self._layout)
-
-    def _note_layout(self, block: nn.Module) -> None:
         self._layout = hash(block_layout(block))
-        self._num_layouts += self._layout not in self.layouts
-        put_latest(self.layouts, self._layout, None, MAX_LAYOUTS)
-
-    @property
-    def has_unstable_layout(self) -> bool:
-        """True if the layout of the block's own tensors, such as its parameters, keeps changing between calls."""
-        return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
-
-    def add(self, key: CallKey, known_shape: KnownShape) -> None:
-        """Add a recorded call of the block to this table."""
-        put_latest(self, key, known_shape, MAX_SHAPES)
-
-    def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
-        """Return the entry that counts calls of the block at all sizes that `symbolic_tape` covers.
-
-        The entry's `num_calls` starts at 2, so the check of a key's 2nd call (`is_checked_call`) is skipped. The first
-        calls of a symbolic tape are checked by size instead (`Tape.is_unchecked`).
-        """
-        return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
+        return key._replace(layout=self._layout)

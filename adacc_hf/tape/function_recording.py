@@ -40,7 +40,6 @@ from adacc_hf.tape.function_operators import (
     on_copies,
     results_of,
 )
-from adacc_hf.tape.operator_effects import Read
 from adacc_hf.tape.replay_check import exactly_replayed_values, same_bits
 from adacc_hf.tape.tape import (
     Source,
@@ -56,25 +55,43 @@ from adacc_hf.tape.tape import (
 from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
 from adacc_hf.torch_glue.opaque_functions import describe_results
 from adacc_hf.torch_glue.private import storage_key
-from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state, preserve_random_states
-from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, wraps_others
+from adacc_hf.torch_glue.rng_state import (
+    RandomStates,
+    draw_from_state,
+    generator_state,
+    preserve_random_states,
+    to_bytes,
+)
+from adacc_hf.torch_glue.tensors import checksum_of_bytes, copy_with_storage, is_plain, storage_bytes, wraps_others
 
 WRITES = "writes into its arguments"
+NUMPY_VIEW = "Tensor.numpy"
+"""Read that is a conversion to a numpy array, whose data Python code may not have used."""
 
 
-@dataclass
+_ROLLED_BACK = (
+    "values", "bases", "_storages", "operators", "slots", "reads", "_written", "_current", "untrusted",
+    "_generator_state",
+)  # fmt: skip
+
+
 class _RecorderMark:
     """Snapshot of a tape recorder before an `autograd.Function` runs, to undo what was recorded since."""
 
-    num_values: int
-    num_operators: int
-    num_slots: int
-    num_reads: int
-    overwritten: list[bool]
-    written: dict[int, TensorRef]
-    current: dict[int, int]
-    untrusted: str | None
-    generator_state: torch.Tensor | None
+    def __init__(self, recorder: FunctionRecorder) -> None:
+        now = {name: vars(recorder)[name] for name in _ROLLED_BACK}
+        self.state = {name: item.copy() if isinstance(item, list | dict) else item for name, item in now.items()}
+        self.overwritten = [value.overwritten for value in recorder.values]
+        self.num_values, self.num_operators = len(recorder.values), len(recorder.operators)
+        self.num_slots, self.num_reads = len(recorder.slots), len(recorder.reads)
+        self.current, self.untrusted = recorder._current.copy(), recorder.untrusted
+        self.generator_state = recorder._generator_state
+
+    def roll_back(self, recorder: FunctionRecorder) -> None:
+        """Remove the values, operators, saved tensors and reads that were recorded since."""
+        vars(recorder).update(self.state)
+        for value, overwritten in zip(recorder.values, self.overwritten, strict=True):
+            value.overwritten = overwritten
 
 
 @dataclass
@@ -121,7 +138,8 @@ class FunctionRecorder:
         """The first recorded tensor of each value, detached. An empty tensor stands for one with a checksum."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
-        self.reads: list[Read] = []
+        self.reads: list[str] = []
+        """Names of the operators and tensor methods that read data into Python, or made a size that depends on data."""
         self._storages: list[int] = []
         """The storage key of each value."""
         self._written: dict[int, TensorRef] = {}
@@ -218,20 +236,21 @@ class FunctionRecorder:
             parts = decompose_arguments(args)
         except NotReplayableError as error:
             reason = str(error)
-        mark, generator_states = self._mark(), self._generator_states()
+        state, states = generator_state(self._device), RandomStates([self._device])
         arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
         function_call = None if parts is None else call_of(function, parts)
         with self.paused():  # this mode is active, unlike in an operator
             self._release_results()
             for tensor in arguments.values():
                 self._hold(tensor)
-            fingerprints = {key: fingerprint(tensor) for key, tensor in arguments.items()}
+            checksums = {key: checksum_of_bytes(storage_bytes(tensor)) for key, tensor in arguments.items()}
+        mark = _RecorderMark(self)
         with self._inside_function():
             result = forward_call.run()
         saved = self._saved_inside + forward_call.saved
         with self.paused(), autocast_as(()):
-            written = [tensor for key, tensor in arguments.items() if fingerprint(tensor) != fingerprints[key]]
-            is_random = self._have_advanced(generator_states)
+            written = [t for key, t in arguments.items() if checksum_of_bytes(storage_bytes(t)) != checksums[key]]
+            is_random = states.have_advanced()
             returned = flatten_results(result, saved)
             # Tensors that wrap others have no bits of their own to compare (float8 training).
             is_wrapped = any(map(wraps_others, self.bases[mark.num_values :]))
@@ -241,7 +260,7 @@ class FunctionRecorder:
                 if parts is None or function_call is None:
                     raise NotReplayableError(reason)
                 run_record = _FunctionRun(
-                    function, parts, function_call, result, saved, mark, generator_states[0], written, is_random
+                    function, parts, function_call, result, saved, mark, state, written, is_random
                 )
                 self._replace(run_record, recomputed_values)
             except NotReplayableError as why:
@@ -267,7 +286,7 @@ class FunctionRecorder:
             )
         storages = {self._storages[value] for value in changed}
         has_hidden_write = any(storage_key(t.untyped_storage()) not in storages for t in written)
-        has_view = any(map(_is_numpy_view, self.reads[before.num_reads :])) or self.untrusted != before.untrusted
+        has_view = NUMPY_VIEW in self.reads[before.num_reads :] or self.untrusted != before.untrusted
         is_complete = None not in values and required <= recomputed_values and not has_hidden_write and not has_view
         return None if is_complete else recomputed_values
 
@@ -287,7 +306,7 @@ class FunctionRecorder:
         self._check_writes(run_record)
         foreign = self._foreign_reads(run_record)
         self._check_run_again(target, run_record, recomputed_values, foreign)
-        self._roll_back(run_record.before)
+        run_record.before.roll_back(self)
         recorded = map_tensors(run_record.args, torch.Tensor, self.refer)
         call = run_record.call._replace(results=results)
         is_random = run_record.is_random
@@ -300,7 +319,7 @@ class FunctionRecorder:
         """Raise NotReplayableError if an `autograd.Function` reads data into Python, except by a conversion to a numpy
         array from which it returns no numbers."""
         reads = self.reads[run_record.before.num_reads :]
-        if not all(map(_is_numpy_view, reads)):
+        if any(read != NUMPY_VIEW for read in reads):
             raise NotReplayableError("reads data into Python")
         if reads and any(leaf is not None for leaf in leaves((results,))):
             raise NotReplayableError("returns numbers that it may have read from numpy arrays")
@@ -350,7 +369,9 @@ class FunctionRecorder:
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:
             raise NotReplayableError("can reach tensors that are not among its arguments, through globals or a closure")
-        if run_record.is_random and (run_record.state is None or self._has_drawn_elsewhere(run_record)):
+        recorded_state, state = run_record.before.generator_state, run_record.state
+        is_recorded = recorded_state is not None and state is not None and to_bytes(recorded_state) == to_bytes(state)
+        if run_record.is_random and not is_recorded:  # numbers were drawn since then
             raise NotReplayableError("draws from a generator whose state is not recorded")
         second_results, read_storages = self._run_forward_again(target, run_record)
         if not read_storages.isdisjoint(foreign):
@@ -418,51 +439,6 @@ class FunctionRecorder:
     def _is_outer(self, before: _RecorderMark, value: int) -> bool:
         """Return True if `value` existed before the `autograd.Function` ran, or if no operator computed it."""
         return value < before.num_values or self.values[value].source is not None
-
-    def _mark(self) -> _RecorderMark:
-        return _RecorderMark(
-            len(self.values),
-            len(self.operators),
-            len(self.slots),
-            len(self.reads),
-            [value.overwritten for value in self.values],
-            dict(self._written),
-            dict(self._current),
-            self.untrusted,
-            self._generator_state,
-        )
-
-    def _roll_back(self, mark: _RecorderMark) -> None:
-        """Remove the values, operators, saved tensors and reads that were recorded since the snapshot `mark`."""
-        del self.values[mark.num_values :], self.bases[mark.num_values :], self._storages[mark.num_values :]
-        del self.operators[mark.num_operators :], self.slots[mark.num_slots :], self.reads[mark.num_reads :]
-        for value, overwritten in zip(self.values, mark.overwritten, strict=True):
-            value.overwritten = overwritten
-        self._written, self._current = mark.written, mark.current
-        self.untrusted, self._generator_state = mark.untrusted, mark.generator_state
-
-    def _generator_states(self) -> list[torch.Tensor | None]:
-        return [generator_state(self._device), generator_state(torch.device("cpu"))]
-
-    def _have_advanced(self, before: list[torch.Tensor | None]) -> bool:
-        """Return True if random numbers were drawn: some generator's state differs from its state in `before`."""
-        pairs = zip(before, self._generator_states(), strict=True)
-        with self.paused():
-            return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
-
-    def _has_drawn_elsewhere(self, run_record: _FunctionRun) -> bool:
-        """Return True if random numbers were drawn between the last recorded generator state and the Function's call,
-        whose state is then not recorded."""
-        recorded_state = run_record.before.generator_state
-        with self.paused():
-            return (
-                recorded_state is None or run_record.state is None or not torch.equal(recorded_state, run_record.state)
-            )
-
-
-def _is_numpy_view(read: Read) -> bool:
-    """Return True if `read` is a conversion to a numpy array, whose data Python code may not have used."""
-    return read.by == "Tensor.numpy"
 
 
 def _argument_tensors(tree: Any) -> list[torch.Tensor]:

@@ -136,14 +136,12 @@ def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
     """Return the tensor that is attached to the parameter or module `owner` at `path` (attribute names, and keys or
     indices of containers), detached from autograd's graph. Return None if the tensor no longer exists."""
     try:
-        tensor = reduce(_path_step, path, owner)
+        tensor = owner
+        for name in path:
+            tensor = tensor[name] if isinstance(tensor, (dict, list, tuple)) else getattr(tensor, name)
     except (AttributeError, LookupError):
         return None
     return tensor.detach() if _is_plain_tensor(tensor) else None
-
-
-def _path_step(owner: Any, name: Any) -> Any:
-    return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
 
 
 def _attached_tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

@@ -4,7 +4,6 @@ operators."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,15 +27,11 @@ def moves_storage(operator: TapeOperator) -> bool:
     return not operator.is_function and schema_of(operator.target).name in MOVES_STORAGE
 
 
-def _may_write(func: Any) -> bool:
-    """Return True if the operator `func` may write to its arguments, as any operator of torch.distributed may."""
-    return schema_of(func).is_mutable or func.namespace == "c10d"
-
-
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensor arguments that the recorded operator may write to, one per storage."""
     written: dict[int, torch.Tensor] = {}
-    for position, argument in enumerate(schema_of(func).arguments if _may_write(func) else ()):
+    may_write = schema_of(func).is_mutable or func.namespace == "c10d"  # any operator of torch.distributed may
+    for position, argument in enumerate(schema_of(func).arguments if may_write else ()):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if not is_declared and func.namespace != "c10d":
             continue
@@ -152,31 +147,15 @@ _METHODS = ("tolist", "numpy")
 """Tensor methods that read data into Python without an operator, so that dispatch modes do not see the read."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-NoteRead = Callable[[torch.Tensor, str], None]
+NoteRead = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Record that Python read the data of a value on the tape, or that the data decided the size of a tensor."""
-
-    value: int
-    by: str
-    """Name of the operator or tensor method that read the data."""
-
-    def __str__(self) -> str:
-        return f"{self.by} reads data into Python or makes a size that depends on data"
-
-
-def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors among `args` whose data determines the shape of the result of the operator `func`, or a Python
-    number that it returns. For most operators, the list is empty."""
-    if not _TAGS.intersection(func.tags):
-        return []
+def depends_on_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if data determines the shape of the result of the operator `func`, or a Python number that it
+    returns."""
     if schema_of(func).name == "aten::index":  # only a mask among the indices decides the size
-        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    if schema_of(func).name == "aten::masked_select":
-        return [args[1]]
-    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return not _TAGS.isdisjoint(func.tags)
 
 
 def _patch_methods() -> Callable[[], None]:
@@ -188,7 +167,7 @@ def _patch_methods() -> Callable[[], None]:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             note = _READS.current()
             if note is not None:
-                note(tensor, f"Tensor.{method}")
+                note(f"Tensor.{method}")
             return original(tensor, *args, **kwargs)
 
         return call
@@ -207,5 +186,5 @@ def _patch_methods() -> Callable[[], None]:
 
 _READS = Watchers[NoteRead](_patch_methods)
 watched_reads = _READS.watching
-"""Context manager `watched_reads(note)`. Inside the `with` block, `note(tensor, method name)` is called each time this
-thread converts a tensor to a list or a numpy array."""
+"""Context manager `watched_reads(note)`. Inside the `with` block, `note(method name)` is called each time this thread
+converts a tensor to a list or a numpy array."""

@@ -18,9 +18,8 @@ from adacc_hf.tape.operator_effects import (
     MOVES_STORAGE,
     WRAPPED,
     RankUse,
-    Read,
     RngUse,
-    deciding_tensors,
+    depends_on_data,
     watched_reads,
     written_tensors,
 )
@@ -192,7 +191,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"
         tape = self._unsealed()
         if tape.untrusted is None and self.reads:
-            tape.untrusted = str(self.reads[0])
+            tape.untrusted = f"{self.reads[0]} reads data into Python or makes a size that depends on data"
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
         dropouts = [(name, m.p) for name, m in self.block.named_modules() if isinstance(m, DROPOUTS)]
         tape.seal([parameters, attention_of(self.block), dropouts, self._autocast])
@@ -233,7 +232,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         if func is TO_COPY and self._autocast_keeps(args[0], kwargs):
             return func(*args, **kwargs)  # recorded at its first read, like a cast that an earlier call cached
         if func is _CONSTANT and self._is_new_number(args[0]):
-            return self._note_number(func(*args, **kwargs))
+            constant = func(*args, **kwargs)
+            options = {"dtype": constant.dtype, "device": constant.device}
+            self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), options, [], constant)
+            return constant
         self._release_results()
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
@@ -247,7 +249,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         is_random, is_collective = rng_use.happened(), ranks.happened()
         if is_collective:  # drop process groups, which no digest can distinguish
             recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
-        self._check_trust(func, args)
+        if depends_on_data(func, args):
+            self.reads.append(str(func))
+        if self.untrusted is None and schema_of(func).name in MOVES_STORAGE:
+            self.untrusted = f"{func} puts another storage under a tensor"
         if all(has_storage(leaf) for leaf in arguments if isinstance(leaf, torch.Tensor)):
             written = written_tensors(func, args, kwargs)
             self._note(func, recorded_args, recorded_kwargs, written, result, is_random, is_collective)
@@ -276,7 +281,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         mutations = [self._next_version(tensor, index, name) for tensor in written]
         fresh = [
             (position, self._make(tensor, index, name))
-            for position, tensor in enumerate(_local_leaves(result))
+            for position, tensor in enumerate(leaves(map_tensors(result, torch.Tensor, local_of)))
             if isinstance(tensor, torch.Tensor) and self._has_memory(tensor) and not self._is_known(tensor)
         ]
         if not fresh and not mutations:
@@ -344,11 +349,6 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             and not self._is_known(tensor)
         )
 
-    def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
-        kwargs = {"dtype": constant.dtype, "device": constant.device}
-        self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant)
-        return constant
-
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Return True if a cast of `tensor`, with the arguments `kwargs`, may come from autocast, which caches it."""
         is_own = bool(self._autocast) and id(tensor) in self._parameters
@@ -382,16 +382,6 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
                 dropout.module,
             )
         )
-
-    def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
-        for tensor in deciding_tensors(func, args):
-            self._read(tensor, str(func))
-        if self.untrusted is None and schema_of(func).name in MOVES_STORAGE:
-            self.untrusted = f"{func} puts another storage under a tensor"
-
-    def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Record that `by` (an operator or tensor method) converted data of `tensor` to Python numbers or to a size."""
-        self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
         """Register an existing tensor that the block may read. It gets a value on the tape when it is first read."""
@@ -462,7 +452,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """Record reads of tensors into Python, and detect draws from Python's and numpy's generators, inside the `with`
         block. Reads inside a user-defined operator, which replay runs again as a whole, are not recorded."""
         before = RandomStates()
-        with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
+        with watched_reads(lambda method: None if self._in_operator else self.reads.append(method)):
             yield
         if before.have_advanced():
             self.untrusted = self.untrusted or PYTHON_RANDOM
@@ -472,22 +462,17 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """Record the path of the submodule that runs each operator inside the `with` block. Hooks inside of compiled
         submodules would trigger a recompilation."""
         modules = dict(self.block.named_modules())
-        compiled = tuple(f"{name}." for name, module in modules.items() if _is_compiled_module(name, module))
+        compiled = tuple(  # by torch.compile, as a wrapper or in place
+            f"{name}."
+            for name, module in modules.items()
+            if name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
+        )
         with ExitStack() as stack:
             for name, module in modules.items():
                 if name and not f"{name}.".startswith(compiled):
                     stack.callback(module.register_forward_pre_hook(partial(self._enter_module, name)).remove)
                     stack.callback(module.register_forward_hook(self._leave_module).remove)
             yield
-
-
-def _is_compiled_module(name: str, module: nn.Module) -> bool:
-    """Return True if torch.compile compiles the module at path `name`, as a wrapper or in place."""
-    return name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
-
-
-def _local_leaves(result: Any) -> list[Any]:
-    return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
 
 def _dropout_scale(probability: float, dropped: TapeValue) -> float:

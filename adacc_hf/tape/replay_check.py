@@ -14,7 +14,7 @@ import torch
 from adacc_hf.tape.replay import Environment, ReplayStep, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, map_tensors
 from adacc_hf.torch_glue.second_run import checksum
-from adacc_hf.torch_glue.tensors import bytes_in_order, copy_with_storage
+from adacc_hf.torch_glue.tensors import bytes_in_order, copy_with_storage, storage_bytes
 
 
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
@@ -96,12 +96,7 @@ def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment:
         replayed = environment[value]
         if replayed is None or replayed.untyped_storage().nbytes() != bases[value].untyped_storage().nbytes():
             continue
-        torch.bitwise_not(_storage_bytes(bases[value]), out=_storage_bytes(replayed))
-
-
-def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        torch.bitwise_not(storage_bytes(bases[value]), out=storage_bytes(replayed))
 
 
 def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:

@@ -300,7 +300,10 @@ class Tape:
     def seal(self, identity: list[Any]) -> None:
         """Compute the digests of a complete tape. `identity` describes the block in addition to its class name."""
         self.identity = _tape_digest([self.block_class, *identity])
-        self.structure = _tape_digest([self.identity, self._wiring()])
+        operators = [(op.name, list(op.inputs()), op.outputs, op.mutations, op.random) for op in self.operators]
+        sources = [str(value.source) for value in self.values if value.source is not None]
+        wiring = [operators, sources, [slot.value for slot in self.slots]]
+        self.structure = _tape_digest([self.identity, wiring])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
         slots = [repr(slot) for slot in self.slots]
         outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
@@ -339,11 +342,6 @@ class Tape:
         if self.is_generator_state(value):  # the path differs if autograd saves other tensors before
             return other.is_generator_state(other_value)
         return str(self.values[value].source) == str(other.values[other_value].source)
-
-    def _wiring(self) -> list[Any]:
-        operators = [(op.name, list(op.inputs()), op.outputs, op.mutations, op.random) for op in self.operators]
-        sources = [str(value.source) for value in self.values if value.source is not None]
-        return [operators, sources, [slot.value for slot in self.slots]]
 
 
 def short_name(target: Any) -> str:

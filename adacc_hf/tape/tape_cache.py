@@ -112,9 +112,6 @@ class TapeCache:
         """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """Order in which backward unpacks saved tensors, by `Tape.structure`. It does not depend on sizes."""
-        self.preliminary: set[str] = set()
-        """`Tape.structure` of tapes that occur only in a block's first call, because the first call fills tables (such
-        as rotary embeddings) for later calls."""
         self.untraceable: Untraceable = OrderedDict()
         """Calls of the model's blocks that Dynamo cannot trace."""
         self.fallbacks = Fallbacks()
@@ -287,7 +284,6 @@ class TapeCache:
         self.tapes.update(other.tapes)
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
-        self.preliminary |= other.preliminary
         self.untraceable.update(other.untraceable)
         for structure, values in other._refused.items():
             self._refused.setdefault(structure, set()).update(values)

@@ -232,8 +232,12 @@ def checkpoint_call(
             return None
 
     compared = SecondRun(block, has_same_inputs) if block is not None and must_compare(block) else None
+    # torch's checkpoint saves the generator states of its arguments' devices.
+    leaves = tree_leaves((args, keyword_arguments(fn)))
+    devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+    arguments = [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
     with set_checkpoint_early_stop(may_end_early(block)):
-        result = checkpoint(run, *_tensor_on_each_device(fn, args), use_reentrant=False)
+        result = checkpoint(run, *arguments, use_reentrant=False)
     in_forward = False
     if errors:
         raise errors.pop()
@@ -255,14 +259,6 @@ def checkpoint_call(
     if hold is not None:
         calls[0] = hold()
     return result
-
-
-def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return an empty tensor on each device of the arguments but the CPU. torch's checkpoint saves the generator states
-    of its arguments' devices."""
-    leaves = tree_leaves((args, keyword_arguments(fn)))
-    devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
 
 def switch_checkpointing(

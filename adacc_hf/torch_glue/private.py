@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
-from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +34,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from adacc_hf.torch_glue.watchers import Watchers
 
 __all__ = [  # names of torch, which other files import from here
     "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
@@ -115,26 +116,15 @@ def _set_changed_original(original: Tensor, new: Tensor) -> None:
         _set_original(original, new)
 
 
-class UnwrittenOriginals:
-    """Context in which parameters that are parametrized without a `right_inverse` are not set to themselves, which
-    would increase their version counters. PEFT's `target_parameters` parametrizes parameters in each forward."""
-
-    def __init__(self) -> None:
-        self._lock, self._depth = Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._depth += 1
-            setattr(parametrize, _SET_ORIGINAL, _set_changed_original)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                setattr(parametrize, _SET_ORIGINAL, _set_original)
+def _patch_set_original() -> Callable[[], None]:
+    setattr(parametrize, _SET_ORIGINAL, _set_changed_original)
+    return partial(setattr, parametrize, _SET_ORIGINAL, _set_original)
 
 
-unwritten_originals = UnwrittenOriginals()
+_UNWRITTEN = Watchers[None](_patch_set_original)
+unwritten_originals = partial(_UNWRITTEN.watching, None)
+"""Return a context in which parameters that are parametrized without a `right_inverse` are not set to themselves, which
+would increase their version counters. PEFT's `target_parameters` parametrizes parameters in each forward."""
 
 
 CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")

@@ -103,10 +103,9 @@ _WIDTH = 1024
 """Number of columns of the table of which `weighted_sum` computes a checksum."""
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """Return a checksum of the bytes in the whole storage of `tensor`, to detect changes."""
-    content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return int(checksum_of_bytes(content))
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def checksum_of_bytes(elements: Tensor) -> Checksum:

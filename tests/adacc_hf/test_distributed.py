@@ -93,7 +93,8 @@ def check(name, before):
     for policy in policies(profile):
         model, handle = applied(wrap, policy, before)
         ours = train(model, twice)
-        assert not handle.uncalled(), handle.uncalled()
+        assert not handle.uncalled() and not handle.tape_cache.fallbacks.counts, handle.tape_cache.fallbacks.counts
+        assert all(executor.known_shapes for executor in handle.plans.strategies.values())
         handle.remove()
         assert len(ours) == len(plain)
         different = sum(not torch.equal(a, b) for a, b in zip(ours, plain))
@@ -120,6 +121,7 @@ def check_near(name, head):
     with apply_policy(model, policy, config) as handle:
         ours = train(model, twice)
         assert not handle.tape_cache.fallbacks.counts, handle.tape_cache.fallbacks.counts
+        assert all(executor.known_shapes for executor in handle.plans.strategies.values())
     # Three steps of SGD multiply the difference of the first gradients (test_tiles.py, test_chunked_loss.py) by less
     # than ten.
     tolerance = 1e-1 if "bf16" in name else 2e-5

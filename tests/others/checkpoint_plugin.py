@@ -78,7 +78,7 @@ def checkpoint_by_replay(function: Callable[..., Any], *args: Any, **_: Any) -> 
     RECORD.num_calls += 1
     executor = RECORD.executors[block]
     result = executor.run(block, function, args, keyword_arguments(real))
-    reasons = [tape.untrusted for tape in executor.tapes.values() if tape.untrusted]
+    reasons = [tape.untrusted for tape in executor.known_shapes.values() if tape.untrusted]
     if reasons:
         RECORD.num_untrusted += 1
         RECORD.untrusted[executor.name] = reasons[0]

@@ -245,6 +245,18 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
         assert handle.uncalled() == []
 
 
+def test_a_layer_of_a_derived_class_follows_its_policy(tiny_gpt2, token_batch, run_steps, assert_same_steps):
+    """Transformers wraps the forward of a derived class (as FSDP2's) again, and each wrapper tests the flag."""
+    model, batch = tiny_gpt2(), token_batch()
+    for block in model.transformer.h:
+        block.__class__ = type("Derived", (type(block),), {})
+    plain = run_steps(model, batch)
+    with recompute_all(model, batch, CONFIG) as handle:
+        assert_same_steps(run_steps(model, batch), plain)
+        assert not handle.tape_cache.fallbacks.counts
+        assert all(executor.known_shapes for executor in handle.plans.strategies.values())
+
+
 # Readers of a block's checkpointing flag, and the value that each of them gets.
 
 ASKERS = {

@@ -194,36 +194,3 @@ def test_a_traced_block_runs_its_graph_in_backward(toy_model, toy_batch, run_ste
             sys.setprofile(None)
     assert_same_steps(ours, plain)
     assert calls.count("call") == 3 * len(model.layers)
-
-
-@pytest.mark.parametrize("wraps", [False, True])
-def test_blocks_of_classes_that_are_named_too(run_steps, assert_same_steps, wraps, one_thread):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down, self.load = nn.Linear(8, 8), nn.Linear(8, 8), None
-
-        def forward(self, hidden):
-            return steered(self, hidden)
-
-    def build():
-        torch.manual_seed(0)
-        model = nn.Module()
-        model.layers = nn.ModuleList(Layer() for _ in range(2))
-        if wraps:  # its own function in place of the class's
-            for layer in model.layers:
-                layer.forward = lambda hidden, layer=layer: steered(layer, hidden)
-
-        def forward(x):
-            for layer in model.layers:
-                x = layer(x)
-            return SimpleNamespace(loss=x.square().mean())
-
-        model.forward = forward
-        return model.train()
-
-    batch = {"x": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))}
-    config = AdaccConfig(block_classes=("Layer",), min_compress_bytes=0, actions=("retain", "recompute"))
-    plain, model, profile = run_steps(build(), batch), build(), profile_model(build(), batch, config)
-    with apply_policy(model, uniform_policy(profile, "recompute"), config):
-        assert_same_steps(run_steps(model, batch), plain)

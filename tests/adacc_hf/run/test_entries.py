@@ -5,7 +5,6 @@ import torch
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.run import entries as entries_module
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import symbolic_tape
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -23,8 +22,7 @@ def text_of(tokens, samples=2):
 
 
 def remember_few(monkeypatch, most):
-    for module in (known_shapes, entries_module):
-        monkeypatch.setattr(module, "MAX_SHAPES", most)
+    monkeypatch.setattr(entries_module, "MAX_SHAPES", most)
     monkeypatch.setattr(symbolic_tape, "MOST_SIZES", most)
     monkeypatch.setattr(entries_module, "MOST_SIZES", most)
     monkeypatch.setattr(symbolic_tape, "MOST_RECORDS", 3)
@@ -41,18 +39,18 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
         for each, expected in [*zip(batches, plain, strict=True)] * 2:
             assert_same_steps(run_steps(model, each, num_steps=1), expected)
         for function in handle.installation.functions.values():
-            assert len(function.strategy.entries.recorded) == len(function.strategy.tapes) == 3
+            assert len(function.strategy.entries.recorded) == len(function.strategy.known_shapes) == 3
             assert not function.strategy.entries.sized
         assert len(handle.tape_cache.execution_plans) == 3
         assert len(handle.tape_cache.tapes) == 3 + len(handle.tape_cache.profiled)
 
 
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 2)
+    monkeypatch.setattr(entries_module, "MAX_SHAPES", 2)
     with apply_policy(gpt2, recomputing) as handle:
         for tokens in (5, 6, 5, 7):
             run_steps(gpt2, token_batch(2, tokens), num_steps=1)
         strategy = handle.installation.functions["transformer.h.0"].strategy
-        inputs = [next(v for v in tape.values if tape.is_block_input(v.index)) for tape in strategy.tapes.values()]
-        sizes = [value.ref.geometry[0] for value in inputs]
+        tapes = strategy.known_shapes.values()
+        sizes = [next(v for v in t.values if t.is_block_input(v.index)).ref.geometry[0] for t in tapes]
     assert sizes == [(2, 5, 32), (2, 7, 32)]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf.tape import call_key
 from adacc_hf.tape.call_key import KnownShapes
 
 
@@ -98,14 +97,3 @@ def test_blocks_of_one_kind_have_keys_in_common(block):
     assert keys[0] != keys[1] == keys[2]
     one.tables = [torch.ones(9)]
     assert known_shapes[0].with_current_layout(keys[0], one) == keys[1]
-
-
-def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_told_from_others(block):
-    known_shapes = KnownShapes()
-    for size in range(2, 30):
-        block.table = torch.ones(size)
-        known_shapes.with_current_layout(key_of(known_shapes, torch.ones(2), block=block), block)
-        assert known_shapes.has_unstable_layout == (size >= 2 + call_key.MANY_LAYOUTS - 1)
-    for _ in range(30 * call_key.CALLS_PER_LAYOUT):
-        key_of(known_shapes, torch.ones(2), block=block)
-    assert not known_shapes.has_unstable_layout  # the addresses are old enough

@@ -13,23 +13,6 @@ from adacc_hf.torch_glue import compat
 from adacc_hf.torch_glue.rng_state import RandomStates
 
 
-def test_the_names_that_transformers_reads_are_there(tiny_gpt2):
-    """Transformers still reads the names of our flags. A renamed flag would disable every policy."""
-    block = tiny_gpt2().transformer.h[0]
-    assert getattr(block, compat.FLAG) is False
-    assert callable(getattr(compat.PreTrainedModel, compat.SETTER))
-    called = []
-
-    def function(fn, *args):
-        called.append(fn)
-        return fn(*args)
-
-    block.__dict__[compat.FLAG], block.__dict__[compat.FUNCTION] = True, function
-    block(torch.zeros(1, 2, 32))
-    assert len(called) == 1
-    assert compat.keyword_arguments(called[0]) == {}
-
-
 def test_the_block_of_a_call_is_found_as_every_release_hands_it_over():
     block = nn.Linear(2, 2)
     handed = [partial(block.__call__, x=1), partial(nn.Linear.forward, block, x=1), block.__call__, block.forward]

@@ -45,15 +45,6 @@ def trace_block(block, *args, **kwargs):
 # Coverage of guards
 
 
-def test_the_guard_that_rejects_a_call_is_named():
-    block = Block(lambda block, hidden: block.layer(hidden) * block.value)
-    block.value = 1.0
-    guards = trace_block(block)
-    assert guards.first_failure(scope_of(block)) == ""
-    block.value = 2.0
-    assert "value" in guards.first_failure(scope_of(block))
-
-
 def test_sizes_are_symbols():
     """Sizes are symbols if no branch depends on them. 0 and 1 are separate because torch's operators treat them so."""
     block = Block(lambda block, hidden: block.layer(hidden) if hidden.shape[1] < 20 else hidden)

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue import zero3
 from adacc_hf.torch_glue.zero3 import BlockGathering, PartitionedView, without_zero3
 
 BUILDERS = str(Path(__file__).parents[2] / "builders")
@@ -187,13 +186,6 @@ def test_removal_leaves_no_trace_and_retains_hooks_that_were_added(partitioned_b
     gathering.remove()  # has no further effect
 
 
-def test_blocks_without_zero3_stay_as_they_are():
-    block = nn.Sequential(nn.Linear(2, 2))
-    before = [set(vars(module)) for module in block.modules()]
-    BlockGathering(block)
-    assert [set(vars(module)) for module in block.modules()] == before
-
-
 def test_views_of_partitioned_parameters_keep_no_memory_alive():
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
     assert PartitionedView.of(parameter.t()) is None
@@ -211,12 +203,6 @@ def test_attributes_of_deepspeed_are_left_out():
     attributes = {"ds_id": 1, "ds_tensor": torch.ones(1), "_z3_optimizer": object(), "quant_state": 3}
     assert without_zero3(attributes) == {"quant_state": 3}
     assert without_zero3({"ds_table": 1}) == {"ds_table": 1}, "of a module without ZeRO 3"
-
-
-def test_hooks_that_add_identities_are_recognized():
-    assert zero3.is_identity_hook(hook_of_zero3("_post_backward_module_hook"))
-    assert not zero3.is_identity_hook(hook_of_zero3("_post_forward_module_hook"))
-    assert not zero3.is_identity_hook(print)
 
 
 def test_a_policy_that_was_applied_before_zero3_is_refused(tiny_gpt2, token_batch):
