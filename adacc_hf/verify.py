@@ -175,7 +175,7 @@ class Trial:
         """Return the trial for the options of `adacc verify`. Raises ValueError for a wrong option."""
         import torch
 
-        from adacc_hf.estimate.model_presets import checked_seq_len, is_classifier, load_config
+        from adacc_hf.estimate.presets import checked_seq_len, is_classifier, load_config
 
         device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model_config = load_config(arguments.model)
@@ -252,7 +252,7 @@ def _build(model_config: Any, peft: str | None, device: torch.device) -> PreTrai
     """Return a model in train mode, with random weights that depend on SEED alone."""
     import torch
 
-    from adacc_hf.estimate.model_presets import fresh_model
+    from adacc_hf.estimate.presets import fresh_model
 
     torch.manual_seed(SEED)
     model: Any = fresh_model(model_config, None)

@@ -198,9 +198,15 @@ class CompactFactory:
             raise
 
 
-def parse_rank(text: str) -> float | int:
-    """Parse CompAct's rank from the command line: an integer number of inputs, or a decimal fraction of them."""
-    return int(text) if text.isdigit() else float(text)
+def parse_rank(text: str, option: str) -> float | int:
+    """Parse CompAct's rank from a command-line `option`: a number of inputs, or a fraction of them. Raises ValueError
+    for another text."""
+    try:
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        raise ValueError(
+            f"{option}={text} must be a fraction of a layer's inputs, such as 0.25, or a number of them"
+        ) from None
 
 
 def _check_compact_settings(rank: float | int, gap: int, scale: float) -> None:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.estimate.model_presets import fresh_model, is_classifier
+from adacc_hf.estimate.presets import fresh_model, is_classifier
 from adacc_hf.torch_glue.private import buffers_of, parameters_of, unset_fake_temporarily
 
 _SCALE_BLOCK = 64

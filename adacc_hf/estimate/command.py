@@ -212,12 +212,17 @@ def _option_bytes(text: str | None, option: str) -> int | None:
 def _plan_request(arguments: argparse.Namespace) -> Request:
     from adacc_hf.estimate.adapters import Adapters, Quantization, quantization_of
     from adacc_hf.estimate.fake_model import Workload
-    from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
     from adacc_hf.estimate.planning import Request
+    from adacc_hf.estimate.presets import checked_seq_len, context_length, load_config
 
     device, sharding = find_device(arguments.device), arguments.sharding
     if arguments.host_bandwidth is not None:
         device = replace(device, host_bandwidth_bytes=arguments.host_bandwidth)
+    compact_rank = None
+    if arguments.optimizer == COMPACT:
+        from adacc_hf.compact import parse_rank
+
+        compact_rank = parse_rank(arguments.rank or "0.25", "--rank")
     config = load_config(arguments.model)
     quantization = quantization_of(config, arguments.model)
     adapters = Adapters(
@@ -233,7 +238,7 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         attention=arguments.attn,
         adapters=None if arguments.peft is None else adapters,
         quantization=quantization or (Quantization() if arguments.load_in_4bit else None),
-        compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
+        compact_rank=compact_rank,
         trace=arguments.trace or device.trace,
         sharding=sharding,
         images=arguments.images or 0,
@@ -254,17 +259,6 @@ def _plan_request(arguments: argparse.Namespace) -> Request:
         budget_bytes=arguments.budget,
         longest_seq_len=context_length(config),
     )
-
-
-def _option_rank(text: str | None) -> float | int:
-    from adacc_hf.compact import parse_rank
-
-    try:
-        return parse_rank(text or "0.25")
-    except ValueError:
-        raise ValueError(
-            f"--rank={text} must be a fraction of a layer's inputs, such as 0.25, or a number of them"
-        ) from None
 
 
 def _plan_sharding(arguments: argparse.Namespace) -> Sharding:

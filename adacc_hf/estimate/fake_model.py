@@ -25,7 +25,7 @@ from adacc_hf.estimate.images import (
     tokens_per_image,
     unchecked_placeholders,
 )
-from adacc_hf.estimate.model_presets import fresh_model, is_classifier
+from adacc_hf.estimate.presets import fresh_model, is_classifier
 from adacc_hf.estimate.static_memory import Precision, Sharding
 from adacc_hf.estimate.thinning import Thinning
 from adacc_hf.head.chunked_loss import at_most_chunks

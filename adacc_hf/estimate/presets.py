@@ -1,9 +1,16 @@
-"""Model sizes by name: the GPT models of the paper's Table 3, LLaMA, T5 and small demos. Does not import torch."""
+"""Model configurations by name (a preset, a hub id or a folder), and models built from them.
+
+The presets are the GPT models of the paper's Table 3, LLaMA, T5 and small demos. Wrong names are refused before torch
+is loaded.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def _gpt2(**sizes: Any) -> dict[str, Any]:
@@ -85,11 +92,80 @@ def check_model(name: str) -> None:
     try:
         hf_hub_download(name, "config.json")
     except (OSError, ValueError) as error:
-        raise ValueError(unknown_model(name, error)) from error
+        raise ValueError(_unknown_model(name, error)) from error
 
 
-def unknown_model(name: str, error: Exception) -> str:
+def _unknown_model(name: str, error: Exception) -> str:
     """Return the error for a model `name` whose configuration could not be loaded because of `error`."""
     reason = str(error).strip().partition("\n")[0]
     names = ", ".join(PRESETS)
     return f"--model={name} is not a preset ({names}), and could not be loaded as a hub id or folder: {reason}"
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """Return the configuration of a preset, a hub id or a config folder. Raises ValueError for an unknown name."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if name in PRESETS:
+        return AutoConfig.for_model(**PRESETS[name])
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except StrictDataclassError as error:
+        raise ValueError(f"--model={name} has a configuration with an invalid value: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(_unknown_model(name, error)) from error
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # T5Config().save_pretrained leaves it out
+    return config
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Return the model's maximum sequence length in tokens, or None if its position encoding sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str = "--seq_len") -> int:
+    """Return `seq_len`, or the model's context length if `seq_len` is None.
+
+    Raises ValueError if the length is not between 2 and the context length. The error names the command-line `option`.
+    """
+    longest = context_length(config)
+    length = longest if seq_len is None else seq_len
+    if length is None:
+        raise ValueError(f"{option} must be set, because the model's configuration has no context length")
+    if length < 2 or (longest is not None and length > longest):
+        allowed = "at least 2" if longest is None else f"2 to {longest}, the model's context"
+        raise ValueError(f"{option}={length} is outside its range ({allowed}); change it or choose another --model")
+    return length
+
+
+def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32") -> PreTrainedModel:
+    """Build the classifier or language model of `config`, with random weights from torch's current seed.
+
+    If `attn_implementation` is None, Transformers chooses the attention implementation. Raises ValueError if the
+    architecture has neither a classifier nor a language model, or does not have this attention implementation.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+    auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if is_classifier(config):
+        auto_class = AutoModelForSequenceClassification
+    try:
+        return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    except ValueError as error:
+        if "does not support an attention implementation" in str(error):
+            raise ValueError(
+                f"attention {attn_implementation} is not implemented for {type(config).__name__}: choose eager"
+            ) from error
+        if "Unrecognized configuration class" not in str(error):  # followed by the names of all classes
+            raise
+        raise ValueError(
+            f"{type(config).__name__} has no {auto_class.__name__}: choose a language model, or the language model of "
+            f"a model with images or sound, which is the text_config in its config.json; --images N plans images"
+        ) from error
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Return True if the architecture in `config` is a sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.estimate.model_presets import checked_seq_len, context_length, fresh_model, load_config
+from adacc_hf.estimate.presets import checked_seq_len, context_length, fresh_model, load_config
 from adacc_hf.eval.records.command_line import positive_int
 from adacc_hf.torch_glue.memory import backward, forward_loss
 

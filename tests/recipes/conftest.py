@@ -17,8 +17,11 @@ sys.path.insert(0, str(RECIPES))
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Block the hub, and let each test write only to its temporary folder."""
+    """Block the hub, let each test write only to its temporary folder, and hold out enough of the short texts."""
     import datasets
+    import text_data
+
+    monkeypatch.setattr(text_data, "VALIDATION_FRACTION", 0.3)
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -47,13 +50,11 @@ def jsonl_file(tmp_path: Path, texts: list[str]) -> Path:
 
 
 @pytest.fixture
-def tokenizer(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> "PreTrainedTokenizerBase":
-    """Return a byte-level BPE of 290 tokens, trained on `texts` once per session."""
-    from datasets import Dataset
-    from text_tokenizer import trained_tokenizer
+def tokenizer(texts: list[str]) -> "PreTrainedTokenizerBase":
+    """Return a byte-level BPE of 290 tokens, trained on `texts`."""
+    from text_data import train_tokenizer
 
-    cache_dir = tmp_path_factory.getbasetemp() / "tokenizer-fixture"
-    return trained_tokenizer(Dataset.from_dict({"text": texts}), "fixture", 290, 100, cache_dir)
+    return train_tokenizer(texts, 290)
 
 
 @pytest.fixture
@@ -74,8 +75,6 @@ def tiny_run(model_folder: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
         "model": model_folder,
         "dataset": jsonl_file,
         "vocab_size": 290,
-        "validation_fraction": 0.3,
-        "cache_dir": tmp_path / "cache",
         "output_dir": tmp_path / "run",
         "max_steps": 4,
         "warmup_steps": 1,

@@ -1,15 +1,16 @@
 import json
+import sys
 from pathlib import Path
 
 import gpt2_pile
 import pytest
-from recipe_runs import assert_one_error, with_setting
+import torch
+from recipe_runs import with_setting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adacc_hf import Policy
 from adacc_hf.artifacts.files import PROFILE_FILE
 
-CHECKPOINT = "(a folder with a checkpoint)"
 WITH_CALLBACK = ("quantization", "adacc", "adacc_no_outlier", "adacc_compact")
 
 
@@ -38,16 +39,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method: str, tiny_run: lis
     assert resumed["eval_loss"] == uninterrupted["eval_loss"]
 
 
-def test_the_pile_is_streamed(tiny_run: list[str], jsonl_file: Path, tmp_path: Path):
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    jsonl_file.rename(hub / "train.jsonl")
-    argv = with_setting(tiny_run, dataset="pile", pile_id=hub, validation_documents=4, method="none")
-    assert 5.0 < gpt2_pile.main(argv)["eval_loss"] < 6.5
-
-
 @pytest.mark.parametrize("has_profile", [True, False])
-def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(has_profile, tiny_run, tmp_path, caplog):
+def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(has_profile, tiny_run, tmp_path):
     pytest.importorskip("matplotlib")
     checkpoint = tmp_path / "run" / "checkpoint-4"
     argv = with_setting(tiny_run, method="adacc", memory_budget="0.5")
@@ -56,31 +49,44 @@ def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(has_profile, t
         (checkpoint / PROFILE_FILE).unlink()
     gpt2_pile.main(with_setting(argv, output_dir=tmp_path / "resumed", resume_from_checkpoint=checkpoint, max_steps=5))
     assert (tmp_path / "resumed" / "report.md").exists() == has_profile
-    assert ("has a policy but no profile" in caplog.text) == (not has_profile)
+
+
+def test_all_models_of_a_run_have_equal_weights(tiny_run: list[str]):
+    run = gpt2_pile.prepare_run(with_setting(tiny_run, method="none"))
+    first, second = (run.fresh_model().state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert run.seq_len == 64
+
+
+def test_a_setting_beats_the_default_of_the_model():
+    args, training = gpt2_pile.parse_arguments([])
+    assert (args.model, args.vocab_size, args.memory_budget) == ("demo", 512, "0.5")
+    assert training.output_dir == "runs/demo-adacc"
+    assert gpt2_pile.parse_arguments(["--max_steps", "7"])[1].max_steps == 7
+    _, training = gpt2_pile.parse_arguments(["--model", "org/name", "--method", "full"])
+    assert (training.max_steps, training.output_dir) == (10_000, "runs/name-full")
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"dataset": "gone.jsonl"}, "--dataset=gone.jsonl: no such file"),
-        ({"dataset": "pile", "pile_id": "no-such/pile"}, "no-such/pile"),
+        ({"dataset": "gone.jsonl"}, "gone.jsonl"),
+        ({"dataset": "no-such/pile"}, "no-such/pile"),
         ({"model": "no-such/model"}, "--model=no-such/model is not a preset (demo"),
         ({"tokenizer": "no-such/tokenizer"}, "--tokenizer=no-such/tokenizer could not be loaded"),
         ({"seq_len": 65}, "--seq_len=65 is outside its range (2 to 64"),
         ({"vocab_size": 100}, "--vocab_size=100 is below 257"),
         ({"memory_budget": "much"}, "memory_budget='much'"),
-        ({"memory_budget": "1.5"}, "memory_budget=1.5 is outside (0, 1]"),
-        ({"validation_fraction": 2}, "--validation_fraction=2.0 must lie between 0 and 1"),
-        ({"resume_from_checkpoint": "nowhere"}, "--resume_from_checkpoint=nowhere is not a checkpoint folder"),
-        ({"method": "compare", "resume_from_checkpoint": CHECKPOINT}, "drop --resume_from_checkpoint"),
-        ({"method": "compare", "max_steps": 2}, "--max_steps=2 leaves --method=compare no steps to measure"),
+        ({"compact_rank": "most"}, "--compact_rank=most must be a fraction"),
         ({"no_such_setting": 1}, "--no_such_setting"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_bad_setting_ends_with_one_message_and_status_2(setting, message, tiny_run, tmp_path, monkeypatch, capsys):
-    (tmp_path / "trainer_state.json").touch()
-    argv = [str(tmp_path) if text == CHECKPOINT else text for text in with_setting(tiny_run, **setting)]
-    error = assert_one_error(gpt2_pile, argv, message, monkeypatch, capsys)
+    monkeypatch.setattr(sys, "argv", ["gpt2_pile.py", *with_setting(tiny_run, **setting)])
+    assert gpt2_pile.exit_status(gpt2_pile.main) == 2
+    error = capsys.readouterr().err
+    assert message in error
     assert error.startswith("gpt2_pile.py: error: ")
+    assert "Traceback" not in error
     assert not (tmp_path / "run").exists()

@@ -6,8 +6,8 @@ from transformers import PretrainedConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import Workload, fake_model
-from adacc_hf.estimate.model_presets import load_config
 from adacc_hf.estimate.planning import Request, TrainingPlan, plan
+from adacc_hf.estimate.presets import load_config
 from adacc_hf.estimate.static_memory import PRECISIONS
 from adacc_hf.eval.zoo.configs import architectures
 

@@ -1,13 +1,19 @@
-"""Presets: their numbers of parameters, and models that are not known."""
+"""Presets and configurations: parameters, models that are not known, lengths of sequences."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import BloomConfig, GPT2Config
 
-from adacc_hf.estimate.model_presets import build_model, load_config
-from adacc_hf.estimate.presets import PRESETS, check_model
+from adacc_hf.estimate.presets import (
+    PRESETS,
+    check_model,
+    checked_seq_len,
+    context_length,
+    fresh_model,
+    load_config,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +29,7 @@ from adacc_hf.estimate.presets import PRESETS, check_model
 )
 def test_presets_have_their_parameter_counts(name: str, num_parameters: int):
     with torch.device("meta"):
-        model = build_model(name, load_config(name), PRESETS[name]["vocab_size"], 0, "sdpa", pretrained=False)
+        model = fresh_model(load_config(name), "sdpa")
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
@@ -37,3 +43,43 @@ def test_a_preset_and_a_folder_are_known(tmp_path: Path):
     GPT2Config().save_pretrained(tmp_path)
     check_model("llama3-8b")
     check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_a_fresh_model_takes_attention_and_seed(attn_implementation: str):
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(fresh_model(load_config("demo"), attn_implementation))
+    same, again, other = (model.get_input_embeddings().weight for model in models)
+    assert torch.equal(same, again)
+    assert not torch.equal(same, other)
+    assert models[0].config._attn_implementation == attn_implementation
+
+
+def test_sequence_length_defaults_to_the_context():
+    assert context_length(BloomConfig()) is None
+    assert checked_seq_len(None, GPT2Config(n_positions=48)) == 48
+    assert checked_seq_len(2, GPT2Config(n_positions=48)) == 2
+    assert checked_seq_len(4096, BloomConfig()) == 4096
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "config", "message"),
+    [
+        (49, GPT2Config(n_positions=48), r"--seq_len=49 is outside its range \(2 to 48, the model's context\)"),
+        (1, GPT2Config(n_positions=48), r"--seq_len=1 is outside its range \(2 to 48"),
+        (1, BloomConfig(), r"--seq_len=1 is outside its range \(at least 2\)"),
+        (None, BloomConfig(), r"--seq_len must be set"),
+    ],
+    ids=["over-context", "no-label", "no-label-unbounded", "unknown-context"],
+)
+def test_sequence_length_out_of_range(seq_len: int | None, config: GPT2Config | BloomConfig, message: str):
+    with pytest.raises(ValueError, match=message):
+        checked_seq_len(seq_len, config)
+
+
+def test_a_configuration_with_a_wrong_value_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": "wide"}')
+    with pytest.raises(ValueError, match=r"--model=.* has a configuration with an invalid value: .*n_embd"):
+        load_config(str(tmp_path))
