@@ -15,8 +15,8 @@ from adacc_hf.artifacts.memory_simulator import Outcome
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
-from adacc_hf.estimate.plan_report import plan_table
 from adacc_hf.estimate.planning import METHODS, Request, TrainingPlanner, fully_recomputed, plain_ms
+from adacc_hf.reports.text_table import table_lines
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_peak_bytes, solve_policy
 from adacc_hf.solve.tiling import most_tiled
@@ -184,7 +184,7 @@ def largest_text(request: Request, largest: list[LargestShapes]) -> str:
         f"{request.model}: largest batch of sequences of {request.seq_len} tokens, and longest sequence in batches of "
         f"{request.batch_size}, per device within {format_bytes(request.budget)}, on {request.workload.device.title}"
     )
-    return "\n".join([title, "", *plan_table(rows)])
+    return "\n".join([title, "", *table_lines(rows, columns=None, right=range(1, 5))])
 
 
 def largest_json(request: Request, largest: list[LargestShapes]) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import fill
 from typing import Any
@@ -12,6 +11,7 @@ from adacc_hf.estimate.images import image_size
 from adacc_hf.estimate.planning import TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
+from adacc_hf.reports.text_table import table_lines
 
 WIDTH = 100
 """Width of the output of `adacc plan` in characters."""
@@ -150,7 +150,7 @@ def _method_table(plan: TrainingPlan) -> list[str]:
         ("of plain's time", *(_plan_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
         ("of recomputation's", *(_plan_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
     ]
-    return plan_table(rows)
+    return table_lines(rows, columns=None, right=range(1, len(rows[0])))
 
 
 def _memory_table(plan: TrainingPlan) -> list[str]:
@@ -171,7 +171,7 @@ def _memory_table(plan: TrainingPlan) -> list[str]:
     peaks = {f"peak: {phase}": nbytes for phase, nbytes in plan.phases.items()}
     rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in bytes_by_part.items() if n]
     rows += [(f"step under {method}", "")] + [(name, format_bytes(n)) for name, n in peaks.items()]
-    return plan_table(rows)
+    return table_lines(rows, columns=None, right=(1,))
 
 
 def _plan_notes(plan: TrainingPlan) -> list[str]:
@@ -217,13 +217,3 @@ def _host_note(plan: TrainingPlan) -> str:
 
 def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
     return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
-
-
-def plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return a table as lines of aligned text, for the output of `adacc plan`."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(_plan_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
-
-
-def _plan_cell(column: int, text: str, width: int) -> str:
-    return f"{text:{width}}" if column == 0 else f"{text:>{width}}"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from adacc_hf.artifacts.tables import ACTION_COLORS
 from adacc_hf.reports.plots import plot_module
 
 _STYLE = """
@@ -21,19 +19,14 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 table { display: block; overflow-x: auto; }
 th, td { padding: 3px 10px; text-align: left; border-bottom: 1px solid rgba(128, 128, 128, 0.35); white-space: nowrap; }
 th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
-.action { padding: 1px 7px; border-radius: 4px; }
-"""
-_DARK_STYLE = """
 @media (prefers-color-scheme: dark) {
 :root { color-scheme: dark; }
 body { color: #e0e0e0; background: #1a1a1a; }
 img { filter: invert(0.9) hue-rotate(180deg); }
 }
 """
-"""CSS for dark screens. The filter on pictures turns white into the page's #1a1a1a and dark text into light text, and
-keeps the hue of colours."""
-TEXT_COLORS = {"retain": "#fff", "compress": "#1f2328", "recompute": "#1f2328"}
-"""Text colours on `ACTION_COLORS`, readable on light and dark pages."""
+"""CSS of the page. On dark screens, the filter on pictures turns white into the page's #1a1a1a and dark text into light
+text, and keeps the hue of colours."""
 SYNTAX = ("heading", "image", "escape", "table")
 """Rules of Markdown that a report uses besides paragraphs. Names such as `_to_copy` and `<lambda>` stand for
 themselves."""
@@ -61,13 +54,12 @@ def to_markdown(parts: Sequence[Part]) -> str:
 
 
 def to_html(parts: Sequence[Part]) -> str:
-    """Return the document that consists of `parts` as HTML, with its pictures and with names of actions in colours."""
+    """Return the document that consists of `parts` as HTML, with its pictures."""
     html = plot_module("markdown_it").MarkdownIt("zero").enable(SYNTAX).render(to_markdown(parts))
     for figure in (part for part in parts if isinstance(part, Figure)):
         data = base64.b64encode(figure.png).decode("ascii")
         html = html.replace(f'src="{figure.file_name}"', f'src="data:image/png;base64,{data}"')
-    actions = "|".join(ACTION_COLORS)
-    return re.sub(rf"<td>(({actions})(\([^<]*\))?)</td>", r'<td><span class="action \2">\1</span></td>', html)
+    return html
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +78,9 @@ class Report:
     @property
     def page(self) -> str:
         """The report as one HTML page without external files."""
-        colors = "".join(
-            f".{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n" for name, color in ACTION_COLORS.items()
-        )
         return (
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(self.title)}</title>\n'
-            f"<style>{_STYLE}{colors}{_DARK_STYLE}</style>\n</head>\n<body>\n{to_html(self._with_title())}"
+            f"<style>{_STYLE}</style>\n</head>\n<body>\n{to_html(self._with_title())}"
             "</body>\n</html>\n"
         )
 
