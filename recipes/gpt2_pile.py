@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 from text_data import TextData, load_text_data, stack_sequences
-from transformers import HfArgumentParser, PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.errors import AdaccError
@@ -41,6 +41,9 @@ class RecipeArguments:
     model: str = field(
         default="demo",
         metadata={"help": f"{', '.join(PRESETS)}, or the hub id or folder of a causal language model's config."},
+    )
+    from_pretrained: bool = field(
+        default=False, metadata={"help": "Start from the weights of a hub id or folder instead of random ones."}
     )
     attn_implementation: Literal["sdpa", "eager"] = field(
         default="sdpa",
@@ -151,13 +154,21 @@ class PreparedRun:
     seq_len: int
 
     def fresh_model(self) -> PreTrainedModel:
-        """Build an untrained model. All calls return equal weights, from the seed in the settings."""
+        """Build the model, with random weights from the seed in the settings, or load it. All calls return equal
+        weights."""
         set_seed(self.training.seed)
-        config = load_config(self.args.model)
+        config, attention = load_config(self.args.model), self.args.attn_implementation
         text_config = config.get_text_config()
+        if self.args.from_pretrained:
+            if len(self.data.tokenizer) > text_config.vocab_size:
+                raise ValueError(
+                    f"--tokenizer has {len(self.data.tokenizer)} tokens but --model={self.args.model} embeds only "
+                    f"{text_config.vocab_size}; use the model's own tokenizer"
+                )
+            return AutoModelForCausalLM.from_pretrained(self.args.model, dtype="float32", attn_implementation=attention)
         text_config.vocab_size = len(self.data.tokenizer)
         text_config.bos_token_id = text_config.eos_token_id = self.data.tokenizer.eos_token_id
-        return fresh_model(config, self.args.attn_implementation)
+        return fresh_model(config, attention)
 
 
 def prepare_run(argv: list[str]) -> PreparedRun:
@@ -165,6 +176,8 @@ def prepare_run(argv: list[str]) -> PreparedRun:
     names."""
     args, training = parse_arguments(argv)
     seq_len = checked_seq_len(args.seq_len, load_config(args.model))
+    if args.from_pretrained and args.model in PRESETS:
+        raise ValueError(f"--from_pretrained needs a hub id or folder with weights; --model={args.model} is a preset")
     method_callbacks(args.method, args.memory_budget)
     parse_rank(args.compact_rank, "--compact_rank")
     has_policy = args.method not in ("none", "full", "compact")

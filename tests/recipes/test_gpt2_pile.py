@@ -29,6 +29,20 @@ def test_every_method_trains_and_leaves_its_results(method, tiny_run, tmp_path, 
     assert f"validation loss {metrics['eval_loss']:.3f}" in line
 
 
+def test_training_starts_from_given_weights_that_fit_the_tokenizer(tiny_run, tmp_path):
+    argv = with_setting(tiny_run, method="none", report=False)
+    gpt2_pile.main(argv)
+    given = tmp_path / "run"
+    argv = with_setting(argv, model=given, from_pretrained=True)
+    run = gpt2_pile.prepare_run(with_setting(argv, tokenizer=given))
+    weights = AutoModelForCausalLM.from_pretrained(given).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in run.fresh_model().state_dict().items())
+    with pytest.raises(ValueError, match="--tokenizer has 296 tokens but"):
+        gpt2_pile.prepare_run(with_setting(argv, vocab_size=400)).fresh_model()
+    with pytest.raises(ValueError, match="--model=demo is a preset"):
+        gpt2_pile.prepare_run(with_setting(argv, model="demo"))
+
+
 @pytest.mark.parametrize("method", ["none", "adacc"])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(method: str, tiny_run: list[str], tmp_path: Path):
     argv = with_setting(tiny_run, method=method, memory_budget="0.5", report=False, save_steps=3)
