@@ -8,7 +8,7 @@ from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.images import image_size
-from adacc_hf.estimate.planning import TrainingPlan
+from adacc_hf.estimate.planning import TrainingPlan, static_shortage
 from adacc_hf.kernels.codecs import codec_type
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
 from adacc_hf.reports.text_table import table_lines
@@ -89,12 +89,16 @@ def _plan_verdict(plan: TrainingPlan) -> str:
     if plain.fits:
         return f"fits the budget of {budget} without adacc: plain training peaks at {format_bytes(plain.peak_bytes)}"
     if plan.policy is not None:
-        return f"fits the budget of {budget} with adacc: {plan.policy.summary()}"
+        verdict = "fits" if _has_safe_budget(plan) else "may fit the device, and fits"
+        return f"{verdict} the budget of {budget} with adacc: {plan.policy.summary()}"
+    shortage = static_shortage(plan.request, plan.static)
+    if shortage is not None:
+        return f"does not fit: the budget of {shortage}"
     is_proven = plan.bound_bytes == adacc.peak_bytes
     bound = "" if is_proven else f" ({adacc.peak_bytes} bytes; no policy needs less than {plan.bound_bytes} bytes)"
     return (
         f"does not fit the budget of {budget}: the least possible peak is {format_bytes(adacc.peak_bytes)}{bound}. Use "
-        f"a smaller --batch-size or --seq-len, --fsdp N or --zero 3 N, a smaller --optimizer, or --peft lora"
+        f"{plan.request.cures('a smaller --batch-size or --seq-len')}"
     )
 
 
@@ -111,13 +115,19 @@ def _expected_memory(plan: TrainingPlan) -> str:
         f"{format_bytes(CONTEXT_BYTES)}. {shape}"
     )
     memory_bytes = plan.request.workload.device.memory_bytes
-    if high <= memory_bytes or not plan.forecasts[_best_method(plan)].fits:
+    if _has_safe_budget(plan) or not plan.forecasts[_best_method(plan)].fits:
         return text
     safe_bytes = (memory_bytes - CONTEXT_BYTES) / MEASURED_SHARE[1]
     return (
         f"{text} The upper end is above the device's {format_bytes(memory_bytes)}: to be safe, pass --budget "
         f"{safe_bytes / 2**30:.1f}GiB."
     )
+
+
+def _has_safe_budget(plan: TrainingPlan) -> bool:
+    """Return True if the device has all the memory that training is expected to take."""
+    expected = expected_bytes(plan)
+    return expected is None or expected[1] <= plan.request.workload.device.memory_bytes
 
 
 def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:

@@ -60,6 +60,14 @@ class Request:
             return self.budget_bytes
         return int(self.workload.device.memory_bytes * (1 - self.workload.adacc.memory_margin))
 
+    def cures(self, *cures: str) -> str:
+        """Return `cures` and other changes of the settings that reduce memory, without those that are made."""
+        workload = self.workload
+        cures += ("--fsdp N or --zero 3 N",) if workload.quantization is None else ()
+        cures += ("a smaller --optimizer", "--peft lora") if workload.adapters is None else ()
+        cures += ("--load-in-4bit",) if workload.adapters is not None and workload.quantization is None else ()
+        return f"{', '.join(cures[:-1])}{' or ' if cures[1:] else ''}{cures[-1]}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
@@ -115,6 +123,19 @@ def plan(request: Request) -> TrainingPlan:
         return TrainingPlanner(request, model).plan()
 
 
+def static_shortage(request: Request, static: StaticMemory) -> str | None:
+    """Return in words that the budget is below the memory that training takes without any activation, or None."""
+    required_bytes = max(static.resting_bytes, static.update_peak_bytes)
+    if request.budget >= required_bytes:
+        return None
+    return (
+        f"{format_bytes(request.budget)} is below the {format_bytes(required_bytes)} that training takes without any "
+        f"activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
+        f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}), so no policy can "
+        f"help: use {request.cures('a larger --device', 'a smaller --dtype or --model')}"
+    )
+
+
 class TrainingPlanner:
     """Planner of one training run, with its fake model and the profiles of the batch shapes traced so far."""
 
@@ -152,16 +173,9 @@ class TrainingPlanner:
 
     def check_budget(self) -> None:
         """Raise ValueError for a budget below the memory that training takes without any activation."""
-        request, static = self.request, self.static
-        required_bytes = max(static.resting_bytes, static.update_peak_bytes)
-        if request.budget_bytes is not None and request.budget_bytes < required_bytes:
-            raise ValueError(
-                f"--budget={format_bytes(request.budget_bytes)} is below the {format_bytes(required_bytes)} that "
-                f"training takes without any activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
-                f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}): raise "
-                f"the budget, shard the model with --fsdp N or --zero 3 N, choose a smaller --optimizer, --dtype or "
-                f"--model, or use --peft lora"
-            )
+        shortage = static_shortage(self.request, self.static)
+        if self.request.budget_bytes is not None and shortage is not None:
+            raise ValueError(f"--budget={shortage}, or raise the budget")
 
     def profile_at(self, batch_size: int, seq_len: int) -> Profile:
         """Return the profile of one step at a batch size and a sequence length, which is traced if necessary."""

@@ -44,7 +44,18 @@ def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
     assert plan(*options, str(least))["fits"]
     assert not plan(*options, str(least - 1))["fits"]
     assert main(["plan", "--model", folder, *options, "9MiB"]) == 0
-    assert "does not fit the budget of 9.00 MiB: the least possible peak is" in capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
+    assert "does not fit the budget of 9.00 MiB: the least possible peak is" in output
+    assert (
+        "Use a smaller --batch-size or --seq-len, --fsdp N or --zero 3 N, a smaller --optimizer or --peft lora"
+        in output
+    )
+
+
+def test_advice_leaves_out_what_is_set(folder, capsys):
+    assert main(["plan", "--model", folder, "--peft", "lora", "--batch-size", "64", "--budget", "4MiB"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Use a smaller --batch-size or --seq-len, --fsdp N or --zero 3 N or --load-in-4bit" in output
 
 
 def test_fsdp_holds_parts_in_float32_and_computes_with_16_bits(plan):
