@@ -32,10 +32,10 @@ from adacc_hf.torch_glue.dynamo_gaps import (
     identity_patches,
     more_operators,
     name_of,
-    patched_dynamo,
 )
 from adacc_hf.torch_glue.memory import garbage_collection_disabled
 from adacc_hf.torch_glue.opaque_functions import opaque_functions
+from adacc_hf.torch_glue.watchers import patched
 
 Scope = dict[str, Any]
 """Local variables of the function that Dynamo traces: `call`, `args` and `kwargs` of a block's call."""
@@ -405,7 +405,7 @@ def _dynamo_namespace() -> Any:
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(more_operators())
             stack.enter_context(
-                patched_dynamo(
+                patched(
                     [
                         *identity_patches(inputs.numbers),
                         *class_read_patches(inputs.class_reads, inputs.numbers),
