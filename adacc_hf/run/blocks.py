@@ -8,7 +8,6 @@ instead.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import RLock
@@ -40,6 +39,7 @@ from adacc_hf.torch_glue.compat import (
     only_reads_cache,
     without_caches,
 )
+from adacc_hf.torch_glue.dynamo import asking_function
 from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
@@ -105,10 +105,11 @@ class TrainingFlag:
         """True if checkpointing was enabled before the installation."""
 
     def __bool__(self) -> bool:
-        # Compiled code has no frames. Only blocks check the flag there.
-        if torch.compiler.is_compiling() or sys._getframe(1).f_code.co_name.startswith(_CALLS):
+        if torch.compiler.is_compiling():  # compiled code has no frames, and only blocks check the flag there
             return torch.is_grad_enabled()
-        return self.was_on
+        asker = asking_function()
+        is_block = asker is None or asker.startswith(_CALLS)
+        return torch.is_grad_enabled() if is_block else self.was_on
 
 
 class LaterCall:
@@ -171,16 +172,10 @@ class BlockFunction:
                 f"so the calls of a step cannot be distinguished: train one model in one thread (a copy of it in "
                 f"another), or without adacc_hf"
             )
-        attributes = self.block.__dict__
-        flag = attributes.get(FLAG)
         try:
-            if isinstance(flag, TrainingFlag):  # a layer that derives from another one tests it again, also in a trace
-                attributes[FLAG] = False
             with unwritten_originals():
                 return self._run_inside_hooks(fn, args)
         finally:
-            if isinstance(flag, TrainingFlag):
-                attributes[FLAG] = flag
             self._lock.release()
 
     def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -135,9 +135,15 @@ class PlanEntries:
             base = self.bases[symbolic_tape] = self._entry(symbolic_tape.base, count(3))
             base.base = symbolic_tape.base
         plan = self.tape_cache.resized(base.plan, tape)
-        sized_codecs = {v: _codec_at_size(codec, v, base.plan, plan) for v, codec in base.codecs.items()}
-        codecs = {v: codec for v, codec in sized_codecs.items() if codec is not None}
-        if len(codecs) < len(sized_codecs):  # the size is too small for a codec
+        codecs: dict[int, Codec] = {}
+        for value, codec in base.codecs.items():
+            view, base_view = plan.encode_views[value], base.plan.encode_views[value]
+            size = view.geometry[0]
+            if codec.supports(size, view.dtype):
+                # With as many channels, the codec stays, with the outlier channels that it has chosen.
+                is_same = size[-1:] == base_view.geometry[0][-1:]
+                codecs[value] = codec if is_same else get_codec(codec.name, **codec.options)
+        if len(codecs) < len(base.codecs):  # the size is too small for a codec
             sized = self._entry(tape, base.calls)
             sized.symbolic_tape, sized.base = symbolic_tape, symbolic_tape.base
             return sized
@@ -202,12 +208,3 @@ class PlanEntries:
                 names,
             )
         return choices | dict.fromkeys(retained, RETAIN), True
-
-
-def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
-    """Return the codec of `value` at the size of `sized`, or None if this size is not supported. With as many channels
-    as in `base`, it is `codec` itself, with the outlier channels that it has chosen."""
-    size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
-    if not codec.supports(size, dtype):
-        return None
-    return codec if size[-1:] == base.encode_views[value].geometry[0][-1:] else get_codec(codec.name, **codec.options)

@@ -96,7 +96,7 @@ class FunctionTarget:
                 self.function.setup_context(context, arguments, result)
             else:
                 result = self.function.forward(context, *arguments)
-        if context.is_dirty:
+        if getattr(context, "dirty_tensors", ()):
             raise NotReplayableError("marks arguments as dirty")
         return flatten_results(result, saved_tensors(context))
 
@@ -135,10 +135,6 @@ class _ReplayContext(FunctionCtx):
     def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
         self._forward_cls = function
         self.needs_input_grad = tuple([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
-
-    @property
-    def is_dirty(self) -> bool:
-        return bool(getattr(self, "dirty_tensors", ()))
 
 
 def flatten_results(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -245,16 +241,11 @@ _num_classes: Counter[str] = Counter()
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
     """Describe a call of the `autograd.Function` `function` that is about to run. Its results are not known yet."""
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    return FunctionCall(_function_identity(function), tuple(flags), autocast_of(), None)
-
-
-def _function_identity(function: type[Function]) -> str:
-    """Return the name of an `autograd.Function` class, with a number that distinguishes classes of the same name."""
     name = str(FunctionTarget(function))
     if function not in _numbers:
         _numbers[function] = _num_classes[name]
         _num_classes[name] += 1
-    return f"{name}#{_numbers[function]}"
+    return FunctionCall(f"{name}#{_numbers[function]}", tuple(flags), autocast_of(), None)
 
 
 def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:

@@ -18,7 +18,7 @@ values, or has arguments that cannot be created again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -279,7 +279,9 @@ class FunctionRecorder:
         changed = {old for operator in inner_operators for old, _ in operator.mutations if self._is_outer(before, old)}
         required = {value for value in values if value is not None}
         if changed:  # operators cannot run again on overwritten inputs
-            recomputed_values = frozenset(required - self._unwritten_values(inner_operators))
+            allocated = {value for operator in inner_operators if operator.allocates for _, value in operator.outputs}
+            unwritten = {v for v in allocated if not self.values[v].overwritten and self.values[v].nbytes}
+            recomputed_values = frozenset(required - unwritten)
         else:
             recomputed_values = exactly_replayed_values(
                 self._unsealed(), inner_operators, before.num_values, self.bases
@@ -289,12 +291,6 @@ class FunctionRecorder:
         has_view = NUMPY_VIEW in self.reads[before.num_reads :] or self.untrusted != before.untrusted
         is_complete = None not in values and required <= recomputed_values and not has_hidden_write and not has_view
         return None if is_complete else recomputed_values
-
-    def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values whose memory was allocated without initialization by one of `operators`, and to which no
-        operator has written."""
-        allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
-        return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 
     def _replace(self, run_record: _FunctionRun, recomputed_values: frozenset[int]) -> None:
         """Replace the operators of an `autograd.Function` by one that runs its whole forward. `recomputed_values` are
@@ -388,7 +384,7 @@ class FunctionRecorder:
         for first, second in zip(returned, second_results, strict=True):
             if not isinstance(first, torch.Tensor) or not self._is_made_after(run_record.before, first):
                 continue
-            if not isinstance(second, torch.Tensor) or not _has_same_layout(first, second):
+            if not isinstance(second, torch.Tensor) or _layout_of(first) != _layout_of(second):
                 raise NotReplayableError("makes tensors of a different layout when it runs again")
             if storage_key(first.untyped_storage()) == storage_key(second.untyped_storage()):
                 raise NotReplayableError("returns the same storage when it runs again")
@@ -445,9 +441,5 @@ def _argument_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
-def _has_same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (geometry_of(first), first.dtype, first.untyped_storage().nbytes()) == (
-        geometry_of(second),
-        second.dtype,
-        second.untyped_storage().nbytes(),
-    )
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return geometry_of(tensor), tensor.dtype, tensor.untyped_storage().nbytes()

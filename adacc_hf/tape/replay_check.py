@@ -246,17 +246,11 @@ def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeO
 
 def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:
     """Return True if corresponding results of two operators have the same bytes, geometry, dtype and device."""
-    if [position for position, _ in first.outputs] != [position for position, _ in second.outputs]:
-        return False
-    return all(
-        _value_layout(tape, a) == _value_layout(tape, b)
-        for (_, a), (_, b) in zip(first.outputs, second.outputs, strict=True)
-    )
-
-
-def _value_layout(tape: Tape, value: int) -> Any:
-    tape_value = tape.values[value]
-    return tape_value.nbytes, tape_value.ref.geometry, tape_value.ref.dtype, tape_value.device
+    layouts = []
+    for outputs in (first.outputs, second.outputs):
+        values = [(position, tape.values[value]) for position, value in outputs]
+        layouts.append([(position, v.nbytes, v.ref.geometry, v.ref.dtype, v.device) for position, v in values])
+    return layouts[0] == layouts[1]
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:

@@ -8,7 +8,7 @@ combines tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -56,7 +56,11 @@ def row_wise_modules(tape: Tape) -> tuple[RowWiseModule, ...]:
     """
     if tape.untrusted is not None:
         return ()
-    modules = [module for path in _module_paths(tape) if (module := _check_module(tape, path)) is not None]
+    paths: dict[str, None] = {}  # of modules that run operators, and of the modules around them
+    for operator in tape.operators:
+        parts = operator.module.split(".")
+        paths |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1) if operator.module)
+    modules = [module for path in paths if (module := _check_module(tape, path)) is not None]
     chosen: list[RowWiseModule] = []
     for module in sorted(modules, key=lambda module: -module.inner_bytes):
         is_inside = any(not set(module.operators).isdisjoint(other.operators) for other in chosen)
@@ -66,15 +70,6 @@ def row_wise_modules(tape: Tape) -> tuple[RowWiseModule, ...]:
     return tuple(sorted(chosen, key=lambda module: module.operators))
 
 
-def _module_paths(tape: Tape) -> list[str]:
-    """Return the paths of the modules that run operators of the tape, and of the modules around them."""
-    paths: dict[str, None] = {}
-    for operator in tape.operators:
-        parts = operator.module.split(".")
-        paths |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1) if operator.module)
-    return list(paths)
-
-
 def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
     own = [op for op in tape.operators if op.module == path or op.module.startswith(f"{path}.")]
     indices = tuple(operator.index for operator in own)
@@ -82,8 +77,9 @@ def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
         return None
     own_values = {value for operator in own for value in operator.results()}
     read_outside = [op.inputs() for op in tape.operators if op.index not in indices]
-    results = own_values.intersection(*[set().union(*read_outside)])
-    result = results.pop() if len(results) == 1 else _last_result(own[-1]) if not results else None
+    results = [*own_values.intersection(*[set().union(*read_outside)])]
+    results = results or own[-1].results()
+    result = results[0] if len(results) == 1 else None
     inputs = [value for operator in own for value in operator.inputs() if value not in own_values]
     tokens = {value for value in inputs if not _is_state_of(tape, value, path) and not tape.is_generator_state(value)}
     if result is None or len(tokens) != 1:
@@ -104,10 +100,6 @@ def _check_module(tape: Tape, path: str) -> RowWiseModule | None:
         is_random=any(op.random for op in own),
         operators=indices,
     )
-
-
-def _last_result(operator: TapeOperator) -> int | None:
-    return operator.results()[0] if len(operator.results()) == 1 else None
 
 
 def _is_state_of(tape: Tape, value: int, path: str) -> bool:
@@ -201,17 +193,16 @@ def _is_pointwise(call: _Call) -> bool:
         return False
     end = ends.pop() if ends else None
     row_refs = {id(ref) for ref in call.refs}
-    for ref in _operands(call.operator):
+    operands = (
+        leaf for leaf in leaves(call.operator.args, call.operator.kwargs) if isinstance(leaf, TensorRef | Blank)
+    )
+    for ref in operands:
         lengths = (1,) * (len(size) - len(ref.geometry[0])) + ref.geometry[0]
         if id(ref) not in row_refs and end is not None and any(length != 1 for length in lengths[:end]):
             return isinstance(ref, Blank) and ref.geometry[0] == size
         if id(ref) in row_refs and lengths[:end] != size[:end]:
             return False
     return True
-
-
-def _operands(operator: TapeOperator) -> Iterator[TensorRef | Blank]:
-    return (leaf for leaf in leaves(operator.args, operator.kwargs) if isinstance(leaf, (TensorRef, Blank)))
 
 
 def _is_product(call: _Call) -> bool:

@@ -25,6 +25,7 @@ from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
 from adacc_hf.torch_glue.private import CHECKPOINTED, forward_hooks, private_name, tree_leaves
 from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.second_run import SecondRun, is_measuring, may_end_early, must_compare
+from adacc_hf.torch_glue.watchers import patched
 
 FLAG = "gradient_checkpointing"
 FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
@@ -162,15 +163,8 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
     return hasattr(module, CHECKPOINTED)
 
 
-@contextmanager
-def no_packed_sequences() -> Iterator[None]:
-    """Disable Transformers' detection of packed sequences, which reads the position ids, for fake tensors."""
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
+no_packed_sequences = partial(patched, [(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)])
+"""Return a context without Transformers' detection of packed sequences, which reads the position ids, for fakes."""
 
 
 SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]

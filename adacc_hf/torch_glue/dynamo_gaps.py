@@ -3,20 +3,19 @@ library's globals. Also shape inference for grouped matrix products, which torch
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While
-Dynamo traces a call, the patches in this module (for `patched_dynamo`) either guard such a read, or append a Python
+Dynamo traces a call, the patches in this module (for `patched`) either guard such a read, or append a Python
 expression of it to the list `numbers`. The call's key contains the value of each expression in this list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-Patch = tuple[Any, str, Any]
-"""(owner, name, value) of an attribute of Dynamo and the value that replaces it during a trace."""
+from adacc_hf.torch_glue.watchers import Patch, patched
 
 
 def identity_patches(numbers: list[str]) -> list[Patch]:
@@ -144,20 +143,6 @@ def dict_order_patches(numbers: list[str]) -> list[Patch]:
     return patches
 
 
-@contextmanager
-def patched_dynamo(patches: Sequence[Patch]) -> Iterator[None]:
-    """Replace attributes of Dynamo inside the `with` block, unless they do not exist."""
-    existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
-    try:
-        for owner, name, value in existing:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
 def guard_identity(variable: Any, by_value: bool = False) -> None:
     """Install a guard on the identity of the object that `variable` represents in Dynamo's trace. Dynamo itself guards
     constants and tensors. If the traced code compares objects `by_value`, by `==` and hash, only objects that inherit
@@ -172,8 +157,7 @@ def guard_identity(variable: Any, by_value: bool = False) -> None:
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
 
-@contextmanager
-def more_operators() -> Iterator[None]:
+def more_operators() -> AbstractContextManager[None]:
     """Let Dynamo trace collectives, and grouped matrix products in float32 and float16, inside the `with` block.
 
     Dynamo traces a collective by a function that asks whether it is traced, which `trace` answers with False. torch's
@@ -189,12 +173,12 @@ def more_operators() -> Iterator[None]:
             return original(a, b, *args, **kwargs)
         return original(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
-    patches = [
-        (_meta_registrations, "_meta_grouped_mm_common", infer_shape),
-        (_functional_collectives, "_are_we_tracing", lambda: True),
-    ]
-    with patched_dynamo(patches):
-        yield
+    return patched(
+        [
+            (_meta_registrations, "_meta_grouped_mm_common", infer_shape),
+            (_functional_collectives, "_are_we_tracing", lambda: True),
+        ]
+    )
 
 
 def name_of(source: Any) -> str:

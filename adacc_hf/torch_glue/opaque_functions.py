@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import Function
 
-from adacc_hf.torch_glue.dynamo_gaps import guard_identity, patched_dynamo
+from adacc_hf.torch_glue.dynamo_gaps import guard_identity
 from adacc_hf.torch_glue.function_calls import has_setup
 from adacc_hf.torch_glue.private import storage_key, tree_leaves, tree_map
 from adacc_hf.torch_glue.tensors import storage_of
+from adacc_hf.torch_glue.watchers import patched
 
 
 class Result(NamedTuple):
@@ -75,7 +76,7 @@ def opaque_functions(results: Mapping[type[Function], Any], allowed: Any, met: s
             allowed.add(number)
         for function, described in results.items():
             function.forward = staticmethod(_answer(function, described, met))  # type: ignore[method-assign]
-        with patched_dynamo([(AutogradFunctionVariable, "call_method", call_method)]):
+        with patched([(AutogradFunctionVariable, "call_method", call_method)]):
             yield
     finally:
         for number in added:

@@ -9,8 +9,8 @@ uses are in compiler/functorch.py, and Transformers' private names in `compat` a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from adacc_hf.torch_glue.watchers import Watchers
+from adacc_hf.torch_glue.watchers import Watchers, patched
 
 __all__ = [  # names of torch, which other files import from here
     "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
@@ -213,26 +213,18 @@ def _is_profiler_prepared(profiler: torch.profiler.profile) -> bool:
     return session.kineto_results is None or (has_more_cycles and is_in_cycle)
 
 
-@contextmanager
-def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
+def before_profilers_start(call: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `call` whenever one of torch's profilers is about to prepare or start a session inside the `with` block."""
-    before = {name: getattr(torch.autograd.profiler, name) for name in _STARTS}
 
-    def start(name: str, *args: Any, **kwargs: Any) -> Any:
+    def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call()
-        return before[name](*args, **kwargs)
+        return original(*args, **kwargs)
 
-    for name in _STARTS:
-        setattr(torch.autograd.profiler, name, partial(start, name))
-    try:
-        yield
-    finally:
-        for name in _STARTS:
-            setattr(torch.autograd.profiler, name, before[name])
+    profiler = torch.autograd.profiler
+    return patched([(profiler, name, partial(start, getattr(profiler, name))) for name in _STARTS])
 
 
-@contextmanager
-def functions_unprofiled() -> Iterator[None]:
+def functions_unprofiled() -> AbstractContextManager[None]:
     """Let torch's profilers that start inside the `with` block record memory, and no functions.
 
     When a recorded function (such as FSDP's forward) returns, the profiler writes into the event of the call. If
@@ -240,11 +232,7 @@ def functions_unprofiled() -> Iterator[None]:
     """
     start: Any = torch.autograd.profiler._enable_profiler
     scopes = {torch._C._profiler.RecordScope.LITE_INTERPRETER}  # which no function has here
-    torch.autograd.profiler._enable_profiler = partial(start, scopes=scopes)
-    try:
-        yield
-    finally:
-        torch.autograd.profiler._enable_profiler = start
+    return patched([(torch.autograd.profiler, "_enable_profiler", partial(start, scopes=scopes))])
 
 
 def sleep_on_gpu(cycles: int) -> None:

@@ -12,8 +12,6 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -44,20 +42,9 @@ def announce(text: str, *details: Any) -> None:
         progress.info(text, *details)
 
 
-@contextmanager
-def reported_if_slow(phase: str) -> Iterator[None]:
-    """If the `with` block is slow, report it under the name `phase`."""
-    report, has_failed = SlowReport(phase), True
-    try:
-        yield
-        has_failed = False
-    finally:
-        report.end(has_failed)
-
-
 class SlowReport:
     """Report of a phase, such as "solving for a policy", that takes more than SLOW_SECONDS: one line after this time,
-    logged from another thread, and one at the phase's end."""
+    logged from another thread, and one at the phase's end. A `with` block ends the phase, or `end`."""
 
     def __init__(self, phase: str) -> None:
         self._phase, self._started, self._is_slow = phase, time.monotonic(), False
@@ -78,3 +65,12 @@ class SlowReport:
         if self._is_slow:
             outcome = "failed" if has_failed else "done"
             progress.info("Adacc: %s: %s after %.0f s", self._phase, outcome, time.monotonic() - self._started)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error_type: object, *_: object) -> None:
+        self.end(has_failed=error_type is not None)
+
+
+reported_if_slow = SlowReport

@@ -1,13 +1,29 @@
-"""Patches of torch functions that are applied only while a watcher (a callback of one thread) is registered."""
+"""Patches of other packages: inside a `with` block, or while a watcher (a callback of one thread) is registered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Watcher = TypeVar("Watcher")
+Patch = tuple[Any, str, Any]
+"""(owner, name, value) of an attribute of a class or module, and the value that replaces it."""
+
+
+@contextmanager
+def patched(patches: Sequence[Patch]) -> Iterator[None]:
+    """Replace attributes inside the `with` block, unless they do not exist."""
+    existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
+    try:
+        for owner, name, value in existing:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 class Watchers(Generic[Watcher]):

@@ -7,7 +7,8 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import dicts, user_defined
 
 from adacc_hf.torch_glue.dynamo import ClassReads
-from adacc_hf.torch_glue.dynamo_gaps import class_read_patches, dict_order_patches, identity_patches, patched_dynamo
+from adacc_hf.torch_glue.dynamo_gaps import class_read_patches, dict_order_patches, identity_patches
+from adacc_hf.torch_glue.watchers import patched
 
 
 def test_a_class_that_is_gone_is_not_current():
@@ -36,7 +37,7 @@ def test_dynamo_is_as_before_after_an_error(patches):
         inside.update(patched_attributes())
         raise KeyError
 
-    with pytest.raises(KeyError), patched_dynamo([*identity_patches([]), *patches()]):
+    with pytest.raises(KeyError), patched([*identity_patches([]), *patches()]):
         fail()
     after = patched_attributes()
     assert after.keys() == before.keys()

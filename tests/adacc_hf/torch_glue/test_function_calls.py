@@ -48,32 +48,7 @@ class CubeWithSetup(torch.autograd.Function):
         return 3 * (x * x) * gradient, None
 
 
-class Derived(Cube):
-    """A Function that calls the forward of its base class."""
-
-    @staticmethod
-    def forward(ctx, x, offset=0.0):
-        return Cube.forward(ctx, x, offset)
-
-
-class Nested(torch.autograd.Function):
-    """A Function that calls other Functions."""
-
-    @staticmethod
-    def forward(x):
-        return CubeWithSetup.apply(x) + cube(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 6 * x * x * gradient
-
-
-cube, cube_with_setup, derived, nested = Cube.apply, CubeWithSetup.apply, Derived.apply, Nested.apply
+cube, cube_with_setup = Cube.apply, CubeWithSetup.apply
 """Methods that are looked up before a watcher begins."""
 
 
