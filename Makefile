@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-nightly test-seconds test-breaks test-python test-gpu test-emulated test-others test-frameworks gpu-bundle eval tables docs style check checks types clean
+.PHONY: help venv demo test test-all test-nightly test-seconds test-breaks test-newest test-gpu test-emulated test-others test-frameworks gpu-bundle eval tables docs style check checks types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -79,10 +79,14 @@ $(OTHER)/.installed: setup.cfg
 	$(OTHER)/bin/python -W ignore -m compileall -qq -j 0 $(OTHER)/lib || true
 	@touch $@
 
-test-python: $(OTHER)/.installed ## Run the core of the fast tests with PYTHON=python3.13 and the newest releases for it
+# The plan's JSON is parsed: a solver that prints into it would break scripts.
+OTHER_PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OTHER)/bin/python -m pytest -q
+PLAN := plan --model demo --device rtx4090 --batch-size 64 --seq-len 256 --budget 400MiB --json
+test-newest: $(OTHER)/.installed ## Run the core of the fast tests, a plan and the notebook with PYTHON=python3.13 and the newest releases for it
 	@$(OTHER)/bin/python -W error -m compileall -qq -f adacc_hf callbacks eval kernels recipes
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OTHER)/bin/python -m pytest -q -n $(WORKERS) \
-		--dist worksteal -m "not slow and not gpu and not others" $(CORE)
+	@$(OTHER)/bin/adacc $(PLAN) | $(OTHER)/bin/python -c 'import json, sys; json.load(sys.stdin)["policy"]["plans"]'
+	@$(OTHER_PYTEST) tests/recipes/test_first_hour.py
+	@$(OTHER_PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not others" $(CORE)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu

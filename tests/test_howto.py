@@ -24,6 +24,7 @@ PROMISED = {
     "long-context": ("chunked head", "of plain training's bytes"),
     "plan": ('"fits": true',),
     "preferences": ("DPO:  2 blocks", "GRPO: 2 blocks"),
+    "resume": ("policies set at steps [1]\npolicies set at steps [1, 4]\n",),
     "verify": ("Bit-equal: the losses and 76 gradients of 5 steps, and the weights after them,",),
     "run": ("'adacc/compression_rate': '0.49", "'train_loss'"),
 }
@@ -98,7 +99,7 @@ def test_packed_batches_have_one_size_only_if_they_are_padded(multiple: int | No
 
 
 def test_every_page_says_what_to_look_at_and_what_can_go_wrong() -> None:
-    assert len(PAGES) == 13
+    assert len(PAGES) == 14
     for page in PAGES:
         headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert headings[-2:] == ["What to look at", "What can go wrong"], page.name

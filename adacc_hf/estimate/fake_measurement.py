@@ -182,7 +182,7 @@ class FakeMeasurement(Measurement):
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
         return count_static_bytes(model, batch, optimizer)
 
-    def available_bytes(self, device: torch.device, static_bytes: int) -> int:
+    def available_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
         return self.device.memory_bytes
 
     def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:

@@ -70,7 +70,7 @@ def assemble(
         shared=shared,
         static_bytes=static_bytes,
         outside_live_bytes=sum(shared[index].nbytes for index in replay_records & recording.freed_shared),
-        available_bytes=measurement.available_bytes(device, resident_bytes),
+        available_bytes=measurement.available_bytes(model, step.optimizer),
         host_free_bytes=host_free_bytes,
         step_ms=own.ms,
         device=str(device),

@@ -36,7 +36,7 @@ from adacc_hf.price.shared_storage import storage_key_of
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.distributed import bucket_bytes, is_sharded
 from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import current_autograd_node, outer_hooks, version_of
 from adacc_hf.torch_glue.tensors import kept_by_autograd
@@ -170,6 +170,8 @@ class LiveStep:
         is_first: bool,
     ) -> Any:
         """Run and record the call `name` of a block, the first of a forward if `is_first`."""
+        if self._device.type == "cpu" and not self.called:  # on a GPU, the allocator counts the buckets
+            self._static_bytes += bucket_bytes()
 
         def record() -> Any:
             with self.aside():

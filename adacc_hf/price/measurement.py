@@ -31,7 +31,13 @@ from adacc_hf.price.timing import bottleneck, median_ms, seconds_at
 from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.memory import allocate_workspaces, available_bytes, backward, static_bytes
+from adacc_hf.torch_glue.memory import (
+    allocate_workspaces,
+    available_bytes,
+    backward,
+    count_static_bytes,
+    static_bytes,
+)
 from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.rng_state import RandomStates
 
@@ -125,9 +131,9 @@ class Measurement:
         allocate_workspaces(next(model.parameters()).device)
         return static_bytes(model, batch, optimizer)
 
-    def available_bytes(self, device: torch.device, static_bytes: int) -> int:
-        """Return the bytes that this process can use on `device`."""
-        return available_bytes(device, static_bytes)
+    def available_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+        """Return the bytes that this process uses or can use on the model's device, at the time of the call."""
+        return available_bytes(next(model.parameters()).device, count_static_bytes(model, {}, optimizer))
 
     def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         """Return (cost of copies to and from host memory, free bytes of host memory for payloads of `model`), or (None,

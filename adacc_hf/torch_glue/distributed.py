@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from adacc_hf.artifacts.errors import AdaccError, RankFailedError
-from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE, whole_gradients
+from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE, active_ddp_module, whole_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,6 +72,16 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     a step but the last."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return gradients + [gradient for module in _fsdp2_modules(model) for gradient in whole_gradients(module)]
+
+
+def bucket_bytes() -> int:
+    """Return the bytes of the gradient buckets of the DistributedDataParallel module whose forward is running, or 0
+    without one. Buckets of which the gradients are views are counted with the gradients, if there are any."""
+    ddp = active_ddp_module()
+    trained = [] if ddp is None else [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    if trained and ddp.gradient_as_bucket_view and any(parameter.grad is not None for parameter in trained):
+        return 0
+    return sum(parameter.nbytes for parameter in trained)
 
 
 class OutOfMemoryOnRankError(torch.OutOfMemoryError):

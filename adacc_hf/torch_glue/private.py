@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn.modules import module as nn_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import (
@@ -90,6 +91,7 @@ def whole_gradients(module: Any) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
+active_ddp_module = DistributedDataParallel._get_active_ddp_module  # the module whose forward is running, or None
 LOCAL_TENSOR, SPEC = private_name("DTensor", "_local_tensor"), private_name("DTensor", "_spec")
 SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")  # only FSDP's flat parameters have it
 

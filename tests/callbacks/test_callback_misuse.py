@@ -49,14 +49,6 @@ def test_the_class_in_place_of_a_callback_trains_with_the_defaults_and_says_so(t
     )
 
 
-def test_a_resumed_run_with_another_budget_says_that_it_solves_again(train, lossless, tmp_path, caplog):
-    train([AdaccCallback(**lossless)], max_steps=3, save_strategy="steps", save_steps=3)
-    callback = AdaccCallback(**{**lossless, "memory_budget": 0.7})
-    train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), max_steps=4)
-    (record,) = [r for r in caplog.records if "has memory_budget=0.6, not 0.7: solving again" in r.getMessage()]
-    assert record.name == "adacc_hf.progress", "a logger that is visible by default"
-
-
 def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
     callback = AdaccCallback(**lossless)
     train([callback, callback]).assert_equals(train([AdaccCallback(**lossless)]))

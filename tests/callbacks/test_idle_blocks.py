@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
@@ -156,6 +157,11 @@ def without_gradients(hidden, blocks):
         return nn.Sequential(*blocks)(hidden)
 
 
+def in_backward(hidden, blocks):
+    """As in reversible networks, whose backward calls the blocks again."""
+    return checkpoint(nn.Sequential(*blocks), hidden, use_reentrant=True)
+
+
 def by_method(hidden, blocks):
     for block in blocks:
         hidden = block.mix(hidden)
@@ -184,11 +190,12 @@ class Caller(nn.Module):
     ("call", "cause", "cure"),
     [
         (without_gradients, "ran without gradients .*no_grad", "train without Adacc, or name the classes of other"),
+        (in_backward, "ran without gradients .*a reversible network", "train without Adacc, or name the classes"),
         (by_method, "were not called .*another method of them", r"let the model call block\(\.\.\.\)"),
         (by_parts, "were not called .*or only their parts", "or name the classes of modules that the model does call"),
         (lambda hidden, blocks: hidden, "were not called", "name the classes of modules that the model does call"),
     ],
-    ids=["no_grad", "by method", "by parts", "never"],
+    ids=["no_grad", "in backward", "by method", "by parts", "never"],
 )
 def test_the_error_has_the_cause_if_no_block_trains(train, lossless, call, cause, cure):
     with pytest.raises((UncalledBlocksError, RuntimeError), match=f"3 of 3 blocks, layers.0 first, {cause}.*{cure}"):

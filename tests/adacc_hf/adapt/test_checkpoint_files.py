@@ -65,24 +65,14 @@ def test_a_checkpoint_carries_its_policy_and_profile(train, lossless, tmp_path):
         assert Profile.load(folder / PROFILE_FILE) == callback.profile
 
 
-@pytest.mark.parametrize(
-    ("resume_from", "settings"),
-    [("path", {}), ("elsewhere", {}), ("last", {"bf16": True, "gradient_accumulation_steps": 2})],
-    ids=["path", "elsewhere", "last-bf16-accumulation"],
-)
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
-    train, lossless, tmp_path, profilings, resume_from, settings
-):
-    uninterrupted = train([AdaccCallback(**lossless)], **SAVING, **settings)
-    folder = tmp_path / "run" / "checkpoint-3"
-    policy = Policy.load(folder / POLICY_FILE)
-    if resume_from == "elsewhere":
-        folder = folder.rename(tmp_path / "moved")
-    if resume_from == "last":
-        (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "gone")
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, lossless, tmp_path, profilings):
+    settings = {**SAVING, "bf16": True, "gradient_accumulation_steps": 2}
+    uninterrupted = train([AdaccCallback(**lossless)], **settings)
+    policy = Policy.load(tmp_path / "run" / "checkpoint-3" / POLICY_FILE)
+    (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "gone")
     profilings.clear()
     callback = AdaccCallback(**lossless)
-    resumed = train([callback], resume=True if resume_from == "last" else str(folder), **SAVING, **settings)
+    resumed = train([callback], resume=True, **settings)
     assert len(profilings) == 1
     assert (callback.policy.plans, callback.policy.blocks) == (policy.plans, policy.blocks)
     assert [event["step"] for event in callback.history if event["event"] == "policy"] == [1, 4]
@@ -100,14 +90,6 @@ def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_
     assert len(profilings) == 1
 
 
-def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_path):
-    uninterrupted = train(**SAVING)
-    callback = AdaccCallback(**lossless)
-    resumed = train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), **SAVING)
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [4]
-    resumed.assert_equals(uninterrupted)
-
-
 def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, late_policy):
     settings = {**SAVING, "save_steps": 1}
     uninterrupted = train([AdaccCallback(**lossless)], **settings)
@@ -115,13 +97,6 @@ def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, 
     train([AdaccCallback(**lossless)], resume=str(tmp_path / "run" / "checkpoint-1"), **settings).assert_equals(
         uninterrupted
     )
-
-
-def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, lossless, profilings):
-    callback = AdaccCallback(**{**lossless, "memory_budget": 0.7})
-    train([callback], resume=str(checkpoint), **SAVING)
-    assert len(profilings) == 1
-    assert dict(callback.policy.facts)["memory_budget"] == 0.7
 
 
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
@@ -160,55 +135,12 @@ DAMAGE = {
 }
 
 
-def with_model(train, make):
-    """Return `train` for models from `make`."""
-    return lambda *args, **settings: train(*args, **settings, model=make())
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_state_is_named_and_not_used(train, checkpoint, lossless, caplog, damage):
     (checkpoint / STATE_FILE).write_text(DAMAGE[damage])
     with caplog.at_level(logging.INFO):
         assert load_from_checkpoint(checkpoint, AdaccConfig(**LOSSLESS)) is None
     assert [STATE_FILE in message for message in caplog.messages if "solving again" in message] == [True]
-
-
-@pytest.mark.parametrize("names", [[STATE_FILE], [PROFILE_FILE], [POLICY_FILE], [STATE_FILE, POLICY_FILE]], ids=str)
-def test_missing_files_end_no_run(train, checkpoint, lossless, names, caplog):
-    """The run keeps to its budget, which a policy of a file without a state might not."""
-    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING)
-    for name in names:
-        (checkpoint / name).unlink()
-    with caplog.at_level(logging.INFO):
-        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
-    assert ("is missing" in caplog.text) == (names == [STATE_FILE])
-
-
-@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}], ids=str)
-def test_a_resumed_run_may_have_other_batches(train, checkpoint, lossless, settings):
-    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), resume=str(checkpoint), **SAVING, **settings)
-    callback = AdaccCallback(**lossless)
-    resumed = train([callback], resume=str(checkpoint), **SAVING, **settings)
-    resumed.assert_equals(plain)
-    more = callback.profile.static_bytes - Profile.load(checkpoint / PROFILE_FILE).static_bytes
-    gradients = sum(parameter.nbytes for parameter in resumed.trainer.model.parameters())
-    assert more >= gradients if "gradient_accumulation_steps" in settings else more < gradients
-
-
-@pytest.mark.parametrize("setting", ["precision", "attention", "layers"])
-def test_a_model_with_other_operators_gets_a_policy_of_its_own(train, checkpoint, lossless, make_model, setting):
-    settings = {"bf16": True} if setting == "precision" else {}
-    changes = {"attn_implementation": "eager"} if setting == "attention" else {}
-    changed = with_model(train, lambda: make_model(**changes))
-    folder = str(checkpoint)
-    if setting == "layers":  # the policy in the checkpoint is for another model
-        record = json.loads((checkpoint / STATE_FILE).read_text())
-        record["policies"][0]["blocks"] = {"transformer.h.0": 0}
-        (checkpoint / STATE_FILE).write_text(json.dumps(record))
-    plain = changed(output_dir=str(checkpoint.parent.parent / "plain"), resume=folder, **SAVING, **settings)
-    callback = AdaccCallback(**lossless)
-    changed([callback], resume=folder, **SAVING, **settings).assert_equals(plain)
-    assert len(callback.policy.blocks) == 2
 
 
 def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train, lossless, tmp_path):
@@ -354,12 +286,3 @@ def test_a_save_that_is_cut_short_is_not_resumed(checkpoint, monkeypatch, num_wr
     monkeypatch.undo()
     assert len(list(checkpoint.glob("adacc_*"))) == num_written
     assert load_from_checkpoint(checkpoint, config) is None
-
-
-@pytest.mark.parametrize("policies", [[5], 5, None], ids=repr)
-def test_damaged_policies_are_not_used(checkpoint, policies, caplog):
-    record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "policies": policies}))
-    with caplog.at_level(logging.INFO):
-        assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
-    assert "solving again" in caplog.text

@@ -173,13 +173,14 @@ def test_the_optimizers_state_is_planned_from_its_first_step_on(make_trainer, lo
     assert outcomes == [False, True] * 2
 
 
-def test_a_larger_accumulation_counts_from_its_first_step_on(make_trainer, lossless):
-    """A callback of the user changes `gradient_accumulation_steps` in mid-run."""
+@pytest.mark.parametrize("counts", [(1, 4), (1, 2), (2, 3), (1, 2, 4), (4, 1)], ids=str)
+def test_a_larger_accumulation_counts_from_its_first_step_on(make_trainer, lossless, counts):
+    """A callback of the user changes `gradient_accumulation_steps` in mid-run, to one of `counts` per epoch."""
     static_bytes, batch_bytes = [], []
 
     class Grow(TrainerCallback):
         def on_epoch_begin(self, args, state, control, **kwargs):
-            args.gradient_accumulation_steps = 4 if state.epoch else 1
+            args.gradient_accumulation_steps = counts[round(state.epoch or 0)]
 
         def on_step_end(self, args, state, control, **kwargs):
             if own:
@@ -189,12 +190,14 @@ def test_a_larger_accumulation_counts_from_its_first_step_on(make_trainer, lossl
                 batch_bytes.append(choice.nbytes)
                 assert record.policy.predicted_peak_bytes <= own[0].config.memory_budget
 
-    runs, settings = [], {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8, "optim": "sgd"}
+    settings = {"per_device_train_batch_size": 8, "optim": "sgd", "gradient_accumulation_steps": counts[0]}
+    runs, settings = [], settings | {"max_steps": -1, "num_train_epochs": len(counts)}
     for own in ([], [AdaccCallback(**lossless | {"memory_budget": 6 << 20})]):
         trainer = make_trainer([*own, Grow()], **settings)
         trainer.train()
         runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert runs[0] == runs[1]
     gradients = sum(parameter.nbytes for parameter in trainer.model.parameters())
-    assert static_bytes[-1] - static_bytes[0] == gradients + 3 * batch_bytes[-1]
+    more = max(counts) - counts[0]
+    assert static_bytes[-1] - static_bytes[0] == gradients * (counts[0] == 1) + more * batch_bytes[-1]
     assert batch_bytes[-1] > 0

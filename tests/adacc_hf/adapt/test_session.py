@@ -417,30 +417,12 @@ def test_a_saved_session_goes_on(tmp_path):
     assert session.load(tmp_path)
     assert session.num_steps == 7
     train_on(session, model, optimizer, BATCHES[7:], losses)
+    with pytest.raises(RuntimeError, match="after the first step"):
+        session.load(tmp_path)
     session.close()
     assert session.num_steps == len(BATCHES)
     Run(model, losses, session).assert_equals(uninterrupted)
     assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 8
-
-
-def saved_after_six_steps(folder):
-    """Return a model and an optimizer after six steps, whose session is saved in `folder`."""
-    model, optimizer, session = begin(**HALF)
-    with session:
-        train_on(session, model, optimizer, BATCHES[:6])
-        session.save(folder)
-    return model, optimizer
-
-
-def test_a_folder_for_another_budget_has_no_policy_for_this_one(tmp_path, caplog):
-    model, optimizer = saved_after_six_steps(tmp_path)
-    with AdaccSession(model, optimizer, **(HALF | {"memory_budget": 0.7})) as session:
-        assert session.load(tmp_path)
-        train_on(session, model, optimizer, BATCHES[:1])
-        assert dict(session.policy.facts)["memory_budget"] == 0.7
-        with pytest.raises(RuntimeError, match="after the first step"):
-            session.load(tmp_path)
-    assert "memory_budget=0.5, not 0.7: solving again" in caplog.text
 
 
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
@@ -458,15 +440,6 @@ def test_a_policy_above_the_budget_beside_it_is_refused(budget, is_function):
         train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": budget}))
     train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": 0.6}))
     train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
-
-
-def test_a_policy_in_a_folder_that_the_settings_exclude_is_not_used(tmp_path, caplog):
-    model, optimizer = saved_after_six_steps(tmp_path)
-    with AdaccSession(model, optimizer, **(HALF | {"actions": ("retain",), "memory_budget": 1.0})) as session:
-        assert session.load(tmp_path)
-        train_on(session, model, optimizer, BATCHES[:1])
-        assert session.policy.is_plain
-    assert "a policy that recomputes activations, which" in caplog.text
 
 
 def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(caplog):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
 from adacc_hf.price.optimizer_memory import OptimizerMeter, state_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import count_static_bytes, forward_loss
@@ -123,3 +123,15 @@ def test_state_that_the_optimizer_has_yet_to_create_is_static_memory(tiny_gpt2, 
     parameters = list(model.parameters())
     assert state_bytes(optimizer, torch.device("cpu")) == sum(2 * p.nbytes + 4 for p in parameters)
     assert state_bytes(optimizer, torch.device("meta")) == 0
+
+
+def test_state_that_the_profiled_step_created_is_in_use(tiny_gpt2, token_batch, monkeypatch):
+    """`memory_budget="auto"` on a CPU counts what is free and what the run uses itself."""
+    monkeypatch.setattr("adacc_hf.torch_glue.memory.free_host_bytes", lambda: 0)
+    model, batch = tiny_gpt2(), token_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = AdaccSession(model, optimizer, memory_budget=1.0, head="plain")
+    with session, session.step(batch):
+        train_step(model, [batch], optimizer)
+    assert session.profile.available_bytes == count_static_bytes(model, {}, optimizer)
+    assert optimizer.state
