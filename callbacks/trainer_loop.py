@@ -21,16 +21,18 @@ class TrainerLoop(TrainingLoop):
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
         self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
+        self._num_micro: int | None = None
         super().__init__(folder=run_folder(args, trainer))
 
     @property
     def num_micro(self) -> int:
         """Micro-batches per step. A callback may change the setting during the run."""
-        return self._args.gradient_accumulation_steps
+        return self._num_micro or self._args.gradient_accumulation_steps
 
     @num_micro.setter
-    def num_micro(self, _: int) -> None:
-        """Ignore a count: the setting is known."""
+    def num_micro(self, number: int) -> None:
+        """Set the number for the next step, which with `batch_by_bytes` differs from step to step."""
+        self._num_micro = number
 
     @property
     def is_first_rank(self) -> bool:

@@ -103,6 +103,8 @@ class FixedPolicyPhase(Phase):
 
     def save(self, folder: Path) -> None:
         save_in_checkpoint(folder, self._saved(), self._run.profile)
+        if self._run.byte_batches is not None:
+            self._run.byte_batches.save(folder)
         self._run.save()
 
     def _saved(self) -> Saved:
@@ -154,6 +156,10 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of the current step's micro-batches so far."""
         record = self.choice.add(profile, policy)
         record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
+
+    @property
+    def size_predictor(self) -> Profile | None:
+        return self.choice.fit.predictor
 
     def begin_step(self, step: int) -> None:
         self.choice.begin_step()
