@@ -23,11 +23,14 @@ from adacc_hf.callbacks.trainer_loop import compiler_of, parallelism_of
 
 
 class Step(dict[str, Any]):
-    """Micro-batches of one optimizer step. As a dictionary, all tokens of the step, which the Trainer counts."""
+    """Micro-batches of one optimizer step. As a dictionary, what the Trainer counts tokens by: a tensor as large as all
+    inputs, and a mask with their sum."""
 
     def __init__(self, batches: list[Any], main_input: str) -> None:
-        tokens = [batch[main_input].flatten() for batch in batches if main_input in batch]
-        super().__init__({main_input: torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.long)})
+        num_tokens = sum(batch[main_input].numel() for batch in batches if main_input in batch)
+        num_unmasked = sum(int(batch["attention_mask"].sum()) for batch in batches if "attention_mask" in batch)
+        counts = {main_input: torch.empty(num_tokens, device="meta"), "attention_mask": torch.tensor(num_unmasked)}
+        super().__init__(counts)
         self.batches = batches
 
 

@@ -41,7 +41,7 @@ class Phase:
 
     @property
     def size_predictor(self) -> Profile | None:
-        """A recorded profile that predicts batches of other sizes. None as long as the run has none."""
+        """A recorded profile that predicts batches of other sizes. None before sizes were recorded."""
         return None
 
     def begin_step(self, step: int) -> None:

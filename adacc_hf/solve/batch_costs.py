@@ -103,7 +103,7 @@ class BatchCosts:
         points = self._points.setdefault(with_samples(size_class, 1), [])
         while not points or points[-1].num_samples < number:
             following = 1 if not points else 2 * points[-1].num_samples
-            larger = self._class_of(with_samples(size_class, following))
+            larger = self._class_of(with_samples(sample, following))
             if larger is None or (len(points) > 1 and points[-1].least_peak > self.budget_bytes):
                 return None
             points.append(self._point(larger))

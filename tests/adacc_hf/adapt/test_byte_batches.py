@@ -17,8 +17,15 @@ from transformers import (
 from adacc_hf import AdaccSession
 from adacc_hf.adapt.byte_batches import PaddedSizes, num_labels
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.solve import batch_costs
 
 BUDGET = 4 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def slow_launches(monkeypatch):
+    """Let micro-batches be as large as fits, whatever times are measured."""
+    monkeypatch.setattr(batch_costs, "LAUNCHES", 10**9)
 
 
 def llama(model_class=LlamaForCausalLM, **settings):
