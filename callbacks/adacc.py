@@ -17,6 +17,7 @@ from adacc_hf.adapt.training_loop import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.tables import policy_tables
+from adacc_hf.callbacks.batched_steps import BatchedSteps, Step
 from adacc_hf.callbacks.compiled_phase import CompiledPhase
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
@@ -55,6 +56,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     A policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint
     contains another policy. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
 
+    With `batch_by_bytes`, the samples of each optimizer step stay the same, and are divided into micro-batches that are
+    as large as the budget allows. `per_device_train_batch_size` is for the first steps.
+
     | logged key | unit |
     |---|---|
     | `adacc/stored_gib` | GiB stored for backward, predicted |
@@ -74,9 +78,17 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     """
 
     def __init__(
-        self, config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any
+        self,
+        config: AdaccConfig | None = None,
+        *,
+        policy: PolicySource | None = None,
+        batch_by_bytes: bool = False,
+        **overrides: Any,
     ) -> None:
         super().__init__(config, policy, overrides)
+        self._batches_by_bytes = batch_by_bytes
+        self._steps: BatchedSteps | None = None
+        """Micro-batches of the current run with `batch_by_bytes`, else None."""
         self._guard: TrainerGuard | None = None
         """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
         self._compiled_policy: Any = None
@@ -107,10 +119,19 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 refuse_second_callback(self, self._trainer)
                 refuse_context_parallel(self._trainer)
             checkpoint = args.resume_from_checkpoint if self._guard is None else self._guard.checkpoint
+            self._session.state.checkpoint = checkpoint
+            if self._batches_by_bytes:
+                self._begin_batches()
             self._begin(args, state, self._session, checkpoint)
         except BaseException:
             self.detach()
             raise
+
+    def _begin_batches(self) -> None:
+        if self._guard is None:
+            raise ValueError("batch_by_bytes=True needs a Trainer: use AdaccSession.batches in a loop of your own")
+        self._steps = BatchedSteps(self._guard.trainer, self._session)
+        self._guard.wrap("get_batch_samples", self._steps.get_batch_samples)
 
     @property
     def _trainer(self) -> Trainer | None:
@@ -144,12 +165,16 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 self.config.memory_budget,
                 KEEP_ATTACHED,
             )
-        self._session.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
+        if self._steps is None:
+            self._session.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
         self._session.begin_step(state.global_step, optimizer)
         if self._guard is None:  # a loop that calls the events alone
             self._session.phase.begin_micro_batch(None)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, Step):
+            assert self._steps is not None  # which has made it
+            return self._steps.train(step, model, inputs, *args, **kwargs)
         return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +231,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             if self._compiled_phase is not None:
                 self._compiled_policy = self._compiled_phase.policy
             self._session.detach()
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
         if self._guard is not None:
             self._guard.leave(self)
         self._guard = None

@@ -30,6 +30,7 @@ TORCH_FREE = (
     "artifacts/profile",
     "artifacts/memory_simulator",
     "solve/solver",
+    "solve/batch_plan",
 )
 
 # Substitute for Hugging Face's `kernels` package: any name can be imported, every decorator is the identity.

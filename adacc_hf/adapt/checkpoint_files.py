@@ -16,6 +16,7 @@ from adacc_hf.adapt.policy_checks import excluded_action
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
+    BATCHES_FILE,
     COMPILED_FILE,
     HISTORY_FILE,
     POLICY_FILE,
@@ -70,7 +71,7 @@ class Saved:
 
 def drop_files(folder: str | Path) -> None:
     """Remove the files of an earlier run from `folder`, the state first: a checkpoint without it is not resumed."""
-    for name in (STATE_FILE, POLICY_FILE, COMPILED_FILE, PROFILE_FILE, HISTORY_FILE):
+    for name in (STATE_FILE, POLICY_FILE, COMPILED_FILE, PROFILE_FILE, HISTORY_FILE, BATCHES_FILE):
         (Path(folder) / name).unlink(missing_ok=True)  # another run may share the folder
 
 

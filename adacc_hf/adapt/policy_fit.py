@@ -52,7 +52,7 @@ class PolicyFit:
         self._run, self._config = run, run.config
         self._profiles: list[Profile] = []
         """Recorded profiles of different sizes, the latest last."""
-        self._predictor: Profile | None = None
+        self.predictor: Profile | None = None
         """Latest recorded profile that predicts other sizes."""
         self._least: Policy | None = None
         """Policy that needs the least memory, of the latest solver run at a size that no policy fits."""
@@ -67,29 +67,29 @@ class PolicyFit:
         self._profiles.append(profile)
         merged = joined(self._profiles[::-1])
         if merged.sizes is not None:
-            self._predictor = merged
+            self.predictor = merged
         return merged
 
     def class_of(self, shapes: Shapes) -> Shapes | None:
         """Return the size class of a batch of `shapes`, or None if no profile predicts batches of this size."""
-        return None if self._predictor is None else self._sizes.size_class(shapes)
+        return None if self.predictor is None else self._sizes.size_class(shapes)
 
     @property
     def _sizes(self) -> SizeModel:
         """Size model of the predicting profile. Call this only if there is one."""
-        assert self._predictor is not None
-        sizes = self._predictor.sizes
+        assert self.predictor is not None
+        sizes = self.predictor.sizes
         assert sizes is not None
         return sizes
 
     def predicted(self, sizes: Shapes) -> Profile:
         """Return the predicted profile of batches of `sizes`, which must belong to a size class."""
-        assert self._predictor is not None
-        return resize_profile(self._predictor, sizes)
+        assert self.predictor is not None
+        return resize_profile(self.predictor, sizes)
 
     def is_larger(self, sizes: Shapes | None) -> bool:
         """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
-        return self._predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
+        return self.predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
 
     def fitting(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool] | None:
         """Return (policy, may be improved) for batches of `sizes`, with room for the uncertainty of predicted peaks:
@@ -201,7 +201,7 @@ class PolicyFit:
 
     def with_room(self, profile: Profile) -> str | float | int:
         """Return the run's budget for `profile`, reduced by the uncertainty of predicted peaks, if there are any."""
-        budget, uncertainty = self._run.budget(profile), self._sizes.uncertainty if self._predictor else 0.0
+        budget, uncertainty = self._run.budget(profile), self._sizes.uncertainty if self.predictor else 0.0
         if budget.limits_peak and uncertainty:
             return int(budget.nbytes / (1 + uncertainty))
         return self._run.corrections.memory_budget

@@ -104,6 +104,8 @@ class FixedPolicyPhase(Phase):
 
     def save(self, folder: Path) -> None:
         save_in_checkpoint(folder, self._saved(), self._run.profile)
+        if self._run.byte_batches is not None:
+            self._run.byte_batches.save(folder)
         self._run.save()
 
     def _saved(self) -> Saved:
@@ -157,6 +159,10 @@ class AdaptivePhase(FixedPolicyPhase):
         record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
         self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
         self._peaks = PeakCheck(self.choice, run)
+
+    @property
+    def size_predictor(self) -> Profile | None:
+        return self.choice.fit.predictor
 
     def begin_step(self, step: int) -> None:
         self.choice.begin_step()

@@ -39,6 +39,11 @@ class Phase:
     `step` is always the number of finished steps.
     """
 
+    @property
+    def size_predictor(self) -> Profile | None:
+        """A recorded profile that predicts batches of other sizes. None before sizes were recorded."""
+        return None
+
     def begin_step(self, step: int) -> None:
         """Begin a training step (one optimizer step)."""
 
@@ -106,6 +111,10 @@ class RunState:
         """What the run has learned about memory, codecs and its budget."""
         self.profiler = RunProfiler(config, loop)
         self.profiler.inner_steps.expected = optimizer
+        self.checkpoint: str | Path | None = None
+        """Checkpoint that the run resumes from, or None for a new run."""
+        self.byte_batches: Any = None
+        """The run's `ByteBatches`, if it divides steps into micro-batches by bytes."""
         self.num_before = 0
         """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0

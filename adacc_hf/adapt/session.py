@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.adapt.byte_batches import ByteBatches
 from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint
 from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.history import predictions
@@ -249,6 +250,24 @@ class AdaccSession(RunView):
             self.end_step()
         return result
 
+    def batches(self, loader: Any, batch_size: int) -> Iterator[list[tuple[dict[str, Any], float]]]:
+        """Yield the micro-batches of each optimizer step, as large as the budget allows, with weights.
+
+        A batch of the DataLoader `loader` has the samples of one step, on this rank. They are divided by length, and
+        the loader's `collate_fn` makes the batches. The first steps use batches of `batch_size`, which must fit. The
+        mean losses times their weights add up to the mean over all labels of the step. For example:
+
+            for step in session.batches(DataLoader(dataset, batch_size=64, collate_fn=collate), batch_size=4):
+                with session.step():
+                    for batch, weight in step:
+                        with session.micro_batch(batch):
+                            (model(**batch).loss * weight).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        self.state.byte_batches = self.state.byte_batches or ByteBatches(self.state, batch_size)
+        yield from self.state.byte_batches.steps(loader)
+
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
 
@@ -278,6 +297,7 @@ class AdaccSession(RunView):
             return load_from_checkpoint(folder, self.config)
 
         saved = broadcast_from_first_rank(saved_state)  # the other ranks may not see its files
+        self.state.checkpoint = folder
         if saved is not None:
             self.begin(saved, saved.step)
         return saved is not None

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.budget_values import MIN_BUDGET_BYTES, budget_hint
@@ -107,6 +107,12 @@ def add_parser(commands: Any) -> None:
         help="print the largest batch, the longest sequence and its time per token for five methods, and nothing else "
         "(takes minutes)",
     )
+    more.add_argument(
+        "--batches",
+        metavar="FILE",
+        help="divide samples with the lengths in FILE, --batch-size of them per step and --seq-len tokens at most, "
+        "into micro-batches by bytes, and print nothing else",
+    )
     more.add_argument("--json", action="store_true", help="print one JSON record")
     parser.set_defaults(run=run)
 
@@ -121,6 +127,11 @@ def run(arguments: argparse.Namespace) -> str:
         from adacc_hf.estimate.planning import plan
 
         request = _plan_request(arguments)
+        if arguments.batches is not None:
+            from adacc_hf.estimate.planned_batches import batches_text, planned_batches, read_lengths
+
+            report = planned_batches(request, read_lengths(arguments.batches))
+            return json.dumps(asdict(report), indent=1) if arguments.json else batches_text(request, report)
         if arguments.largest:
             largest = largest_shapes(request)
             as_json = largest_json(request, largest)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
@@ -57,6 +58,15 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
     except (RuntimeError, TypeError):
         return False
     return True
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Return True if the loss of `model` compares each token with the label of the following one, as the loss of causal
+    language models does. The Trainer counts labels in the same way."""
+    inner: Any = getattr(model, "get_base_model", lambda: model)()  # without adapters
+    is_encoder_decoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    loss = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "")
+    return loss is ForCausalLMLoss and not is_encoder_decoder
 
 
 def keyword_arguments(fn: Any) -> dict[str, Any]:
