@@ -104,8 +104,7 @@ class RunState:
         """Block calls of the current step that did not follow their plans, by reason."""
         self.corrections = Corrections(config)
         """What the run has learned about memory, codecs and its budget."""
-        self.profiler = RunProfiler(config, loop)
-        self.profiler.inner_steps.expected = optimizer
+        self.profiler = RunProfiler(config, loop, optimizer)
         self.num_before = 0
         """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0

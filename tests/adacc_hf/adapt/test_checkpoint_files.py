@@ -89,17 +89,6 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     resumed.assert_equals(uninterrupted)
 
 
-def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
-    train, checkpoint, lossless, tmp_path, profilings
-):
-    # The run resumes from checkpoint-3 of a run without the callback. Its output_dir has its own checkpoint-3 with a
-    # policy.
-    train(output_dir=str(tmp_path / "plain"), **SAVING)
-    profilings.clear()
-    train([AdaccCallback(**lossless)], resume=str(tmp_path / "plain" / "checkpoint-3"), **SAVING)
-    assert len(profilings) == 1
-
-
 def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_path):
     uninterrupted = train(**SAVING)
     callback = AdaccCallback(**lossless)
@@ -115,13 +104,6 @@ def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, 
     train([AdaccCallback(**lossless)], resume=str(tmp_path / "run" / "checkpoint-1"), **settings).assert_equals(
         uninterrupted
     )
-
-
-def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, lossless, profilings):
-    callback = AdaccCallback(**{**lossless, "memory_budget": 0.7})
-    train([callback], resume=str(checkpoint), **SAVING)
-    assert len(profilings) == 1
-    assert dict(callback.policy.facts)["memory_budget"] == 0.7
 
 
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
@@ -354,12 +336,3 @@ def test_a_save_that_is_cut_short_is_not_resumed(checkpoint, monkeypatch, num_wr
     monkeypatch.undo()
     assert len(list(checkpoint.glob("adacc_*"))) == num_written
     assert load_from_checkpoint(checkpoint, config) is None
-
-
-@pytest.mark.parametrize("policies", [[5], 5, None], ids=repr)
-def test_damaged_policies_are_not_used(checkpoint, policies, caplog):
-    record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "policies": policies}))
-    with caplog.at_level(logging.INFO):
-        assert load_from_checkpoint(checkpoint, AdaccConfig(memory_budget=0.6)) is None
-    assert "solving again" in caplog.text
