@@ -44,13 +44,11 @@ modules."""
 class AdaccCallback(SessionAdapter, TrainerCallback):
     """Callback that trains within a memory budget.
 
-    Before the first step, small parts of the first batch are profiled (the whole batch if the model cannot run on
-    parts), and a policy is solved. If the first batch cannot be profiled (`AdaccConfig.profile_steps` lists the
-    reasons), the first `profile_steps` steps run under torch's checkpoint. After these steps, the next batch on which
-    the model runs every block is profiled. During training, the policy is adapted to the data. With
-    `torch_compile=True` the decisions are made inside the compiled graphs. A checkpoint contains the policies and their
-    state. A resumed run uses these policies if `memory_budget` and the number of ranks are the same, and the settings
-    allow their actions. When training ends or fails, the model is restored.
+    The first step runs as under gradient checkpointing, and is profiled while it trains. From the second step on, the
+    blocks follow the solved policy, which is adapted to the data. If the first batch cannot be profiled
+    (`AdaccConfig.profile_steps` lists the reasons), a later one is. With `torch_compile=True` the decisions are made
+    inside the compiled graphs. A checkpoint contains the policies and their state. A resumed run uses the policies that
+    fit, if the settings are the same. When training ends or fails, the model is restored.
 
     `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy from a Profile.
     A policy that is passed in never changes. A Policy or a file is used from the first step, even if the checkpoint
@@ -191,10 +189,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._session.phase.end_optimizer_step()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
-    ) -> None:
-        self._session.end_step(state.global_step, optimizer)
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._session.end_step(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._save(run_folder(args, self._trainer), state)

@@ -157,13 +157,14 @@ def _with_codecs(profile: Profile, codecs_of: Callable[[tuple[int, int], Value],
     return replace(profile, kinds=kinds)
 
 
-def with_outlier_counts(profile: Profile, counts: Mapping[tuple[int, int], int]) -> Profile:
-    """Return `profile` with new payload sizes for the codecs that store outliers.
-
-    `counts` contains, for each activation, the number of outlier channels counted during the run.
-    """
+def _with_measurements(
+    profile: Profile, counts: Mapping[tuple[int, int], int], errors: Mapping[tuple[int, int, str], float]
+) -> Profile:
+    """Return `profile` with the measured errors of codecs, and with new payload sizes for the codecs that store
+    outliers: `counts` contains the number of outlier channels of each activation."""
 
     def repriced(key: tuple[int, int], value: Value, option: CodecOption) -> CodecOption:
+        option = replace(option, error=errors.get((*key, option.codec), option.error))
         if key not in counts or not codec_type(option.codec).keeps_outliers:
             return option
         codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": counts[key]}))
@@ -171,15 +172,6 @@ def with_outlier_counts(profile: Profile, counts: Mapping[tuple[int, int], int])
         return replace(option, options=tuple(sorted(codec.options.items())), nbytes=nbytes)
 
     return _with_codecs(profile, lambda key, value: tuple(repriced(key, value, option) for option in value.codecs))
-
-
-def _with_errors(profile: Profile, errors: Mapping[tuple[int, int, str], float]) -> Profile:
-    """Return `profile` with the measured round-trip errors of codecs."""
-
-    def repriced(key: tuple[int, int], value: Value) -> tuple[CodecOption, ...]:
-        return tuple(replace(o, error=errors.get((*key, o.codec), o.error)) for o in value.codecs)
-
-    return _with_codecs(profile, repriced)
 
 
 def without_codecs(profile: Profile, switched_off: Collection[CodecName]) -> Profile:
@@ -271,8 +263,8 @@ class Corrections:
         corrected = with_missing_bytes(profile, missing) if any(missing.values()) else profile
         corrected = with_static_memory(corrected, self.static_bytes) if self.static_bytes else corrected
         if self.num_outliers or self.errors:
-            corrected = with_outlier_counts(corrected, by_index(corrected, self.num_outliers))
-            corrected = _with_errors(corrected, by_index(corrected, self.errors))
+            counts, errors = (by_index(corrected, figures) for figures in (self.num_outliers, self.errors))
+            corrected = _with_measurements(corrected, counts, errors)
         return corrected
 
     def allowed(self, profile: Profile) -> Profile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -228,11 +228,11 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
     peaks = []
     for kind in profile.kinds:
         plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
-        outcome, input_bytes = run_block(kind, plain), _input_bytes(kind)
+        outcome = run_block(kind, plain)
         # The parameters, whose gradients are as large, and the random generator's states for replay.
         parameter_bytes = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
         # The input and its copy, the gradients of output and input, and the gradients of the parameters.
-        sample_bytes = 4 * input_bytes + parameter_bytes
+        sample_bytes = 4 * _input_bytes(kind) + parameter_bytes
         peaks.append(profile.static_bytes + sample_bytes + max(outcome.forward_working_bytes, outcome.working_bytes))
     return {block.name: peaks[block.kind] for block in profile.blocks}
 
@@ -240,31 +240,25 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
     """Return, for each block by name, the peak of live bytes in a step under `policy` in which this block is sampled.
 
-    A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
+    The sample keeps the block's inputs, which the plan may not retain, from its forward on, and a gradient of its
+    output of equal size from its backward on, until the end of the step.
     """
     plans = [policy.plan_of(block.name) for block in profile.blocks]
     profile = profile.with_head(policy.head).under(plans)
-    peaks: dict[str, int] = {}
-    """Peak in bytes of each labelled part of the step, in the order of the step."""
-    for label, live in simulate(profile, plans).timeline:
-        peaks[label] = max(live, peaks.get(label, 0))
-    inputs = {block.name: _input_bytes(profile.kind_of(block)) for block in profile.blocks}
-    return {name: _peak_with_sample(peaks, name, input_bytes) for name, input_bytes in inputs.items()}
+    timeline = simulate(profile, plans).timeline
+    places: dict[str, int] = {}
+    """Index of the first moment with each label."""
+    for place, (label, _) in enumerate(timeline):
+        places.setdefault(label, place)
+    peaks = {}
+    for block in profile.blocks:
+        begins = [places.get(f"{part} {block.name}", len(timeline)) for part in ("forward", "backward")]
+        input_bytes = _input_bytes(profile.kind_of(block))
+        peaks[block.name] = max(
+            live + input_bytes * sum(place >= begin for begin in begins) for place, (_, live) in enumerate(timeline)
+        )
+    return peaks
 
 
 def _input_bytes(kind: KindProfile) -> int:
     return sum(value.nbytes for value in kind.values if value.producer is None and value.activation)
-
-
-def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int) -> int:
-    """Return the peak in bytes of a step that records a call of the block `name`, from the `peaks` of a step that does
-    not. The recording keeps `input_bytes` of inputs, which the plan may not retain, and from the block's backward on a
-    gradient of the output of equal size."""
-    peak_bytes = sample_bytes = 0
-    for label, live_bytes in peaks.items():
-        if label == f"forward {name}":
-            sample_bytes = input_bytes
-        elif label == f"backward {name}":
-            sample_bytes = 2 * input_bytes
-        peak_bytes = max(peak_bytes, live_bytes + sample_bytes)
-    return peak_bytes

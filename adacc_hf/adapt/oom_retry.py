@@ -47,15 +47,6 @@ def tighter_budget(policy: Policy, profile: Profile, budget: Budget) -> int | fl
     return math.floor(1e6 * TIGHTER * stored / profile.plain_stored_bytes) / 1e6
 
 
-def advice(policy: Policy, memory_budget: str | float | int) -> str:
-    """Return a sentence for the error message after memory ran out: which settings would make a step fit in memory."""
-    needed = policy.predicted_peak_bytes
-    return (
-        f"Adacc planned a peak of {needed} bytes for memory_budget={memory_budget!r}: set "
-        f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
-    )
-
-
 class SavedGradients:
     """References to a model's gradients before a micro-batch, for restoring them without a copy or synchronization."""
 

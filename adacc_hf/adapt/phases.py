@@ -120,7 +120,7 @@ class WarmUpPhase(Phase):
         profiler, run = self._profiler, self._run
         is_turn = profiler.is_turn(self._num_begun, run.model) and run.num_steps >= run.loop.num_unrecorded_steps
         is_possible = is_turn and not self._is_retry and self._num_failures < MOST_FAILURES
-        return is_possible and not profiler.has_recorded and not profiler.must_wait(run.model)
+        return is_possible and profiler.live is None and not profiler.must_wait(run.model)
 
     def _record(self, inputs: Any) -> None:
         checkpointing = self._checkpointing
@@ -142,14 +142,15 @@ class WarmUpPhase(Phase):
     def end_step(self, step: int) -> None:
         run = self._run
         self._profiler.end_backward()
-        if self._profiler.has_recorded and not self._profiler.has_run:  # the loop has skipped the batch
+        live = self._profiler.live
+        if live is not None and not live.has_run:  # the loop has skipped the batch
             self._profiler.cancel()
             self._has_forward = self._is_checked
         if self._has_forward and not self._is_checked:
             self._is_checked = True
             check_called(self._checkpointing, self._checkpointing.executed)
         num_more = run.num_steps - self._num_before - run.config.profile_steps
-        if not all(gather_from_all_ranks(self._profiler.has_recorded)):
+        if not all(gather_from_all_ranks(self._profiler.live is not None)):
             self._profiler.cancel()
             if num_more < 0 or not any(gather_from_all_ranks(self._has_forward)):
                 return
@@ -172,12 +173,13 @@ class WarmUpPhase(Phase):
         """Make the profile of the recorded micro-batch, run the solver, and follow the resulting policy from the next
         step on."""
         run, checkpointing = self._run, self._checkpointing
-        if not any(gather_from_all_ranks(bool(self._profiler.called))):
+        assert self._profiler.live is not None  # every rank has recorded a micro-batch
+        if not any(gather_from_all_ranks(bool(self._profiler.live.called))):
             text = describe_uncalled(checkpointing, list(checkpointing.modules), "in a step", checkpointing.executed)
             raise UncalledBlocksError(text)
         if self._infeasible is None:
             profile = self._profiler.take(run.model, run.optimizer)
-            assert profile is not None  # every rank has recorded a micro-batch
+            assert profile is not None
         else:
             profile = self._profiler.take_tiles(run.model)
             if profile is None:

@@ -185,7 +185,7 @@ class PolicyChoice:
         record = self._record(sizes, self.fit.predicted(sizes), policy)
         record.num_waiting = int(may_improve)
         record.must_measure |= self.fit.is_larger(sizes)
-        self._note_set(f"for batches of {describe(sizes)}", policy)
+        self._run.note("policy", reason=f"for batches of {describe(sizes)}", **predictions(policy))
         return record
 
     def _record(self, shapes: Shapes | None, base: Profile, policy: Policy) -> SizePolicy:
@@ -238,7 +238,14 @@ class PolicyChoice:
         if NOTHING_FITS in reason:
             run.warn_of_memory(f"step {run.current_step}: {reason}")
         if len(distinct([record.policy, policy])) > 1:
-            self._change(record, policy, f"{corrections.reason}: {reason}")
+            is_other = _actions(policy) != _actions(record.policy)
+            reason = f"{corrections.reason}: {reason}"
+            record.must_measure |= is_other
+            run.note("change", reason=reason, **predictions(policy))
+            self._follow(record, policy)
+            if is_other:
+                costs = describe_costs(policy, record.profile)
+                announce("Adacc: policy changed at step %d (%s): %s", run.current_step, reason, costs)
         elif record is self.current:
             self._put(record)
 
@@ -260,7 +267,8 @@ class PolicyChoice:
                 return
         if policy.predicted_overhead_ms < current_policy(record.profile, record.policy).predicted_overhead_ms:
             record.must_measure = record.measured_peak_bytes is not None or self.fit.is_larger(record.shapes)
-            self._note_set(f"for batches of {sizes}, which have come {num_batches} times", policy)
+            reason = f"for batches of {sizes}, which have come {num_batches} times"
+            self._run.note("policy", reason=reason, **predictions(policy))
             self._follow(record, policy)
 
     @property
@@ -282,25 +290,12 @@ class PolicyChoice:
         self._follow(record, policy)
         return policy
 
-    def _change(self, record: SizePolicy, policy: Policy, reason: str) -> None:
-        """Replace the policy of `record`, and append the change to the history."""
-        run, is_other = self._run, _actions(policy) != _actions(record.policy)
-        record.must_measure |= is_other
-        run.note("change", reason=reason, **predictions(policy))
-        self._follow(record, policy)
-        if is_other:
-            costs = describe_costs(policy, record.profile)
-            announce("Adacc: policy changed at step %d (%s): %s", run.current_step, reason, costs)
-
     def _follow(self, record: SizePolicy, policy: Policy) -> None:
         """Replace the policy of `record` from the next micro-batch on."""
         record.policy, record.plans = policy, self._handle.prepare(policy, record.plans)
         self.has_changed = True
         if record is self.current:
             self._put(record)
-
-    def _note_set(self, reason: str, policy: Policy) -> None:
-        self._run.note("policy", reason=reason, **predictions(policy))
 
     def _put(self, record: SizePolicy | None) -> None:
         self._handle.follow(None if record is None else record.plans)
@@ -316,14 +311,14 @@ class PolicyChoice:
 
     # Micro-batches that did not follow a policy.
 
-    def end_micro_batch(self, fallbacks: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the reasons for which the finished micro-batch did not follow a policy, with numbers. `fallbacks` are
-        its calls of blocks that did not follow their plans, by reason."""
+    def end_micro_batch(self, fallbacks: Mapping[str, int]) -> None:
+        """Count the finished micro-batch. `fallbacks` are its calls of blocks that did not follow their plans, by
+        reason."""
         self._num_batches += 1
         record = self.current
         if record is None:
-            return {NO_POLICY: 1}
-        if fallbacks:
+            self._run.fallbacks[NO_POLICY] += 1
+        elif fallbacks:
             self._num_diverged += 2 * sum(fallbacks.values()) > len(record.policy.blocks)
             budget = self._run.budget(record.profile)
             if budget.limits_peak and OTHER_OPERATORS in fallbacks:
@@ -333,7 +328,6 @@ class PolicyChoice:
                     f"pad all batches to one length",
                     key=OTHER_OPERATORS,
                 )
-        return fallbacks
 
     def _warn_of_checkpoint(self, shapes: Shapes, reason: str) -> None:
         """Warn that a batch of `shapes` runs under torch's checkpoint, if the budget limits the peak."""

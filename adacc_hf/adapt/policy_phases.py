@@ -15,14 +15,14 @@ when they are due.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
 from adacc_hf.adapt.history import describe_costs, describe_coverage, predictions
-from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry, tighter_budget
+from adacc_hf.adapt.oom_retry import TIGHTER, memory_reported, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -75,11 +75,7 @@ class FixedPolicyPhase(Phase):
         fallbacks = self.handle.tape_cache.fallbacks
         if fallbacks.blocks:
             refuse_fallbacks(self._run.config, fallbacks)
-        self._run.fallbacks.update(self._reasons(fallbacks.counts))
-
-    def _reasons(self, fallbacks: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the reasons for which the micro-batch did not follow a policy, with numbers."""
-        return fallbacks
+        self._run.fallbacks.update(fallbacks.counts)
 
     def end_step(self, step: int) -> None:
         if self._run.fallbacks:
@@ -149,8 +145,6 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of finished steps of the run before this phase."""
         self._num_micro = run.loop.num_micro
         """Micro-batches per step that the predictions count."""
-        self._has_recorded = False
-        """True if a micro-batch of the current step is, or was, recorded."""
         self._is_due = False
         """True if all ranks record a micro-batch of the next step, because a rank has a batch without a policy."""
         self._num_begun = 0
@@ -208,27 +202,31 @@ class AdaptivePhase(FixedPolicyPhase):
         return None
 
     def _advice(self) -> str:
-        return advice(self.choice.shown.policy, self._run.corrections.memory_budget)
+        """Return a sentence for the error message: which settings would make a step fit in memory."""
+        needed = self.choice.shown.policy.predicted_peak_bytes
+        return (
+            f"Adacc planned a peak of {needed} bytes for memory_budget={self._run.corrections.memory_budget!r}: set "
+            f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
+        )
 
     def end_micro_batch(self) -> None:
-        self._end_recorded()
+        if self._profiler.live is not None:
+            self._profiler.end_backward()
         super().end_micro_batch()
-
-    def _reasons(self, fallbacks: Mapping[str, int]) -> Mapping[str, int]:
-        return self.choice.end_micro_batch(fallbacks)
+        self.choice.end_micro_batch(self.handle.tape_cache.fallbacks.counts)
 
     def begin_forward(self, inputs: Any) -> None:
         super().begin_forward(inputs)
         self.choice.read(inputs)
         profiler, run = self._profiler, self._run
-        if self._has_recorded:
+        if profiler.live is not None:
             profiler.enter_forward(inputs)
         elif self._is_to_be_recorded():
             self._peaks.meter.close()  # on a CPU, only one profiler may run
             if profiler.must_wait(run.model):
                 return
             self.choice.suspend()
-            handle, self._has_recorded = self.handle, True
+            handle = self.handle
             profiler.begin(handle.installation, run.optimizer, inputs, handle.tape_cache, handle.head)
 
     def _is_to_be_recorded(self) -> bool:
@@ -237,7 +235,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return is_wanted and not self._tracking.is_on and self._profiler.is_turn(self._num_begun, self._run.model)
 
     def note_loss(self, result: Any, inputs: Any) -> None:
-        if self._has_recorded:
+        if self._profiler.live is not None:
             self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
 
     def abandon_step(self) -> None:
@@ -247,18 +245,14 @@ class AdaptivePhase(FixedPolicyPhase):
     def _cancel(self) -> None:
         """Stop the measurements of a step that has failed."""
         self._profiler.cancel()
-        self._has_recorded = False
         self._tracking.cancel()
         self._peaks.close()
 
     def end_backward(self) -> None:
-        self._end_recorded()
+        if self._profiler.live is not None:
+            self._profiler.end_backward()
         if self._peaks.is_on:
             self._peaks.meter.end_backward()
-
-    def _end_recorded(self) -> None:
-        if self._has_recorded:
-            self._profiler.end_backward()
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
@@ -270,7 +264,7 @@ class AdaptivePhase(FixedPolicyPhase):
             self._peaks.close()
         if run.num_without_state:
             self._count_state()
-        if self._has_recorded or self._is_due:
+        if self._profiler.live is not None or self._is_due:
             self._end_recording()
         if choice.has_changed:
             run.save()
@@ -308,12 +302,12 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _look(self, is_regular: bool) -> None:
         """Decide with all ranks what to record next. If `is_regular`, decide also on other operators."""
-        if not self._is_alone:
-            self._tracking.share_suspicion()
         choice, blocks = self.choice, self.handle.installation.blocks
         has_more = any(blocks[name].num_calls for name in choice.idle_blocks)
-        own = choice.is_unpredicted, has_more, is_regular and choice.most_diverged()
-        self._is_due, has_more, has_diverged = map(any, zip(*gather_from_all_ranks(own), strict=True))
+        own = choice.is_unpredicted, has_more, is_regular and choice.most_diverged(), self._tracking.logged
+        unpredicted, more, diverged, reasons = zip(*gather_from_all_ranks(own), strict=True)
+        self._tracking.suspect(reasons)
+        self._is_due, has_more, has_diverged = any(unpredicted), any(more), any(diverged)
         if (has_more or has_diverged) and self._run.num_restarts < MOST_RESTARTS:
             self._run.num_restarts += 1
             self.remove()
@@ -322,7 +316,7 @@ class AdaptivePhase(FixedPolicyPhase):
     def _end_recording(self) -> None:
         """Add a policy for the sizes of the recorded micro-batch. Warn if it trains fewer blocks than the others."""
         run, choice = self._run, self.choice
-        self._has_recorded = self._is_due = False
+        self._is_due = False
         profile = self._profiler.take(run.model, run.optimizer, is_largest=True)
         if profile is None:
             return

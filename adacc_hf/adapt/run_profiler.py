@@ -30,29 +30,23 @@ log = logging.getLogger(__name__)
 
 
 class InnerSteps:
-    """A detector of optimizer steps within a micro-batch, such as the steps of DeepSpeed's optimizers.
+    """Detector of optimizer steps within a micro-batch, from `open` to `close`, as DeepSpeed's optimizers take."""
 
-    Steps are detected from `open` to `close`.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, expected: Any = None) -> None:
         self.has_detected = False
-        self.expected: Any = None
-        """The session's own optimizer, whose steps are ignored: a user's loop may call this optimizer within a
-        micro-batch."""
-        self.hook: Any = None
-        """Handle of the registered hook between `open` and `close`, else None."""
+        self.expected = expected
+        """The session's own optimizer, which is ignored: a user's loop may step it within a micro-batch."""
+        self._hook: Any = None
 
     def open(self) -> None:
-        """Begin to detect optimizer steps. Do nothing if detection has begun already."""
         self.close()
-        self.hook = register_optimizer_step_pre_hook(self._see)
+        self._hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
         """Stop detecting optimizer steps. Do nothing if detection has not begun."""
-        if self.hook is not None:
-            self.hook.remove()
-        self.hook = None
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
 
     def _see(self, optimizer: Any, *_: Any) -> None:
         self.has_detected |= optimizer is not self.expected
@@ -61,25 +55,25 @@ class InnerSteps:
 class RunProfiler:
     """Profiler of one run's micro-batches, and of the temporary memory of an optimizer step."""
 
-    def __init__(self, config: AdaccConfig, loop: TrainingLoop) -> None:
-        self.inner_steps = InnerSteps()
-        self._has_seen_optimizer = False
-        """True once an optimizer step was measured, or could not be because another profiler was active."""
-        self._optimizer_meter: OptimizerMeter | None = None
-        """The running meter while an optimizer step is measured, else None."""
-        self._optimizer_bytes = 0
+    def __init__(self, config: AdaccConfig, loop: TrainingLoop, optimizer: Any = None) -> None:
+        self.inner_steps = InnerSteps(optimizer)
+        self.live: LiveStep | None = None
+        """The recorded micro-batch of the current step, or None."""
         self.counted_state_bytes: int | None = None
         """Bytes of the optimizer's state in the latest profile. None before the first profile."""
         self._config, self._loop = config, loop
         self._measurement = Measurement()
-        self._has_said_busy = False
-        self._live: LiveStep | None = None
-        """The recorded micro-batch of the current step, or None."""
         self._tape_cache: TapeCache | None = None
         self._taken: LiveStep | None = None
         """The micro-batch of the latest profile of this rank."""
         self._tiles: TiledKinds | None = None
         """Kinds of blocks whose modules run in tiles (groups of rows) in the next recorded micro-batch, or None."""
+        self._has_said_busy = False
+        self._has_seen_optimizer = False
+        """True once an optimizer step was measured, or could not be because another profiler was active."""
+        self._optimizer_meter: OptimizerMeter | None = None
+        """The running meter while an optimizer step is measured, else None."""
+        self._optimizer_bytes = 0
 
     def remove(self) -> None:
         """Remove all hooks. Further calls have no effect."""
@@ -90,31 +84,13 @@ class RunProfiler:
     @property
     def is_recording(self) -> bool:
         """True while a micro-batch is recorded."""
-        return self._live is not None and self._live.is_open
-
-    @property
-    def has_recorded(self) -> bool:
-        """True if a micro-batch of the current step was recorded, or is being recorded."""
-        return self._live is not None
-
-    @property
-    def has_run(self) -> bool:
-        """True if autograd has saved a tensor in the recorded micro-batch: the loop may skip a batch."""
-        return self._live is not None and self._live.has_run
-
-    @property
-    def called(self) -> set[str]:
-        """Names of the block calls that were recorded in the current step."""
-        return set() if self._live is None else self._live.called
+        return self.live is not None and self.live.is_open
 
     def is_turn(self, number: int, model: nn.Module) -> bool:
-        """Return True if micro-batch `number` of a step, counted from 1, is the one to record.
-
-        With gradient accumulation, it must find the gradients of earlier ones. If ranks exchange gradients only in the
-        last micro-batch, it is the last.
-        """
+        """Return True if micro-batch `number` of a step, counted from 1, is the one to record: one that finds gradients
+        of earlier ones, or the last, if ranks exchange gradients only there."""
         is_last_only = is_sharded(model) and self._loop.postpones_exchange(model)
-        return number == (self._loop.num_micro if is_last_only else self._loop.recorded_micro_batch)
+        return number == (self._loop.num_micro if is_last_only else min(2, self._loop.num_micro))
 
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if profiling must wait because a torch profiler is active on this rank, and warn once.
@@ -141,10 +117,8 @@ class RunProfiler:
         tape_cache: TapeCache | None = None,
         head: ChunkedHead | None = None,
     ) -> None:
-        """Begin to record a micro-batch on `inputs`, before the model's forward.
-
-        `tape_cache` and `head` are those of a policy handle, if the model has one.
-        """
+        """Begin to record a micro-batch on `inputs`, before the model's forward. `tape_cache` and `head` are those of a
+        policy handle, if the model has one."""
         model = installation.model
         if tape_cache is None:
             tape_cache = self._tape_cache or TapeCache(self._measurement.verify)
@@ -157,36 +131,36 @@ class RunProfiler:
             prefetched_batches=self._loop.num_prefetched(next(model.parameters()).device),
         )
         tilings = None if self._tiles is None else self._tiles.tilings
-        self._live = LiveStep(installation, self._config, self._measurement, tape_cache, head, tilings)
+        self.live = LiveStep(installation, self._config, self._measurement, tape_cache, head, tilings)
         try:
-            self._live.begin(_batch_of(inputs), step)
+            self.live.begin(_batch_of(inputs), step)
         except BaseException:
             self.cancel()
             raise
 
     def enter_forward(self, inputs: Any) -> None:
         """Enter a call of the model on `inputs` in the recorded micro-batch."""
-        if self._live is not None and self._live.is_open:
-            self._live.note_batch(_batch_of(inputs))
-            self._live.enter_forward()
+        if self.live is not None and self.live.is_open:
+            self.live.note_batch(_batch_of(inputs))
+            self.live.enter_forward()
 
     def end_forward(self, loss: Any) -> None:
         """End a call of the model, or the computation of the loss, in the recorded micro-batch."""
-        if self._live is not None and self._live.is_open:
-            self._live.leave_forward(loss)
+        if self.live is not None and self.live.is_open:
+            self.live.leave_forward(loss)
 
     def end_backward(self) -> None:
         """End the recorded micro-batch. Do nothing if no micro-batch is being recorded."""
-        if self._live is not None and self._live.is_open:
+        if self.live is not None and self.live.is_open:
             try:
-                self._live.end()
+                self.live.end()
             except ProfilerConflictError as error:
                 log.warning("Adacc: %s", error)
-                self._live = None
+                self.live = None
 
     def cancel(self) -> None:
         """Stop recording, and drop the recording. Do nothing if no micro-batch was recorded."""
-        live, self._live = self._live, None
+        live, self.live = self.live, None
         if live is not None:
             live.cancel()
 
@@ -196,7 +170,7 @@ class RunProfiler:
 
         Return None if some rank has recorded no micro-batch.
         """
-        live, self._live = self._live, None
+        live, self.live = self.live, None
         if not all(gather_from_all_ranks(live is not None)) or live is None:
             return None
         before, self.counted_state_bytes = self.counted_state_bytes or 0, self.state_bytes(model, optimizer)
@@ -223,7 +197,7 @@ class RunProfiler:
     def take_tiles(self, model: nn.Module) -> Profile | None:
         """Return the profile to which `begin_tiles` belongs with the kinds of blocks in tiles that were recorded in
         this step. Return None if some rank has recorded no micro-batch of its sizes."""
-        live, self._live = self._live, None
+        live, self.live = self.live, None
         assert self._tiles is not None
         assert self._tape_cache is not None
         has_sizes = live is not None and live.sizes == self._tiles.profile.measured[0][0]
@@ -241,10 +215,8 @@ class RunProfiler:
         device = next(model.parameters()).device
         if device.type == "cpu" and is_profiling():
             log.info("Adacc: another profiler is active: the plan leaves out the optimizer's temporary memory")
-            return
-        meter = OptimizerMeter(device)
-        meter.__enter__()
-        self._optimizer_meter = meter
+        else:
+            self._optimizer_meter = OptimizerMeter(device).__enter__()
 
     def end_optimizer(self) -> None:
         """End the measurement after the optimizer's step. Do nothing if no measurement is running."""

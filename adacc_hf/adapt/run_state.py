@@ -109,8 +109,7 @@ class RunState:
         """Block calls of the current step that did not follow their plans, by reason."""
         self.corrections = Corrections(config)
         """What the run has learned about memory, codecs and its budget."""
-        self.profiler = RunProfiler(config, loop)
-        self.profiler.inner_steps.expected = optimizer
+        self.profiler = RunProfiler(config, loop, optimizer)
         self.checkpoint: str | Path | None = None
         """Checkpoint that the run resumes from, or None for a new run."""
         self.byte_batches: Any = None

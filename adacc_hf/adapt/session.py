@@ -178,12 +178,11 @@ class AdaccSession(RunView):
         return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
-        """Return a dict with metrics of the policy and of the steps since the last call.
+        """Return a dict with AdaccCallback's metrics of the policy and of the steps since the last call. The dict is
+        empty before the run has a policy.
 
-        The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
-        loop's own metrics. If `loss` or `grad_norm` has a spike, and the policy uses lossy codecs, the next step
-        compares gradients with exact gradients, to decide whether codecs caused the spike. Several ranks do so within
-        16 steps.
+        `logs` are the loop's own metrics. If `loss` or `grad_norm` has a spike, and the policy uses lossy codecs, the
+        next step (with several ranks, one within 16 steps) compares gradients with exact ones, to find the cause.
         """
         return self.phase.figures(logs or {})
 
@@ -367,9 +366,7 @@ class AdaccSession(RunView):
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """Begin a step. `step` is the number of finished steps, or None if the training loop does not count steps.
-
-        `optimizer` replaces the session's optimizer, unless None.
-        """
+        `optimizer` replaces the session's optimizer, unless None."""
         if self._place is Place.NEW or (self.is_closed and self._is_own):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
@@ -401,14 +398,8 @@ class AdaccSession(RunView):
         self.state.has_stepped = True
         self.phase.begin_optimizer_step()
 
-    def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """End a step. The model may be profiled, a policy solved, or a new policy applied.
-
-        `step` is the number of finished steps, or None if the training loop does not count steps. `optimizer` replaces
-        the session's optimizer, unless None.
-        """
-        if optimizer is not None:
-            self.state.optimizer = optimizer
+    def end_step(self, step: int | None = None) -> None:
+        """End a step, after which a policy may be set or replaced. `step` is as in `begin_step`."""
         self._place = Place.BETWEEN_STEPS
         with self._detaching():
             if self._is_own and not self._has_trained():

@@ -52,7 +52,7 @@ class Tracking:
         """Number of the step that is measured next, counted from 1."""
         self.suspicion: str | None = None
         """Reason to compare the gradients of all kinds of blocks in the next step, the same on all ranks, or None."""
-        self._logged: str | None = None
+        self.logged: str | None = None
         """Reason for a suspicion in this rank's logs, which the other ranks do not know yet."""
         self._choice, self._run = choice, run
         self._losses = LossHistory()
@@ -64,22 +64,17 @@ class Tracking:
 
     def read_logs(self, logs: Mapping[str, float]) -> None:
         """Compare gradients in the next step if the loss or the gradient norm in `logs` is suspicious. Several ranks do
-        so after the next `share_suspicion`."""
+        so after they have exchanged their suspicions."""
         if self._run.config.tracking != "off":
             reason = self._losses.check(logs.get("loss"), logs.get("grad_norm"))
             if any(lossy_blocks(record.policy) for record in self._choice.records.values()):
-                self._logged = self._logged or reason
+                self.logged = self.logged or reason
         if num_ranks() == 1:
-            self.share_suspicion()
+            self.suspect([self.logged])
 
-    def share_suspicion(self) -> None:
-        """Let all ranks compare gradients in the next step if the logs of one rank were suspicious."""
-        reasons = gather_from_all_ranks(self._logged)
-        self._logged = None
-        self._suspect(next((reason for reason in reasons if reason), None))
-
-    def _suspect(self, reason: str | None) -> None:
-        """Compare gradients in the next step if there is a `reason`."""
+    def suspect(self, reasons: Sequence[str | None]) -> None:
+        """Compare gradients in the next step if the logs of some rank gave a reason (`logged`)."""
+        self.logged, reason = None, next(filter(None, reasons), None)
         if reason is not None:
             self.suspicion, self.due_step = reason, self._run.current_step + 1
 
@@ -124,7 +119,7 @@ class Tracking:
         if observed.degrading_codecs:  # the next policy is checked, and tracked as often as the first one
             self._degraded = {block for block, _, _ in observed.degrading_codecs}
             self._policy_step = self._run.current_step
-            self._suspect(PROOF)
+            self.suspect([PROOF])
         for size in sizes:
             self._note(size.record, observed)
         if sizes:

@@ -35,11 +35,6 @@ class TrainingLoop:
         """Folder for the run's policy, profile and history. None writes no files."""
 
     @property
-    def recorded_micro_batch(self) -> int:
-        """Number of the micro-batch that is profiled, counted from 1: the second finds gradients."""
-        return min(2, self.num_micro)
-
-    @property
     def is_first_rank(self) -> bool:
         """True on the first rank, which writes the run's files."""
         return is_first_rank()

@@ -132,7 +132,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % owner, TRAIN_MODEL)
             session.state.warn_once(f"Adacc: {NO_FORWARD}. To avoid this, {TRAIN_MODEL}", owner)
             return
-        session.end_step(trainer.global_step, trainer.optimizers[0])
+        session.end_step(trainer.global_step)
         interval = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
         if interval and trainer.global_step % interval == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None

@@ -6,28 +6,9 @@ from transformers import Trainer
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccTrainerMixin
 
-CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
-
 
 class MixedTrainer(AdaccTrainerMixin, Trainer):
     """Trainer with the mixin."""
-
-
-class ScaledLoss:
-    """Mixin for a Trainer whose user-defined `compute_loss` differs from the model's own loss."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        outputs = model(**inputs)
-        loss = 3 * outputs.loss + outputs.logits.square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-class ScaledTrainer(ScaledLoss, Trainer):
-    """Plain Trainer with the user's loss."""
-
-
-class ScaledMixedTrainer(ScaledLoss, AdaccTrainerMixin, Trainer):
-    """Trainer with the mixin and the user's loss."""
 
 
 def trained(trainer, **arguments):
@@ -78,26 +59,6 @@ def test_training_is_equal_to_plain_training_and_to_the_callback(make_mixed, mak
     assert mixin_trainer.adacc_callback.policy.action_counts() == callback.policy.action_counts()
     assert mixin_trainer.adacc_callback.policy.action_counts()["recompute"] > 0
     assert [event["step"] for event in mixin_trainer.adacc_callback.history if event["event"] == "policy"] == [1]
-
-
-def test_a_compute_loss_of_the_users_class_is_trained_on(make_mixed, make_trainer):
-    mixin_trainer = trained(make_mixed(trainer_class=ScaledMixedTrainer))
-    plain = trained(make_trainer(trainer_class=ScaledTrainer))
-    assert mixin_trainer.adacc_callback.policy.action_counts()["recompute"] > 0
-    assert_equal_training(mixin_trainer, plain)
-
-
-def test_a_resumed_run_continues_with_the_policy_of_its_checkpoint(make_mixed, make_trainer):
-    settings = {**CHECKPOINTS, "lr_scheduler_type": "constant"}
-    first = trained(make_mixed(max_steps=3, **settings))
-    resumed = trained(make_mixed(**settings), resume_from_checkpoint=True)
-    plain = trained(make_trainer(lr_scheduler_type="constant"))
-    events = [(event["step"], event["event"]) for event in resumed.adacc_callback.history]
-    assert events[0] == (1, "policy")
-    assert (4, "policy") in events, "the policy is set after the first step, which is recorded"
-    assert resumed.adacc_callback.policy == first.adacc_callback.policy
-    weights = plain.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())
 
 
 def test_a_second_callback_is_refused(make_mixed, lossless):

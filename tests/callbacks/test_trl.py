@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
-from adacc_hf import AdaccConfig
-from adacc_hf.callbacks import AdaccCallback, AdaccTrainerMixin
+from adacc_hf import AdaccCallback
 
 trl = pytest.importorskip("trl", reason="the peers' extra installs trl")
 datasets = pytest.importorskip("datasets", reason="trl's trainers take data sets of this library")
@@ -70,19 +69,12 @@ def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
         trainer.train()
         logs = [without_times(record) for record in trainer.state.log_history]
         weights = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-        return logs, weights, trainer
+        return logs, weights
 
-    def check(trainer_class, config_class, examples, more=None, has_mixin=False, **arguments):
-        more = more or {}
-        plain_logs, plain, _ = run(trainer_class, config_class, examples, [], arguments, more)
-        if has_mixin:
-            mixed_class = type("MixedTrainer", (AdaccTrainerMixin, trainer_class), {})
-            more = {**more, "adacc_config": lambda: AdaccConfig(min_compress_bytes=0, **lossless)}
-            logs, weights, trainer = run(mixed_class, config_class, examples, [], arguments, more)
-            callback = trainer.adacc_callback
-        else:
-            callback = AdaccCallback(min_compress_bytes=0, **lossless)
-            logs, weights, _ = run(trainer_class, config_class, examples, [callback], arguments, more)
+    def check(trainer_class, config_class, examples, more=None, **arguments):
+        callback = AdaccCallback(min_compress_bytes=0, **lossless)
+        plain_logs, plain = run(trainer_class, config_class, examples, [], arguments, more or {})
+        logs, weights = run(trainer_class, config_class, examples, [callback], arguments, more or {})
         assert callback.policy.action_counts()["recompute"] > 0
         assert ["loss" in record for record in logs] == [True] * 5 + [False]
         assert logs == plain_logs
@@ -108,14 +100,6 @@ def test_supervised_fine_tuning(assert_run_unchanged, sentence, packing):
     texts = [{"text": sentence(5, 24)} for _ in range(32)]
     settings = {"gradient_checkpointing": packing, "packing": packing, "max_length": 32}
     assert_run_unchanged(trl.SFTTrainer, trl.SFTConfig, texts, **settings)
-
-
-@pytest.mark.parametrize("name", ["SFT", "DPO"])
-def test_a_trainer_with_the_mixin(assert_run_unchanged, sentence, make_model, name):
-    examples = preferences(sentence) if name == "DPO" else [{"text": sentence(5, 24)} for _ in range(32)]
-    trainer_class, config_class = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
-    more = {"ref_model": make_model} if name == "DPO" else {}
-    assert_run_unchanged(trainer_class, config_class, examples, more, has_mixin=True, max_length=32)
 
 
 def preferences(sentence):

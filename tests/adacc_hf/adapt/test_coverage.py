@@ -8,10 +8,9 @@ import re
 import pytest
 import torch
 from run_builders import InOrder, Lengths, refuse_profiles_of
-from transformers import Trainer
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, AdaccTrainerMixin
+from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession
 from adacc_hf.adapt import run_profiler
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.artifacts.errors import UncoveredBlockError
@@ -37,19 +36,10 @@ def attributes(model):
     }
 
 
-class MixinTrainer(AdaccTrainerMixin, Trainer):
-    pass
-
-
-@pytest.mark.parametrize("has_mixin", [False, True])
 def test_blocks_that_cannot_be_replayed_end_the_run_after_its_first_step(
-    make_trainer, make_model, unreplayable, traces, has_mixin
+    make_trainer, make_model, unreplayable, traces
 ):
-    model = make_model()
-    if has_mixin:
-        trainer = make_trainer(model=model, trainer_class=_with_config(AdaccConfig(**COVERED)))
-    else:
-        trainer = make_trainer([AdaccCallback(**COVERED)], model=model)
+    trainer = make_trainer([AdaccCallback(**COVERED)], model=make_model())
     modules = {name: {**entries} for name, entries in traces(trainer)["modules"].items()}
     with pytest.raises(UncoveredBlockError) as error:
         trainer.train()
@@ -65,14 +55,6 @@ def test_blocks_that_cannot_be_replayed_end_the_run_after_its_first_step(
     assert {name: after[name] for name in modules if name.startswith("transformer.h")} == {
         name: entries for name, entries in modules.items() if name.startswith("transformer.h")
     }
-
-
-def _with_config(config):
-    class WithConfig(MixinTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, adacc_config=config, **kwargs)
-
-    return WithConfig
 
 
 class PaddedInStep3(torch.utils.data.Dataset):

@@ -1,10 +1,11 @@
-"""Counts of steps that followed the policy or fell back, in the log and the report. The blocks' own calls give the true
-counts."""
+"""Counts of steps that followed the policy or fell back, in the log and the report, and texts on a run's policy."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from run_builders import InOrder, refuse_profiles_of
 from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
 
 import adacc_hf.adapt.policy_phases as phases_module
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, solve_policy
+from adacc_hf.adapt.history import describe_costs, describe_coverage
 from adacc_hf.adapt.policy_phases import OTHER_OPERATORS
 from adacc_hf.artifacts.files import HISTORY_FILE
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.cli import main
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 BEFORE = "full recomputation, before there was a policy"
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
@@ -105,18 +109,6 @@ def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(
     assert policy["fallback_steps"] == 2
 
 
-def test_a_policy_that_is_given_and_followed_counts_none(make_trainer, make_model, lossless):
-    maker = AdaccCallback(**lossless)
-    make_trainer([maker]).train()
-    model = make_model()
-    calls = ForwardCalls(model)
-    trainer = make_trainer([AdaccCallback(policy=maker.policy), calls], model=model)
-    trainer.train()
-    assert calls.steps == [len(model.transformer.h)] * 5
-    assert logged(trainer, "adacc/fallback_steps") == [0] * 5
-    assert set(logged(trainer, "adacc/overhead_ms")) == {maker.policy.predicted_overhead_ms}
-
-
 @pytest.fixture
 def padding_comes_and_goes(make_trainer, make_model):
     """Return a function that trains 7 steps. The batches of the 5th and the 7th have no padding, and run other
@@ -195,3 +187,30 @@ def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeyp
     assert policies[1:] == [(9, OTHER_OPERATORS)]
     # Steps 4 to 8 have padding, and step 12 has none.
     assert other_operators == {OTHER_OPERATORS_RAN: 6}
+
+
+def test_costs_are_relative_to_plain_training(gpt2_like_profile: Any) -> None:
+    profile = gpt2_like_profile(num_blocks=4)
+    policy = solve_policy(profile, 0.5)
+    text = describe_costs(policy, profile)
+    plain = format_bytes(profile.plain_stored_bytes)
+    assert f"stores {format_bytes(policy.predicted_stored_bytes)}, 50% of plain training's {plain}" in text
+    full = uniform_policy(profile, "recompute").predicted_overhead_ms
+    assert f"(about {policy.predicted_overhead_ms / (3 * full):+.0%} of the blocks' time)" in text
+    slow = replace(profile, step_ms=1000 * profile.step_ms)
+    assert describe_costs(policy, slow) == text, "the measured step also records its memory"
+    assert describe_costs(policy, None) == policy.summary()
+
+
+def test_coverage_names_what_could_not_be_replayed(gpt2_like_profile: Any) -> None:
+    profile = gpt2_like_profile(num_blocks=4)
+    history = [{"event": "policy", "step": 0}]
+    text = describe_coverage(solve_policy(profile, 0.5), profile, history)
+    assert (
+        text == "block calls per micro-batch: 4 with an action for each activation. All steps followed their policies."
+    )
+    untrusted = replace(profile, kinds=tuple(replace(kind, untrusted="it draws numbers") for kind in profile.kinds))
+    text = describe_coverage(checkpoint_policy(profile), untrusted, history)
+    assert text.startswith(
+        "block calls per micro-batch: 4 under torch's checkpoint (not replayable: it draws numbers)."
+    )

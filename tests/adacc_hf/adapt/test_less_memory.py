@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-import torch
 from run_builders import InOrder, Lengths, events, failing, run_lengths
 from transformers import TrainerCallback
 
@@ -93,54 +90,6 @@ def test_sizes_that_no_policy_fits_after_memory_ran_out_take_the_least_memory(ma
     (later,) = [event for event in events(callback, "change") if event["step"] > 6]
     assert later["step"] == 7
     assert least // 2 < later["peak_bytes"] < int(1.1 * least)
-
-
-class NotedSGD(torch.optim.SGD):
-    """Optimizer with a state of its own kind, which each step changes, beside `optimizer.state`."""
-
-    numbers = itertools.count(1)
-
-    def __init__(self, parameters, kind):
-        super().__init__(parameters, lr=0.05)
-        self.kind, self.generator, self.counts = kind, torch.Generator().manual_seed(3), [[0]]
-        self.param_groups[0]["steps"] = torch.zeros(1)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.5)
-
-    def scale(self):
-        if self.kind == "generator":
-            return float(torch.rand(1, generator=self.generator))
-        if self.kind == "nested":
-            self.counts[0][0] += 1
-            return 1 / self.counts[0][0]
-        if self.kind == "group":
-            self.param_groups[0]["steps"] += 1
-            return 1 / float(self.param_groups[0]["steps"])
-        if self.kind == "class":
-            return 1 / next(NotedSGD.numbers)
-        self.scheduler.optimizer.step()
-        self.scheduler.step()
-        return self.scheduler.get_last_lr()[0]
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        scale = self.scale()
-        for parameter in self.param_groups[0]["params"]:
-            parameter.add_(parameter.grad, alpha=-0.05 * scale)
-
-
-@pytest.mark.parametrize("kind", ["generator", "nested", "group", "class", "scheduler"])
-def test_an_optimizer_steps_only_in_training(make_trainer, make_model, lossless, kind):
-    weights = []
-    for callbacks in ([], [AdaccCallback(**lossless)]):
-        NotedSGD.numbers = itertools.count(1)
-        torch.manual_seed(0)
-        model = make_model()
-        optimizer = NotedSGD(model.parameters(), kind)
-        trainer = make_trainer(callbacks, model=model, max_steps=4)
-        trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 0)
-        trainer.train()
-        weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(map(torch.equal, *weights))
 
 
 def test_the_optimizers_state_is_planned_from_its_first_step_on(make_trainer, lossless):

@@ -11,6 +11,8 @@ from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, profile_model
 from adacc_hf.adapt import phases
+from adacc_hf.adapt.phases import MOST_STEPS, FullRecompute, skipped_on_any_rank
+from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -25,31 +27,6 @@ def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless, ca
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     run_out_of_memory(make_trainer, callback)
     assert caplog.text.count("when it ran out") == 1
-
-
-def test_a_policy_is_followed_from_the_first_step(train, profile):
-    policy = uniform_policy(profile, "recompute")
-    callback = AdaccCallback(policy=policy)
-    run = train([callback])
-    assert callback.policy is policy
-    assert callback.profile is None
-    assert callback.history[0]["step"] == 0
-    run.assert_equals(train())
-
-
-@pytest.fixture
-def profile(train, lossless):
-    callback = AdaccCallback(**lossless)
-    train([callback], max_steps=2)
-    return callback.profile
-
-
-def test_the_policy_is_set_after_the_first_recorded_step(train, lossless, late_policy):
-    callback = AdaccCallback(**lossless)
-    train([callback])
-    policies = [event for event in callback.history if event["event"] == "policy"]
-    assert [event["step"] for event in policies] == [2]
-    assert callback.history[0]["stored_bytes"] == callback.policy.predicted_stored_bytes
 
 
 def test_an_error_within_the_table_leaves_the_out_of_memory_error(make_trainer, lossless, caplog, monkeypatch):
@@ -124,3 +101,29 @@ def test_a_batch_of_which_another_rank_skips_a_block_is_not_profiled(monkeypatch
     monkeypatch.setattr(phases, "gather_from_all_ranks", lambda mine: [mine, skipped_elsewhere])
     installation = SimpleNamespace(blocks=["h.0", "h.1"], skipped_blocks=list)
     assert phases.skipped_on_any_rank(installation, num_waited=0) == skipped_elsewhere
+
+
+def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model, monkeypatch, caplog):
+    """Waiting ends at MOST_STEPS: the blocks that all ranks leave out are not waited for."""
+    model, tokens, config = make_model(), torch.arange(8)[None], AdaccConfig()
+    waiting = FullRecompute(model, config)
+    blocks = model.transformer.h
+    model.transformer.h = blocks[:1]
+    waiting.begin_step()
+    model(tokens, labels=tokens).loss.backward()
+    assert skipped_on_any_rank(waiting, MOST_STEPS - 1) == ["transformer.h.1"]
+    assert skipped_on_any_rank(waiting, MOST_STEPS) == []
+    assert f"transformer.h.1 first, were not called by the last of {MOST_STEPS} steps" in caplog.text
+    waiting.begin_step()
+    with pytest.raises(UncalledBlocksError, match="2 of 2 blocks"):  # nothing is left to make a policy for
+        skipped_on_any_rank(waiting, MOST_STEPS)
+    model.transformer.h = blocks
+    waiting.begin_step()
+    model(tokens, labels=tokens).loss.backward()
+    assert skipped_on_any_rank(waiting, 0) == []
+    # Another rank's batch may leave blocks out. All ranks have the same error.
+    monkeypatch.setattr(phases, "gather_from_all_ranks", lambda own: [own, ["transformer.h.1"], ["transformer.h.0"]])
+    assert skipped_on_any_rank(waiting, 0) == ["transformer.h.0", "transformer.h.1"]
+    with pytest.raises(UncalledBlocksError, match=r"transformer\.h\.0.*not called by the last of"):
+        skipped_on_any_rank(waiting, MOST_STEPS)
+    waiting.remove()

@@ -15,7 +15,6 @@ from adacc_hf import AdaccCallback
 from adacc_hf.adapt.policy_phases import AdaptivePhase
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run import entries
-from adacc_hf.run.call import Call, Recording
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -34,57 +33,6 @@ def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(
         torch.equal(a, b)
         for a, b in zip(plain.model.state_dict().values(), adacc.model.state_dict().values(), strict=True)
     )
-
-
-@pytest.fixture
-def plans_of_recorded_calls(monkeypatch):
-    """Return a map of (step, class) to the plans of blocks whose calls were recorded or checked, and a function that
-    sets the Trainer. Calls of a profile, which follow no policy, are left out."""
-    plans, trainers = {}, []
-    for call_class in (Recording, Call):
-
-        def record_plan(call, *args, call_class=call_class, run=call_class.run):
-            handle = getattr(adacc_of(trainers[0]).session.phase, "handle", None)
-            if handle is not None and (call_class is Recording or call._lossy is not None):
-                key = trainers[0].state.global_step + 1, call_class
-                name = call.name if call_class is Recording else call.block
-                plans.setdefault(key, []).append(handle.plans.strategies[name].plan)
-            return run(call, *args)
-
-        monkeypatch.setattr(call_class, "run", record_plan)
-    return plans, trainers.append
-
-
-def adacc_of(trainer):
-    """Return the AdaccCallback of `trainer`."""
-    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, AdaccCallback))
-    return callback
-
-
-def test_calls_are_checked_under_the_policy(make_trainer, plans_of_recorded_calls):
-    plans, watch = plans_of_recorded_calls
-    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    trainer = make_trainer([callback], max_steps=27)
-    watch(trainer)
-    trainer.train()
-    # Two calls of each block under the policy, which begins with step 2, and the 24th.
-    assert list(plans) == [(2, Call), (3, Call), (25, Call)]
-    policy_plans = [callback.policy.plans[index] for _, index in callback.policy.blocks]
-    assert all(plan in policy_plans for group in plans.values() for plan in group)
-    assert len(plans[25, Call]) == len(policy_plans)
-
-
-def test_a_size_that_no_profile_recorded_runs_under_the_policy(make_trainer, plans_of_recorded_calls):
-    """The blocks were recorded at other sizes only. One block checks the replay's results at each new size."""
-    plans, watch = plans_of_recorded_calls
-    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    lengths = [16, 24, 31, 27, 29, 27, 27, 29]
-    run_lengths(make_trainer, lengths, [callback], watch=watch)
-    first_new = 3
-    assert not [step for step, call_class in plans if call_class is Recording and step > first_new]
-    # The first of two blocks is checked at a new size, at 27 tokens.
-    checked = [len(group) for (step, call_class), group in plans.items() if call_class is Call and step > first_new]
-    assert checked[0] == 1
 
 
 def test_out_of_memory_twice_says_what_to_set(make_trainer, lossless, caplog):

@@ -16,8 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import session as session_module
 from adacc_hf.adapt.policy_phases import AdaptivePhase
-from adacc_hf.adapt.run_profiler import RunProfiler
-from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -295,41 +293,6 @@ def test_a_model_that_raises_an_error_on_the_first_batch():
     assert [event["step"] for event in run.session.history if event["event"] == "policy"] == [1]
 
 
-def test_an_interrupted_recording_is_made_again(monkeypatch):
-    """After an interrupt while a block is recorded, the loop continues with the next batch, which is recorded."""
-    interrupts, record = [], LiveStep.run
-
-    def interrupted_once(*args):
-        if not interrupts:
-            raise KeyboardInterrupt
-        return record(*args)
-
-    def step(session, model, optimizer, batch, losses):
-        try:
-            with session.step(batch):
-                loss = model(**batch).loss
-                loss.backward()
-                losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-        except KeyboardInterrupt:
-            interrupts.append(any("_gradient_checkpointing_func" in module.__dict__ for module in model.modules()))
-
-    def step_plainly(session, model, optimizer, batch, losses):
-        if losses or interrupted:
-            return step(session, model, optimizer, batch, losses)
-        interrupted.append(True)
-        return model.transformer.drop(model.transformer.wte(batch["input_ids"]))  # the draws before the interrupt
-
-    interrupted = []
-    plain = train(step_plainly, BATCHES, NoSession)
-    monkeypatch.setattr(LiveStep, "run", interrupted_once)
-    run = train(step, **HALF)
-    run.assert_equals(plain)
-    assert interrupts == [True], "after the interrupt, blocks run under torch's checkpoint"
-    assert run.session.policy.action_counts()["recompute"] > 0
-
-
 @pytest.fixture
 def budget():
     """The midpoint of a step's least peak and plain training's peak, for batches of 16 x 32 tokens."""
@@ -352,33 +315,6 @@ def test_batches_of_larger_sizes_keep_to_the_budget(budget):
     planned_peaks = [event["peak_bytes"] for event in run.session.history if event["event"] in ("policy", "change")]
     assert max(planned_peaks) <= budget
     assert run.session.policy.action_counts()["recompute"] > 0
-
-
-def test_a_step_without_memory_is_tried_again_by_run(budget):
-    batches = [batch_of(seed, 16, 32) for seed in range(12)]
-
-    def failing(at):
-        def step(session, model, optimizer, batch, losses):
-            calls = []
-
-            def fn(batch):
-                calls.append(1)
-                loss = model(**batch).loss
-                loss.backward()
-                if len(losses) == at and len(calls) == 1:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-
-            session.run(fn, batch)
-
-        return step
-
-    plain = train(by_run, batches, NoSession)
-    run = train(failing(8), batches, memory_budget=budget, **LOSSLESS)
-    run.assert_equals(plain)
-    assert any(str(event.get("reason")).startswith("out of memory") for event in run.session.history)
 
 
 def test_a_step_that_has_begun_to_change_weights_is_not_tried_again():
@@ -468,24 +404,6 @@ def test_figures_are_those_of_the_callback(tmp_path):
         metrics = session.metrics({"loss": 3.0, "grad_norm": 1.0})
     assert {"adacc/stored_gib", "adacc/peak_gib", "adacc/overhead_ms", "adacc/fallback_steps"} <= metrics.keys()
     assert {path.name for path in tmp_path.iterdir()} >= {"adacc_policy.json", "adacc_profile.json"}
-
-
-def test_blocks_that_are_trained_later_get_plans():
-    """Blocks that are frozen in the first steps get plans once they train."""
-
-    def step(session, model, optimizer, batch, losses):
-        for parameter in model.transformer.h[0].parameters():
-            parameter.requires_grad_(len(losses) >= 8)
-        one_step(session, model, optimizer, batch, losses)
-
-    def frozen():
-        model = make_model()
-        for parameter in (*model.transformer.wte.parameters(), *model.transformer.wpe.parameters()):
-            parameter.requires_grad_(False)
-        return model
-
-    batches = [batch_of(seed) for seed in range(60)]
-    train_as_plain(step, batches, frozen, **HALF)
 
 
 def test_other_optimizers_steps_are_not_the_runs():
@@ -778,21 +696,6 @@ def test_a_device_that_cannot_be_measured_is_refused_before_the_first_step():
         AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF)
 
 
-def make_t5():
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
-    config = T5Config(vocab_size=61, decoder_start_token_id=0, use_cache=False, **sizes)
-    return T5ForConditionalGeneration(config).train()
-
-
-def pair_of(seed, samples=4):
-    """Return texts of 24 to 150 tokens with labels of 8 to 20, so that no two batches have the same sizes."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, labels = (int(torch.randint(*bounds, (1,), generator=generator)) for bounds in ((24, 150), (8, 20)))
-    ids = [torch.randint(1, 61, (samples, length), generator=generator) for length in (tokens, labels)]
-    return {"input_ids": ids[0], "labels": ids[1]}
-
-
 def loss_after_the_encoder(model, batch):
     encoded = model.get_encoder()(input_ids=batch["input_ids"])
     return model(encoder_outputs=encoded, labels=batch["labels"]).loss
@@ -801,37 +704,17 @@ def loss_after_the_encoder(model, batch):
 after_the_encoder = stepping(loss_after_the_encoder)
 
 
+def make_t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
+    config = T5Config(vocab_size=61, decoder_start_token_id=0, use_cache=False, **sizes)
+    return T5ForConditionalGeneration(config).train()
+
+
 def test_a_loop_that_calls_the_encoder_itself():
-    batches = [pair_of(0)] * 3
+    batches = [batch_of(0, samples=4, tokens=48)] * 3
     run = train_as_plain(after_the_encoder, batches, make_t5, **HALF)
     assert run.session.policy.action_counts()["recompute"] > 0
-
-
-def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr("adacc_hf.adapt.peak_check.missing_bytes", lambda *_: {"forward": 1000})
-    settings = {**LOSSLESS, "memory_budget": "2MiB"}
-    model, optimizer, session = begin(**settings)
-    train_on(session, model, optimizer, BATCHES[:5])
-    before = session.state.corrections
-    assert (before.missing_bytes, before.counted_elements) == ({"forward": 1000}, 2 * 8 * 16)
-    session.save(tmp_path)
-    session.close()
-    resumed = AdaccSession(model, optimizer, **settings)
-    assert resumed.load(tmp_path)
-    train_on(resumed, model, optimizer, BATCHES[:1])
-    after = resumed.state.corrections
-    assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
-    resumed.close()
-
-
-def test_a_function_s_policy_leaves_no_hook_of_all_optimizers():
-    hooks = optimizers._global_optimizer_pre_hooks
-    before = dict(hooks)
-    model, optimizer, session = begin(policy=lambda profile: uniform_policy(profile, "recompute"))
-    train_on(session, model, optimizer, BATCHES[:2])
-    assert len(hooks) == len(before) + 1  # the session's
-    session.close()
-    assert hooks == before
 
 
 def test_a_session_that_is_never_closed_may_be_collected():

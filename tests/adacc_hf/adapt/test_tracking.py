@@ -1,9 +1,8 @@
-"""Tracking: the measurements of a tracking step, and the policies that follow from them."""
+"""Tracking: the measurements of a tracking step, the policies that follow from them, and suspicious figures in logs."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,18 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import adacc_hf.adapt.gradient_check as gradient_module
 import adacc_hf.adapt.policy_fit as fit_module
-import adacc_hf.adapt.tracking as tracking_module
 from adacc_hf import Action, AdaccConfig, profile_model, solve_policy
 from adacc_hf.adapt.corrections import by_index
-from adacc_hf.adapt.gradient_check import BlockSample
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.policy_fit import ERROR_MARGIN, NOTHING_FITS
+from adacc_hf.adapt.policy_fit import NOTHING_FITS
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.tracking import Tracking, gradient_bound, lossy_blocks
+from adacc_hf.adapt.tracking import MIN_LOSSES, WINDOW, LossHistory, Tracking, gradient_bound, lossy_blocks
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
@@ -153,32 +152,6 @@ def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, 
         assert dict(repriced_option.options)["num_outliers"] == len(channels)
 
 
-def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, monkeypatch):
-    config = replace(COMPRESS, memory_budget=0.9)
-    session = Session(model, batch, config, policy=compress_all)
-    actions = session.policy.action_counts()
-    monkeypatch.setattr(fit_module, "solve_policy", None)  # actions stay, outlier channels are updated
-    for channels in ([5, 40], []):
-        plant(model, channels)
-        _, change = session.track()
-        assert change["reason"].endswith("the same actions, with the current outlier channels")
-        assert norm_options(session.profile, session.policy)[1]["num_outliers"] == len(channels)
-        assert session.policy.action_counts() == actions
-        assert session.choice.current.plans.policy is session.policy
-    assert session.track()[1] is None
-
-
-def test_channels_kept_raw_make_the_gradient_more_exact(model, batch):
-    plant(model, [5, 40])
-    exact = Session(model, batch, replace(COMPRESS, memory_budget=1.0)).step()
-    errors = []
-    for outliers in (False, True):
-        config = replace(COMPRESS, memory_budget=1.0, outliers=outliers)
-        gradient = Session(model, batch, config, policy=compress_all).step()
-        errors.append((gradient - exact).norm() / exact.norm())
-    assert 0 < errors[1] < errors[0]
-
-
 def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
     session = Session(model, batch, COMPRESS, policy=compress_all_but_the_wide)
     stored_bytes = session.policy.predicted_stored_bytes
@@ -244,15 +217,6 @@ def test_the_most_of_all_blocks_and_calls_counts(model, batch):
     plant(model, [])
     session.step()
     assert session.finish()[0].num_outliers[NORM] == 3
-
-
-def chosen_errors(profile, policy):
-    return [
-        next(option.error for option in profile.kind_of(block).values[value].codecs if option.codec == choice.codec)
-        for block in profile.blocks
-        for value, choice in policy.plan_of(block.name).choices
-        if choice.codec is not None
-    ]
 
 
 def test_errors_of_round_trips_and_of_a_gradient_are_measured(model, batch):
@@ -326,43 +290,6 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypa
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9], ids=["half-the-largest", "nine-tenths"])
-def test_an_activation_above_its_bound_is_promoted(model, batch, share):
-    """INT4 above its error bound becomes INT8 or is not compressed. The profiled batch alone does not show this."""
-    free = replace(COMPRESS, memory_budget=0.95)
-    tracking = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all).observe()
-    bound = share * max(tracking.errors.values())
-    config = replace(free, max_error=bound)
-    session = Session(model, batch, config, policy=compress_all)
-    tracking, change = session.track()
-    assert "the codec is no longer allowed for " in change["reason"]
-    later = session.observe()
-    assert max(later.errors.values(), default=0.0) <= bound
-    assert (later.gradient_error or 0.0) <= bound
-    errors = chosen_errors(session.record.profile, session.policy)
-    assert max(errors, default=0.0) <= bound * (1 - ERROR_MARGIN)
-
-
-def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, batch):
-    config = replace(COMPRESS, memory_budget=1.0)
-    tracking = Session(model, batch, config, policy=compress_all).observe()
-    largest, gradient = max(tracking.errors.values()), tracking.gradient_error
-    assert gradient < largest, "pick another bound: it must lie above each round trip and below the gradient's error"
-    assert not tracking.degrading_codecs, "0.5 is the bound where none is given"
-    session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
-    bound = gradient_bound(session.config)
-    session.tracking.start()
-    (name,) = session.sampled
-    session.step()
-    bypassed = {value for _, value, _ in session.finish(stays=True)[0].degrading_codecs}
-    sample = BlockSample(session.handle.plans.strategies[name])
-    session.step()
-    assert 0 < len(bypassed) < len(tracking.errors) / 2
-    assert sample.compare(frozenset(bypassed)) <= bound
-    assert all(sample.compare(frozenset(bypassed - {value})) > bound for value in bypassed)
-    sample.close()
-
-
 QKV = "attn.c_attn:addmm"
 """The queries, keys and values of fused attention, from which backward recomputes its softmax."""
 
@@ -390,31 +317,6 @@ def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model,
     assert later.gradient_error < DEGRADED_ERROR
     assert tracking.errors.keys() - later.errors.keys() == {f"GPT2Block.{QKV}"}
     assert not later.degrading_codecs
-
-
-class ErrorSample:
-    """A sample whose gradient error is composed of one contribution for each activation."""
-
-    def __init__(self, errors):
-        self.errors = errors
-
-    def close(self):
-        """Free nothing."""
-
-    def compare(self, bypassed=frozenset()):
-        squares = (off**2 for value, off in self.errors.items() if value not in bypassed)
-        return math.sqrt(sum(squares))
-
-
-@pytest.mark.parametrize(("max_error", "expected"), [(None, 2), (0.4, 2), (0.1, 3)], ids=str)
-def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batch, monkeypatch, max_error, expected):
-    """Leaving out only one of the first two activations leaves an error of 0.48, and errors of blocks add up."""
-    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
-    lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
-    errors = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    monkeypatch.setattr(tracking_module, "BlockSample", lambda *_: ErrorSample(errors))
-    tracking = session.observe()
-    assert {value for _, value, _ in tracking.degrading_codecs} == set(lossy[:expected])
 
 
 def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
@@ -452,30 +354,6 @@ def count_runs(monkeypatch, most=None):
     return blocks
 
 
-def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model, batch, monkeypatch):
-    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    sharpen(model)
-    session.tracking.start()
-    session.step()
-    calls, exact_gradients, num_held = count_runs(monkeypatch), [], []
-    compare = gradient_module.gradient_error
-
-    def note_exact(exact, other):
-        tensor = next(gradient for gradient in exact if gradient is not None)
-        if not any(reference() is tensor for reference in exact_gradients):
-            exact_gradients.append(weakref.ref(tensor))
-        num_held.append(sum(reference() is not None for reference in exact_gradients))
-        return compare(exact, other)
-
-    monkeypatch.setattr(gradient_module, "gradient_error", note_exact)
-    tracking = session.finish()[0]
-    assert tracking.degrading_codecs
-    assert len(exact_gradients) == max(num_held) == 1
-    assert exact_gradients[0]() is None
-    # One run is exact, one under the plan, one for each activation compressed alone, and one without the worst.
-    assert [calls.count(block) for block in model.transformer.h] == [2 + len(tracking.errors) + 1, 0]
-
-
 def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(model, batch, monkeypatch, caplog):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
@@ -504,3 +382,47 @@ def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips
     (option, *_) = session.record.profile.kinds[0].values[value].codecs
     assert option.codec == "channel_int4"
     assert option.error < gradient_bound(session.config)
+
+
+STEADY = [3.0, 3.1, 2.9, 3.05, 2.95] * 4
+
+
+def reasons(losses):
+    history = LossHistory()
+    return [history.check(loss, None) for loss in losses]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_suspicious_at_once_and_enters_no_median(name, value):
+    history = LossHistory()
+    figures = {"loss": 3.0, "grad_norm": 1.0} | {name: value}
+    assert history.check(figures["loss"], figures["grad_norm"]) == f"{name} is {value}"
+    later = [*STEADY[: MIN_LOSSES - 1], 100.0]
+    assert [history.check(loss, None) for loss in later] == [None] * MIN_LOSSES
+
+
+def test_a_spike_is_found_and_what_came_before_is_not():
+    assert reasons([*STEADY, 9.0, 3.0]) == [None] * 20 + ["loss 9 is 3.0 times the median of the last 16", None]
+
+
+def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
+    """A loss that stays high is normal after half a window. Otherwise, after a change of the data, each further log
+    would cause a check of all blocks."""
+    results = reasons([*STEADY, *[9.0] * 20])
+    assert all(results[20 : 20 + WINDOW // 2])
+    assert not any(results[20 + WINDOW // 2 + 1 :])
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=MIN_LOSSES, max_size=WINDOW), st.floats(1.0, 4.0))
+def test_nothing_within_the_range_of_noise_around_zero_is_a_spike(losses, scale):
+    """Values within the noise around zero are no spike: if losses alternate in sign, the noise is their size."""
+    signs = [scale * (-1) ** number + loss / 4 for number, loss in enumerate(losses)]
+    assert reasons([*signs, 1.5 * scale])[-1] is None
+
+
+@pytest.mark.parametrize(("loss", "is_spike"), [(-4.0, False), (1.0, True)])
+def test_losses_below_zero_spike_upwards(loss, is_spike):
+    (*_, reason) = reasons([-5.0, -5.1, -4.9, -5.05, loss])
+    assert (reason == f"loss {loss:.4g} is far above -5.025, the median of the last 4") == is_spike
+    assert (reason is not None) == is_spike

@@ -75,23 +75,3 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
 
 def most_in_ln_2(counts):
     return max(count for name, count in counts.items() if ".ln_2:" in name)
-
-
-def test_max_error_bounds_the_policy_of_the_run(train):
-    free = AdaccCallback(**COMPRESS)
-    train([free], max_steps=3)
-    bound = max(chosen_errors(free)) * 0.9
-    bounded = AdaccCallback(**{**COMPRESS, "memory_budget": 0.8}, max_error=bound)
-    train([bounded], max_steps=3)
-    assert 0.0 < max(chosen_errors(bounded)) <= bound
-
-
-def chosen_errors(callback):
-    kinds = {block.name: callback.profile.kind_of(block) for block in callback.profile.blocks}
-    return [
-        option.error
-        for name in kinds
-        for value, choice in callback.policy.plan_of(name).choices
-        for option in kinds[name].values[value].codecs
-        if option.codec == choice.codec
-    ]

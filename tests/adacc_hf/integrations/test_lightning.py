@@ -279,16 +279,6 @@ def test_a_finished_run_leaves_no_trace(fit):
     copy.deepcopy(module)
 
 
-def test_the_callback_trains_twice(fit):
-    callback = AdaccLightningCallback(**HALF)
-    fit([callback])
-    first = callback.session
-    module, _ = fit([callback])
-    assert callback.session is not first
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [2]
-    assert_equal_training(module, fit()[0])
-
-
 class TwoModels(Module):
     """LightningModule with a teacher that is not trained."""
 
