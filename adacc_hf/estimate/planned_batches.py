@@ -13,8 +13,8 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes, joined
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
-from adacc_hf.estimate.plan_report import plan_table
 from adacc_hf.estimate.planning import Request, TrainingPlanner
+from adacc_hf.reports.text_table import table_lines
 from adacc_hf.solve.batch_costs import BatchCosts, longest_fitting
 from adacc_hf.solve.batch_plan import padding, plan_step
 
@@ -157,7 +157,14 @@ def batches_text(request: Request, report: BatchesReport) -> str:
         f"{report.num_too_long} samples are left out, because they do not fit even alone: the longest that fits has "
         f"{report.longest} tokens"
     )
-    return "\n".join([title, *([too_long] if report.num_too_long else []), "", *plan_table(rows)])
+    return "\n".join(
+        [
+            title,
+            *([too_long] if report.num_too_long else []),
+            "",
+            *table_lines(rows, columns=None, right=range(1, len(rows[0]))),
+        ]
+    )
 
 
 def _range_text(batches: PlannedBatches) -> str:

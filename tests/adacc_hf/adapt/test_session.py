@@ -361,13 +361,6 @@ def test_a_saved_session_goes_on(tmp_path):
     assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 8
 
 
-def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
-    policy = train(one_step, **HALF).session.policy
-    monkeypatch.setattr(RunProfiler, "begin", None)
-    run = train_as_plain(one_step, policy=policy, **LOSSLESS)
-    assert run.session.policy == policy
-
-
 @pytest.mark.parametrize(("budget", "is_function"), [(0.3, False), ("100KiB", True)], ids=["given", "by a function"])
 def test_a_policy_above_the_budget_beside_it_is_refused(budget, is_function):
     policy = train(one_step, **HALF).session.policy
