@@ -157,7 +157,8 @@ def memory_table(model: nn.Module, optimizer: Any, policy: Policy | None, profil
         "parameters and buffers": [*model.named_parameters(), *model.named_buffers()],
         "gradients": gradients,
         "optimizer state": [("optimizer state", tensor) for tensor in states],
-        OTHERS: [(OTHER, tensor) for tensor in _python_tensors()],
+        # `isinstance` would run the code of proxy objects.
+        OTHERS: [(OTHER, item) for item in gc.get_objects() if issubclass(type(item), torch.Tensor)],
     }
     tensors = {purpose: list(_new_storages(group, device, seen)) for purpose, group in named.items()}
     live = {purpose: sum(tensor.nbytes for tensor in group) for purpose, group in tensors.items()}
@@ -179,12 +180,6 @@ def memory_table(model: nn.Module, optimizer: Any, policy: Policy | None, profil
     lines = [f"Adacc: memory of {device} when it ran out:"]
     lines += [f"  {name:<40}{format_bytes(nbytes):>12}" for name, nbytes in rows]
     return "\n".join([*lines, "Largest live tensors:", *map(str, largest[:NUM_LARGEST])])
-
-
-def _python_tensors() -> Iterator[torch.Tensor]:
-    """Yield the tensors that Python code refers to. Types are compared without `isinstance`, which would run the code
-    of proxy objects."""
-    return (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
 
 
 def _new_storages(

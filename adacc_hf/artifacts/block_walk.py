@@ -92,7 +92,8 @@ class BlockWalk:
         self._twins: frozenset[int] = frozenset()
         """Earlier activations that backward reads in place of later values with the same bits."""
         if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
-            twins = {v: twin for v, twin in kind.equal.items() if not self._is_stored_activation(v)}
+            stored = {value for value in self.choices if self._is_stored(value)}
+            twins = {v: twin for v, twin in kind.equal.items() if v not in stored}
             kind = kind.with_merged_values(twins)
             self._twins = frozenset(twins.values())
         self.kind = kind
@@ -107,9 +108,6 @@ class BlockWalk:
         self.roots = {
             v: nbytes for v, nbytes in self.roots.items() if kind.values[v].saved or v in read or v in self.held_inputs
         }
-
-    def _is_stored_activation(self, value: int) -> bool:
-        return value in self.choices and self._is_stored(value)
 
     def _is_stored(self, value: int) -> bool:
         return self.choices[value].action is not Action.RECOMPUTE

@@ -301,16 +301,6 @@ def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile,
     the block profile `before`. The time is proportional to the bytes that the operator reads and writes, but not below
     the time `launch_ms` of a kernel launch."""
     accessed = (*operator.inputs, *operator.outputs)
-    ratio = _growth_ratio(sum(before.values[v].nbytes for v in accessed), sum(after.values[v].nbytes for v in accessed))
-    return replace(
-        operator, ms=min(operator.ms, launch_ms) if ratio == 0 else _scaled_ms(operator.ms, ratio, launch_ms)
-    )
-
-
-def _scaled_ms(ms: float, ratio: float, min_ms: float) -> float:
-    return max(ms * ratio, min(ms, min_ms))
-
-
-def _growth_ratio(before: int, after: int) -> float:
-    """Return the ratio of an operator's bytes at two batch sizes, or 1.0 if the operator reads and writes no bytes."""
-    return after / before if before else 1.0
+    old_bytes, new_bytes = (sum(kind.values[v].nbytes for v in accessed) for kind in (before, after))
+    ratio = new_bytes / old_bytes if old_bytes else 1.0
+    return replace(operator, ms=max(operator.ms * ratio, min(operator.ms, launch_ms)))

@@ -166,15 +166,14 @@ def _count_edges(root: Any) -> dict[EdgeKey, int]:
 def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Run a node of autograd's graph on the gradients of its results. Return the gradients of its inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        filled = [_zero_gradient(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
+        filled = [
+            torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device) if gradient is None else gradient
+            for gradient, metadata in zip(gradients, input_metadata(node), strict=True)
+        ]
         result = node.apply(*filled)
     else:
         result = node(*gradients)
     return list(result) if isinstance(result, tuple) else [result]
-
-
-def _zero_gradient(metadata: Any) -> torch.Tensor:
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:

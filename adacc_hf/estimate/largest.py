@@ -18,7 +18,7 @@ from adacc_hf.estimate.fake_model import fake_model
 from adacc_hf.estimate.planning import METHODS, Request, TrainingPlanner, fully_recomputed, plain_ms
 from adacc_hf.reports.text_table import table_lines
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import least_peak_bytes, solve_policy
+from adacc_hf.solve.solver import quick_least_policy, solve_policy
 from adacc_hf.solve.tiling import most_tiled
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _least_peak(method: str, profile: Profile, config: AdaccConfig) -> int:
         return uniform_policy(profile, "retain").predicted_peak_bytes
     if method in (METHODS[1], TILED):
         return _recomputed(method, profile).peak_bytes
-    return least_peak_bytes(profile, config)
+    return quick_least_policy(profile, config).predicted_peak_bytes
 
 
 def _recomputed(method: str, profile: Profile) -> Outcome:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from adacc_hf.artifacts.call_names import call_name, calls_per_block
-from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.policy import BlockAction, Policy
@@ -100,18 +99,6 @@ class TrainingPlan:
     """Peak of live bytes in each phase of the step, under the policy, or under full recomputation if no policy fits."""
 
 
-def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
-    """Return the static memory (parameters, gradients and optimizer state), and the profile of one step of `request`,
-    on one device.
-
-    Pass the profile to `uniform_policy` for the peak of plain training or of recomputation. Raises the same errors as
-    `plan`.
-    """
-    with fake_model(request.workload) as model:
-        planner = TrainingPlanner(request, model)
-        return planner.static, planner.profile()
-
-
 def plan(request: Request) -> TrainingPlan:
     """Return the predictions for the training run of `request`.
 
@@ -157,7 +144,12 @@ class TrainingPlanner:
         )
         profile = self.profile()
         log.info("solving for a policy within %s", format_bytes(request.budget))
-        policy, peak_bytes, bound_bytes = _solve_forecast(profile, request.budget, request.workload.adacc)
+        policy, bound_bytes = None, None
+        try:
+            policy = solve_policy(profile, request.budget, request.workload.adacc)
+            peak_bytes = policy.predicted_peak_bytes
+        except InfeasibleBudgetError as error:
+            peak_bytes, bound_bytes = error.smallest_budget_bytes, error.bound_bytes
         forecasts = self._forecasts(profile, policy, peak_bytes)
         return TrainingPlan(
             request=request,
@@ -237,15 +229,12 @@ class TrainingPlanner:
         plain_step_ms = plain_ms(profile)
         plain, full = uniform_policy(profile, "retain"), fully_recomputed(profile)
         adacc_ms = None if policy is None else plain_step_ms + policy.predicted_overhead_ms
+        peaks = (plain.predicted_peak_bytes, full.peak_bytes, peak_bytes)
+        times = (plain_step_ms, plain_step_ms + full.overhead_ms, adacc_ms)
         return {
-            "plain": self._forecast(plain.predicted_peak_bytes, plain_step_ms),
-            "full recomputation": self._forecast(full.peak_bytes, plain_step_ms + full.overhead_ms),
-            "adacc": self._forecast(peak_bytes, adacc_ms),
+            method: Forecast(fits=peak <= self.request.budget, peak_bytes=peak, step_ms=step_ms)
+            for method, peak, step_ms in zip(METHODS, peaks, times, strict=True)
         }
-
-    def _forecast(self, peak_bytes: int, step_ms: float | None) -> Forecast:
-        fits = peak_bytes <= self.request.budget
-        return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms)
 
 
 def fully_recomputed(profile: Profile) -> Outcome:
@@ -266,16 +255,6 @@ def with_checkpointing(profile: Profile) -> Profile:
         for kind in profile.kinds
     )
     return replace(profile, kinds=kinds)
-
-
-def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """Solve for a policy within `budget`, and return (policy, peak of the policy, None). If no policy fits, return
-    (None, smallest feasible budget, lower bound of all peaks)."""
-    try:
-        policy = solve_policy(profile, budget, config)
-    except InfeasibleBudgetError as error:
-        return None, error.smallest_budget_bytes, error.bound_bytes
-    return policy, policy.predicted_peak_bytes, None
 
 
 def plain_ms(profile: Profile) -> float:

@@ -136,14 +136,6 @@ class StaticMemory:
         return self.resting_bytes - freed_bytes + self.gradients_bytes + self.update_bytes
 
 
-@dataclass(frozen=True)
-class _OptimizerBytes:
-    """Functions that predict the bytes of an optimizer's state and of its step's temporaries."""
-
-    state_bytes: Callable[[torch.Tensor], int]
-    update_bytes: Callable[[Sequence[torch.Tensor]], int]
-
-
 def _state_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
@@ -162,26 +154,19 @@ def _factored_bytes(tensor: torch.Tensor) -> int:
     return FLOAT32_BYTES * (rows + columns)
 
 
-def _no_state_bytes(_: Sequence[torch.Tensor]) -> int:
-    """Return 0, for an optimizer whose step needs no temporaries."""
-    return 0
-
-
 COMPACT = "compact"
-_OPTIMIZERS = {
-    "adamw": _OptimizerBytes(lambda p: 2 * _state_nbytes(p), _no_state_bytes),
-    "adamw_foreach": _OptimizerBytes(lambda p: 2 * _state_nbytes(p), lambda ps: sum(map(_state_nbytes, ps))),
-    "adamw_8bit": _OptimizerBytes(lambda p: 2 * _int8_state_bytes(p), _no_state_bytes),
-    "lion": _OptimizerBytes(_state_nbytes, _no_state_bytes),
-    "lion_8bit": _OptimizerBytes(_int8_state_bytes, _no_state_bytes),
-    "adafactor": _OptimizerBytes(
-        _factored_bytes, lambda ps: 2 * FLOAT32_BYTES * max((p.numel() for p in ps), default=0)
-    ),
-    COMPACT: _OptimizerBytes(lambda p: 2 * _state_nbytes(p), lambda ps: 2 * sum(map(_state_nbytes, ps))),
-    "sgd": _OptimizerBytes(lambda p: 0, _no_state_bytes),
-    "sgd_momentum": _OptimizerBytes(_state_nbytes, _no_state_bytes),
+_OPTIMIZERS: dict[str, tuple[Callable[[torch.Tensor], int], Callable[[Sequence[torch.Tensor]], int]]] = {
+    "adamw": (lambda p: 2 * _state_nbytes(p), lambda ps: 0),
+    "adamw_foreach": (lambda p: 2 * _state_nbytes(p), lambda ps: sum(map(_state_nbytes, ps))),
+    "adamw_8bit": (lambda p: 2 * _int8_state_bytes(p), lambda ps: 0),
+    "lion": (_state_nbytes, lambda ps: 0),
+    "lion_8bit": (_int8_state_bytes, lambda ps: 0),
+    "adafactor": (_factored_bytes, lambda ps: 2 * FLOAT32_BYTES * max((p.numel() for p in ps), default=0)),
+    COMPACT: (lambda p: 2 * _state_nbytes(p), lambda ps: 2 * sum(map(_state_nbytes, ps))),
+    "sgd": (lambda p: 0, lambda ps: 0),
+    "sgd_momentum": (_state_nbytes, lambda ps: 0),
 }
-"""Functions for each optimizer that predict the bytes of state per parameter and of the temporaries of one step.
+"""Functions for each optimizer: bytes of the state of a parameter, and of the temporaries of a step on all parameters.
 
 - adamw is torch's fused AdamW, the Trainer's default, which needs no temporaries.
 - adamw_foreach allocates the square roots of all second moments at once.
@@ -210,7 +195,7 @@ def static_memory(
     from adacc_hf.torch_glue.memory import distinct_bytes
 
     check_optimizer(optimizer)
-    rule = _OPTIMIZERS[optimizer]
+    state_bytes, update_bytes = _OPTIMIZERS[optimizer]
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # CompAct's cores are left out: between steps a core is a single number, expanded to the core's shape.
@@ -218,7 +203,7 @@ def static_memory(
         parameter for parameter in parameters if parameter.untyped_storage().nbytes() >= _state_nbytes(parameter)
     ]
     updated = _float32_on_meta(trained) if master_weights else trained
-    state = sum(map(rule.state_bytes, updated))
+    state = sum(map(state_bytes, updated))
     masters = sum(map(_state_nbytes, updated)) if master_weights and sharding.is_deepspeed else 0
     is_float32 = master_weights and not sharding.is_deepspeed
     weights = sum(map(_state_nbytes, _float32_on_meta(allocated) if is_float32 else allocated))
@@ -233,7 +218,7 @@ def static_memory(
         unsharded_bytes=_unsharded_bytes(parameters, blocks) if sharding.num_shards("parameters") > 1 else 0,
         buckets_bytes=gradients if sharding.method == "ddp" else reduce_bytes if sharding.method == "zero3" else 0,
         backward_buckets_bytes=0 if sharding.method == "zero3" else reduce_bytes,
-        update_bytes=_shard_bytes(rule.update_bytes(updated), sharding.num_shards("optimizer")),
+        update_bytes=_shard_bytes(update_bytes(updated), sharding.num_shards("optimizer")),
     )
 
 

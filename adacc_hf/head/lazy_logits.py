@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,18 +27,8 @@ from adacc_hf.torch_glue.private import (
 )
 from adacc_hf.torch_glue.tensors import is_plain
 
-
-class LogitsListener(Protocol):
-    """Object that is notified when lazy logits are used."""
-
-    computes_plainly: bool
-    """True if losses are computed from whole logits, as without lazy logits, and only noted."""
-
-    def note_loss(self, loss: LossCall) -> None:
-        """Handle a cross entropy of lazy logits."""
-
-    def note_full_logits(self) -> None:
-        """Handle a use of lazy logits that needs the full logits."""
+if TYPE_CHECKING:
+    from adacc_hf.head.head import ChunkedHead
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class HeadCall:
     bias: Tensor | None
     dtype: torch.dtype
     """Dtype of the layer's matrix product."""
-    listener: LogitsListener
+    head: ChunkedHead
 
     def check_weight(self) -> None:
         """Raise ChunkedHeadError if FSDP has freed the weight since the call."""
@@ -63,9 +53,9 @@ class HeadCall:
             )
 
     def full_logits(self) -> Tensor:
-        """Compute the logits with their autograd graph, as the plain layer does, and notify the `LogitsListener`."""
+        """Compute the logits with their autograd graph, as the plain layer does, and count them."""
         self.check_weight()
-        self.listener.note_full_logits()
+        self.head.note_full_logits()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(self.rows.device.type, enabled=False):
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
@@ -220,7 +210,7 @@ class LazyLogits(Tensor):
             if func is Tensor.register_hook and _is_hook_of_sharding(*args[1:], **kwargs):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _UNSUPPORTED and not first.call.listener.computes_plainly:
+            if func in _UNSUPPORTED and not first.call.head.computes_plainly:
                 raise ChunkedHeadError(
                     f"{func.__name__} was called on the logits of a chunked head, which have no gradient, because the "
                     f'loss is computed without the full logits; set AdaccConfig(head="plain")'
@@ -318,14 +308,6 @@ def _cast(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return lazy if target == lazy.dtype else lazy.derive(lambda logits: logits.to(target), lazy.rows, target)
 
 
-def _float(lazy: LazyLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _cast(lazy, torch.float32)
-
-
-def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else lazy
-
-
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
     """Return a clone that is lazy too."""
     return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.as_function_output()
@@ -371,8 +353,8 @@ def _cross_entropy(
         return NotImplemented
     lazy.call.check_weight()
     loss = LossCall(lazy.call, lazy.rows, target, ignore_index, reduction)
-    lazy.call.listener.note_loss(loss)
-    if lazy.call.listener.computes_plainly:
+    lazy.call.head.note_loss(loss)
+    if lazy.call.head.computes_plainly:
         logits, _origins = lazy.as_tensors()
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
     return loss.chunked()
@@ -380,9 +362,9 @@ def _cross_entropy(
 
 _LAZY: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    Tensor.float: _float,
+    Tensor.float: lambda lazy, **kwargs: NotImplemented if kwargs else _cast(lazy, torch.float32),
     Tensor.to: _cast,
-    Tensor.contiguous: _contiguous,
+    Tensor.contiguous: lambda lazy, **kwargs: NotImplemented if kwargs else lazy,
     Tensor.clone: _clone,
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,

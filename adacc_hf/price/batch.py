@@ -25,7 +25,10 @@ class Batch:
 
     def __post_init__(self) -> None:
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(self.tensors)):
-            object.__setattr__(self, "tensors", tree_map_only(torch.Tensor, _without_graph, self.tensors))
+            leaves = tree_map_only(
+                torch.Tensor, lambda t: t.detach().requires_grad_() if t.grad_fn else t, self.tensors
+            )
+            object.__setattr__(self, "tensors", leaves)
 
     @cached_property
     def sizes(self) -> Shapes:
@@ -43,11 +46,6 @@ class Batch:
         if not isinstance(self.tensors, Mapping):  # the entry of the profiler refuses such a batch in words
             return 0
         return max((prod(size) for _, size in self.sizes if len(size) == 2), default=0)
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf tensor with the same memory that requires a gradient if `tensor` does."""
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 @dataclass(frozen=True, kw_only=True)

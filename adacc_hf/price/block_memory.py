@@ -92,13 +92,12 @@ class RepeatedCall:
     def results(self, has_gradients: bool) -> list[torch.Tensor]:
         """Run the call, and return the results from which a backward starts."""
         tensors: dict[int, torch.Tensor] = {}
-        for leaf in tree_leaves(self.run(has_gradients)):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._is_argument(leaf):
+        leaves = tree_leaves(self.run(has_gradients))
+        arguments = set() if self._leaves is None else set(map(id, self._leaves.made.values()))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in arguments:
                 tensors.setdefault(id(leaf), leaf)
         return list(tensors.values())[: self._num_results]
-
-    def _is_argument(self, tensor: torch.Tensor) -> bool:
-        return self._leaves is not None and any(tensor is leaf for leaf in self._leaves.made.values())
 
 
 class _Leaves:

@@ -15,7 +15,7 @@ from adacc_hf.price.precision_sensitive import precision_sensitive_values
 from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.replay import view
-from adacc_hf.tape.tape import Tape, TapeOperator
+from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.tensors import relative_error
 
 OUTLIER_SHARE = 0.01
@@ -99,7 +99,10 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor) -> Codec:
     replacement_codecs = [other for other in replacement_codecs if other.supports(tuple(tensor.shape), tensor.dtype)]
     if not replacement_codecs:
         return codec
-    return min([codec, *replacement_codecs], key=lambda candidate: _round_trip_error(candidate, tensor))
+    return min(
+        [codec, *replacement_codecs],
+        key=lambda each: float(relative_error([tensor], [each.decode(each.encode(tensor))])),
+    )
 
 
 def precise_codec_options(
@@ -140,10 +143,6 @@ def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> Co
     )
 
 
-def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
-    return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
-
-
 # Roles of values. A value's role decides which codecs suit it (Adacc paper, section 3.2).
 
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
@@ -167,7 +166,8 @@ def role_of(tape: Tape, value: int) -> str:
     if _is_softmax_value(tape, value):
         return "softmax"
     readers = [tape.operators[index] for index in tape.consumers(value)]
-    if any(reader.short_name.startswith(_ATTENTION) and _is_activation_product(tape, reader) for reader in readers):
+    products = (reader for reader in readers if reader.short_name.startswith(_ATTENTION))
+    if any(not any(map(tape.is_module_state, product.inputs())) for product in products):
         return "qkv"
     reader_names = [reader.short_name for reader in readers]
     producer_names = [tape.operators[record.producer].short_name] if record.producer is not None else []
@@ -201,23 +201,15 @@ def _is_softmax_value(tape: Tape, value: int) -> bool:
     return keeps_role and any(_is_softmax_value(tape, read) for read in operator.inputs())
 
 
-def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
-    return not any(tape.is_module_state(value) for value in operator.inputs())
-
-
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
     """Return the codecs for values of `role`: those that the settings name, else those that suit the role."""
     if config.codecs is not None:
-        return [name for name in config.codecs if _may_encode(codec_type(name), role)]
+        suits = {name: codec_type(name).suits for name in config.codecs}  # only codecs for masks encode masks
+        return [name for name in suits if (MASK in suits[name] if role == MASK else suits[name] != {MASK})]
     suitable = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
     # Under a bound on errors, the 8-bit codec may still encode values for which INT4 is too coarse.
     precise = [precise_codec()] if config.max_error is not None and role != MASK else []
     return list(dict.fromkeys([*suitable, *precise]))
-
-
-def _may_encode(codec: type[Codec], role: str) -> bool:
-    """Return True if a codec that the settings name may encode values of `role`. Only codecs for masks encode masks."""
-    return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:

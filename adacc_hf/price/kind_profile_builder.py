@@ -85,7 +85,8 @@ class KindProfileBuilder:
     def _value(self, index: int) -> Value:
         tape, record = self.tape, self.tape.values[index]
         options = self.prices.codecs.get(index, ()) if index in self.optional else ()
-        errors = {option.codec: self._gradient_error(index, option.codec) for option in options}
+        names = (option.codec for option in options)
+        errors = {name: max(each.codecs.get((index, name), 0.0) for each in self.errors) for name in names}
         too_coarse = {codec: error for codec, error in errors.items() if error > DEGRADED_ERROR}
         codecs = tuple(option for option in options if option.codec not in too_coarse)
         return Value(
@@ -128,9 +129,6 @@ class KindProfileBuilder:
         size = record.ref.geometry[0]
         keeps_order = encode_view(self.tape, index).geometry[0] == size
         return record.source.path if keeps_order and len(record.source.path) == 1 else ()
-
-    def _gradient_error(self, index: int, codec: str) -> float:
-        return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
         """Return the earlier activation with equal bits that replay reads (as `ExecutionPlan`), or None."""

@@ -224,7 +224,12 @@ def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
     costs = [
         _block_price(kind, action, block_plan) for action, block_plan in [(plan.block_action, plan), *others.items()]
     ]
-    return ["; ".join(costs), *_describe_tiles(kind), *describe_calls(kind)]
+    lines = ["; ".join(costs), *_describe_tiles(kind)]
+    if kind.untrusted is not None:
+        lines.append(
+            f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"
+        )
+    return lines
 
 
 def _describe_tiles(kind: KindProfile) -> list[str]:
@@ -241,13 +246,6 @@ def _describe_tiles(kind: KindProfile) -> list[str]:
         f"time in backward: {kind.extra_ms:.2f} ms; a tile takes up to {format_bytes(forward_bytes)} in forward and "
         f"{format_bytes(backward_bytes)} in backward"
     ]
-
-
-def describe_calls(kind: KindProfile) -> list[str]:
-    """Return a list with a note if blocks of `kind` are not replayed, else []."""
-    if kind.untrusted is None:
-        return []
-    return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
 
 
 def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:

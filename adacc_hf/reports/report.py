@@ -62,7 +62,6 @@ def policy_report(
     parts = (
         *_summary_section(profile, policy, outcomes),
         f"Available on {profile.device}: {format_bytes(profile.available_bytes)}.",
-        *_solver_section(policy),
         *_comparison_section(comparison),
         "## Policy map",
         ("The colour is the action on an activation between forward and backward. The bytes are on the right."),
@@ -133,12 +132,6 @@ def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outco
         f"{_capitalized('; '.join([describe_head(policy, profile), *describe_host(policy, profile)]))}.",
     ]
     return parts
-
-
-def _solver_section(policy: Policy) -> list[Part]:
-    facts = [(_report_header(name), _report_cell(name, value)) for name, value in policy.facts]
-    gap = "The gap is the part of the overhead that a better policy could still save; 0 proves optimality."
-    return [*([table(("solver", "value"), facts)] if facts else []), *([gap] if "gap" in dict(policy.facts) else [])]
 
 
 def _capitalized(text: str) -> str:

@@ -14,7 +14,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import least_peak_bytes, recomputing_policies
+from adacc_hf.solve.solver import quick_least_policy, recomputing_policies
 
 LAUNCHES = 15
 """Time that a micro-batch spends on each operator of a block, whatever its size, in launches of the fastest operator:
@@ -92,7 +92,7 @@ class BatchCosts:
 
     def least_peak(self, sample: Shapes) -> int:
         """Return the smallest peak in bytes of a batch of one sample that a policy can reach."""
-        return least_peak_bytes(self._predicted(sample), self._config)
+        return quick_least_policy(self._predicted(sample), self._config).predicted_peak_bytes
 
     def _at(self, num_samples: int, sample: Shapes) -> _Point | None:
         """Return the predictions for the size class of a batch, interpolated in the number of samples."""

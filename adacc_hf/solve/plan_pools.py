@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import KindProfile, Operator
     from adacc_hf.artifacts.policy import Plan
     from adacc_hf.artifacts.profile import Profile
-    from adacc_hf.solve.milp import StoredForm
 
     Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -219,7 +218,10 @@ def price_by_bytes(model: KindModel) -> KindModel:
     value_bytes = [value.nbytes for value in kind.values]
     menus = {
         value: tuple(
-            form if form.choice == RETAIN else replace(form, ms=_codec_ms(value_bytes[value], form)) for form in menu
+            form
+            if form.choice == RETAIN
+            else replace(form, ms=2 * MS_PER_BYTE * (value_bytes[value] + form.nbytes + form.host_bytes))
+            for form in menu
         )
         for value, menu in model.menus.items()
     }
@@ -233,10 +235,6 @@ def price_by_bytes(model: KindModel) -> KindModel:
 def _kind_by_bytes(kind: KindProfile) -> KindProfile:
     operators = tuple(replace(op, ms=_operator_ms(kind, op)) for op in kind.operators)
     return replace(kind, operators=operators, extra_ms=0.0)
-
-
-def _codec_ms(nbytes: int, form: StoredForm) -> float:
-    return 2 * MS_PER_BYTE * (nbytes + form.nbytes + form.host_bytes)
 
 
 def _operator_ms(kind: KindProfile, operator: Operator) -> float:

@@ -84,19 +84,10 @@ def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
     """Return a policy with the lowest peak that the solver finds. `least_policy` may be faster, and has at most this
     peak."""
-    try:
-        return solve_policy(profile, 1, config)
-    except InfeasibleBudgetError as error:
-        least = error.least
-    assert least is not None  # errors that the solver raises have this policy
-    return least
-
-
-def least_peak_bytes(profile: Profile, config: AdaccConfig | None = None) -> int:
-    """Return the peak of `quick_least_policy`, for which the solver needs no measured times."""
     config = config or AdaccConfig()
     limits = Limits(Budget(1, 1, limits_peak=True), config.host_limit(profile.host_free_bytes))
-    return _least(_searches(profile, config, limits), limits)[2]
+    search, plans, _ = _least(_searches(profile, config, limits), limits)
+    return policy_of_plans(search.profile, plans)
 
 
 def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
@@ -136,15 +127,10 @@ def _fastest(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limi
             best, most_ms = (search, [candidate.plan for candidate in policy]), search.ms(policy)
     # A policy that fits only with the measured times would not fit in another process.
     if best is None or (best[1] is not best[0].plain and not any(search.fitting(limits) for search in searches)):
-        raise _refusal(searches, config, limits)
+        search, least, _ = _least(searches, limits)
+        bound = min(each.bound_bytes(limits.budget) for each in searches)
+        raise infeasible_budget(search.profile, config, limits.budget, policy_of_plans(search.profile, least), bound)
     return best
-
-
-def _refusal(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limits) -> InfeasibleBudgetError:
-    """Return the error that reports the lowest feasible budget, and a lower bound on all feasible budgets."""
-    search, least, _ = _least(searches, limits)
-    bound = min(each.bound_bytes(limits.budget) for each in searches)
-    return infeasible_budget(search.profile, config, limits.budget, policy_of_plans(search.profile, least), bound)
 
 
 def _least(searches: Sequence[PolicySearch], limits: Limits) -> tuple[PolicySearch, list[Plan], int]:

@@ -50,11 +50,7 @@ Gradients = Callable[[Tensor, Sequence[Tensor], Tensor], tuple[Tensor | None, ..
 """Function of (result, inputs, gradient of the result) that returns the gradient of each input, or None."""
 
 
-def _autograd_gradients(result: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(result, inputs, gradient, allow_unused=True)
-
-
-_gradient_function: Gradients = _autograd_gradients
+_gradient_function: Gradients = partial(torch.autograd.grad, allow_unused=True)
 
 
 @contextmanager

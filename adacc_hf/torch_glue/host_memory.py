@@ -13,6 +13,10 @@ from adacc_hf.torch_glue.distributed import num_ranks
 UNIFIED_NAMES = ("GB10",)  # GPUs that share the host's memory, and that not all drivers report as integrated
 CGROUP = Path("/sys/fs/cgroup")  # cgroups limit the memory of containers and of jobs
 OWN_CGROUPS = Path("/proc/self/cgroup")
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Names of the files with a cgroup's limit and its used bytes, and the key of the inactive page cache in memory.stat,
+for each version of cgroups."""
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -41,21 +45,33 @@ def total_host_bytes() -> int:
 
 
 def _container_bytes() -> list[tuple[int, int]]:
-    """Return (limit, used bytes) of each memory limit on this process's cgroup (version 2) and on the cgroups that
-    contain it, set by containers, batch systems or systemd. The inactive page cache counts as free: the kernel frees it
-    when needed."""
-    path = ""  # of this process's cgroup, in a line "0::path"
+    """Return (limit, used bytes) of each memory limit on this process's cgroup and on the cgroups that contain it, set
+    by containers, batch systems or systemd. The inactive page cache counts as free: the kernel frees it when needed."""
+    own_paths: dict[str, str] = {}  # by controller; "" stands for version 2, which has all controllers in one hierarchy
     with suppress(OSError):
-        lines = OWN_CGROUPS.read_text().splitlines()
-        path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
-    limits = []
-    # Some folders may not exist: within a container, the path may be relative to the machine's hierarchy, of which only
-    # a part is mounted.
+        for line in OWN_CGROUPS.read_text().splitlines():  # "number:controllers:path"
+            _, controllers, path = line.split(":", 2)
+            own_paths |= dict.fromkeys(controllers.split(","), path)
+    return [
+        limit
+        for hierarchy, controller, names in ((CGROUP, "", VERSION_2), (CGROUP / "memory", "memory", VERSION_1))
+        for folder in _folders(hierarchy, own_paths.get(controller, "/"))
+        for limit in _limit_of(folder, *names)
+    ]
+
+
+def _folders(hierarchy: Path, path: str) -> list[Path]:
+    """Return the folder of the cgroup `path` and all folders above it in `hierarchy`. Some may not exist: within a
+    container, `path` may be relative to the machine's hierarchy, of which only a part is mounted."""
     parts = [part for part in Path(path).parts if part not in ("/", "..")]
-    for depth in range(len(parts) + 1):
-        folder = CGROUP.joinpath(*parts[:depth])
-        with suppress(OSError, ValueError):  # no such files, or "max", which means no limit
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used_bytes = int((folder / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
-            limits.append((int((folder / "memory.max").read_text()), used_bytes))
-    return limits
+    return [hierarchy.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _limit_of(folder: Path, limit: str, used: str, cached: str) -> list[tuple[int, int]]:
+    """Return a list with (limit, used bytes) of the cgroup in `folder`, or an empty list if it has no limit."""
+    try:
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used_bytes = int((folder / used).read_text()) - int(counts.get(cached, 0))
+        return [(int((folder / limit).read_text()), used_bytes)]
+    except (OSError, ValueError):  # no such files, or "max", which means no limit
+        return []

@@ -22,8 +22,8 @@ from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import Workload
-from adacc_hf.estimate.planning import Request, plain_ms, training_profile
+from adacc_hf.estimate.fake_model import Workload, fake_model
+from adacc_hf.estimate.planning import Request, TrainingPlanner, plain_ms
 from adacc_hf.estimate.static_memory import PRECISIONS, Sharding
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Pair, Row, Setting, model_config
@@ -120,8 +120,9 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
     """
     start_s = time.process_time()
     request = request_of(row, model_changes)
-    with older_behaviours(row.older):
-        static, profile = training_profile(request)
+    with older_behaviours(row.older), fake_model(request.workload) as model:
+        planner = TrainingPlanner(request, model)
+        static, profile = planner.static, planner.profile()
     outcome = outcome_of(profile, row.checkpointing)
     return {
         "status": Status.MEASURED.value,
@@ -176,9 +177,9 @@ def step_ms(setting: Setting) -> float:
 def _profile_of(setting: str) -> Profile:
     """Return the profile of a step of a setting (as JSON), which is equal for all modes of checkpointing."""
     parsed_setting = Setting(**json.loads(setting))
-    with older_behaviours(parsed_setting.older):
-        _, profile = training_profile(request_of(parsed_setting))
-    return profile
+    request = request_of(parsed_setting)
+    with older_behaviours(parsed_setting.older), fake_model(request.workload) as model:
+        return TrainingPlanner(request, model).profile()
 
 
 def _every_block(of_kind: Callable[[KindProfile], float]) -> Callable[[Profile], float]:

@@ -102,13 +102,12 @@ def test_only_a_budget_of_the_peak_is_drawn(tmp_path: Path, profile, policy) -> 
         "stored": (("budget_bytes", 2**30), ("budget_of", "stored")),
         "peak": (("budget_bytes", 2**30), ("budget_of", "peak")),
     }
-    pictures, texts = {}, {}
+    pictures = {}
     for name, pairs in facts.items():
         path = policy_report(profile=profile, policy=replace(policy, facts=pairs)).save(tmp_path / name)
-        pictures[name], texts[name] = (path.parent / "memory.png").read_bytes(), path.read_text()
+        pictures[name] = (path.parent / "memory.png").read_bytes()
     assert pictures["none"] == pictures["stored"]
     assert pictures["none"] != pictures["peak"]
-    assert "| budget | 1.00 GiB |" in texts["stored"]
 
 
 def test_policy_of_another_profile_is_refused(tmp_path: Path, gpt2_like_profile, policy) -> None:

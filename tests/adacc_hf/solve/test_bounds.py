@@ -14,7 +14,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
-from adacc_hf.solve.solver import least_peak_bytes, quick_least_policy, solve_policy
+from adacc_hf.solve.solver import solve_policy
 
 SOLVING = settings(max_examples=40, **SLOW_EXAMPLES)
 
@@ -67,8 +67,3 @@ def test_a_model_without_a_large_head_has_a_lower_floor_and_is_no_slower_above_i
 
 def peak_of(policy):
     return policy.predicted_peak_bytes
-
-
-def test_the_least_peak_needs_no_policy(gpt2_like_profile, add_chunked_head):
-    profile = add_chunked_head(gpt2_like_profile(num_blocks=4), saved_bytes=1 << 30)
-    assert least_peak_bytes(profile) == quick_least_policy(profile).predicted_peak_bytes

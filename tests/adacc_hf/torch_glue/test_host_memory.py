@@ -41,6 +41,11 @@ def machine(monkeypatch, tmp_path):
 
 
 SECOND = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 600\ninactive_file 50\n"}
+FIRST = {
+    "memory/memory.limit_in_bytes": "800",
+    "memory/memory.usage_in_bytes": "100",
+    "memory/memory.stat": "total_inactive_file 0\n",
+}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,7 @@ SECOND = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "ano
         (5000, SECOND, 1000 - (700 - 50)),
         (200, SECOND, 200),
         (5000, SECOND | {"memory.max": "max\n"}, 5000),
+        (5000, FIRST, 700),
         (5000, SECOND | {"memory.current": "2000\n"}, 0),
     ],
 )
@@ -60,7 +66,10 @@ def test_the_limit_of_a_container_counts(machine, available, files, expected):
 
 def within(folder, files):
     """Return `files` of the root cgroup as files of the cgroup `folder`, below the same hierarchy."""
-    return {f"{folder}/{name}": text for name, text in files.items()}
+    return {
+        f"memory/{folder}/{name.removeprefix('memory/')}" if name.startswith("memory/") else f"{folder}/{name}": text
+        for name, text in files.items()
+    }
 
 
 JOB = "system.slice/slurm/job_7"
@@ -82,6 +91,9 @@ JOB = "system.slice/slurm/job_7"
         pytest.param(SECOND | within(JOB, SECOND | {"memory.max": "max\n"}), f"0::/{JOB}\n", 350, id="unlimited child"),
         pytest.param(within("job", SECOND), "0::/../job\n", 350, id="other namespace"),
         pytest.param(SECOND, "0::/docker/ab12\n", 350, id="path of the machine"),
+        pytest.param(within(JOB, FIRST), f"9:cpu,cpuacct:/x\n4:hugetlb,memory:/{JOB}\n0::/x\n", 700, id="version 1"),
+        pytest.param(FIRST, "4:memory:/docker/ab12\n", 700, id="version 1, path of the machine"),
+        pytest.param(within(JOB, FIRST), f"4:memory:/{JOB}/step_0\n", 700, id="version 1, parent"),
     ],
 )
 def test_limits_on_the_process_and_its_parents_count(machine, files, own, expected):
@@ -89,7 +101,7 @@ def test_limits_on_the_process_and_its_parents_count(machine, files, own, expect
     assert free_host_bytes() == expected
 
 
-@pytest.mark.parametrize(("files", "expected"), [({}, 9000), (SECOND, 1000)], ids=["none", "container"])
+@pytest.mark.parametrize(("files", "expected"), [({}, 9000), (SECOND, 1000), (FIRST, 800)], ids=["none", "2", "1"])
 def test_a_plan_for_this_machine_counts_the_limit_of_a_container(machine, files, expected):
     machine(5000, files)
     assert total_host_bytes() == expected
