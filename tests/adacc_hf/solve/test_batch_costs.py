@@ -10,7 +10,7 @@ from adacc_hf.estimate.fake_model import Workload, fake_model
 from adacc_hf.estimate.static_memory import PRECISIONS
 from adacc_hf.solve.batch_costs import BatchCosts, longest_fitting, with_samples
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import least_peak_bytes, recomputing_policies
+from adacc_hf.solve.solver import quick_least_policy, recomputing_policies
 
 CONFIG = AdaccConfig(exact=True)
 TOKENS = (("input_ids", (1, 32)), ("labels", (1, 32)))
@@ -63,7 +63,7 @@ def test_more_samples_than_fit_do_not_fit(measured):
 
 def test_the_longest_sample_that_fits_alone(measured):
     profile, traced = measured
-    costs = BatchCosts(profile, CONFIG, least_peak_bytes(traced[1, 200], CONFIG) * 102 // 100)
+    costs = BatchCosts(profile, CONFIG, quick_least_policy(traced[1, 200], CONFIG).predicted_peak_bytes * 102 // 100)
     longest = longest_fitting(costs, length, 500)
     assert 180 < longest < 300
     assert costs.fits_alone(length(longest))
