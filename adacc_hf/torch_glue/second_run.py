@@ -75,6 +75,8 @@ class SecondRun:
         """Checksums of the tensors that the first run saved. None before its end."""
         self._tensors: list[torch.Tensor | None] = []
         """Tensors that the present run has saved, None for tensors that are not compared."""
+        self._at_save: list[Checksum | None] = []
+        """Checksums when the first run saves each: in the second, a tensor filled later may have its old bits."""
         self._at_last: list[Checksum | None] = []
         """Checksums at the moment in which the second run saves its last tensor."""
         self._packed: list[_Packed] = []
@@ -117,7 +119,9 @@ class SecondRun:
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._tensors.append(tensor.detach() if _is_compared(tensor) else None)
-        if self._expected is not None and len(self._tensors) == len(self._expected):
+        if self._expected is None:
+            self._at_save += _checksums(self._tensors[-1:])
+        elif len(self._tensors) == len(self._expected):
             self._at_last = _checksums(self._tensors)
 
     def _compare(self) -> None:
@@ -131,7 +135,7 @@ class SecondRun:
         if wrong and self._has_same_inputs:
             message = self._describe(f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
             report_other_bits(CheckpointMismatchError(message), any(p.is_cuda for p in self._block.parameters()))
-        is_same = all(map(_is_equal, self._at_last, second))
+        is_same = all(map(_is_equal, self._at_last, second)) and all(map(_is_equal, self._at_save, self._expected))
         if not is_same:
             log.info("Adacc: blocks of class %s run to their end under torch's checkpoint", type(self._block).__name__)
         _may_end_early[self._block] = is_same
