@@ -99,7 +99,7 @@ def test_packed_batches_have_one_size_only_if_they_are_padded(multiple: int | No
 
 
 def test_every_page_says_what_to_look_at_and_what_can_go_wrong() -> None:
-    assert len(PAGES) == 14
+    assert len(PAGES) == 15
     for page in PAGES:
         headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert headings[-2:] == ["What to look at", "What can go wrong"], page.name

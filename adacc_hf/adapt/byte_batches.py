@@ -264,6 +264,7 @@ class ByteBatches:
     def save(self, folder: Path) -> None:
         """Write what plans depend on into the checkpoint `folder`."""
         if folder.is_dir() and self._run.loop.is_first_rank:
+            self._update_costs()  # as the next step would
             static = self._run.corrections.static_bytes
             record = {
                 "steps": self._num_steps,

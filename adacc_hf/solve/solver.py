@@ -82,8 +82,7 @@ def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
 
 
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy with the lowest peak that the solver finds. `least_policy` may be faster, and has at most this
-    peak."""
+    """Return a policy with the lowest peak that the solver finds. `least_policy` may be faster."""
     config = config or AdaccConfig()
     limits = Limits(Budget(1, 1, limits_peak=True), config.host_limit(profile.host_free_bytes))
     search, plans, _ = _least(_searches(profile, config, limits), limits)

@@ -38,7 +38,13 @@ def plain(subject: dict) -> dict:
 
 
 def test_a_trial_says_gate_peak_and_speed(plain: dict) -> None:
-    assert plain["gate"] == {"promise": "exact", "reference": "plain", "sequences": 8, "gradient_error": 0.0}
+    assert plain["gate"] == {
+        "promise": "exact",
+        "reference": "plain",
+        "sequences": 8,
+        "rounding": 0.0,
+        "gradient_error": 0.0,
+    }
     assert 0 < plain["static_bytes"] < plain["peak_bytes"]
     speed, step = plain["tokens_per_second"], plain["step_ms"]
     assert speed["low"] <= speed["median"] <= speed["high"]
