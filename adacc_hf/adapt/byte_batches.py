@@ -112,7 +112,7 @@ class PaddedSizes:
 
 
 def _length(value: Any) -> int | None:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return len(value)
     shape = getattr(value, "shape", ())
     return shape[0] if shape else None
@@ -179,6 +179,8 @@ class ByteBatches:
                 f"a rank has {len(groups)} samples in a step in which another one has {most} micro-batches: give all "
                 f"ranks equally many samples (drop_last=True, or Accelerate's even_batches=True)"
             )
+        if self._costs is None:  # the second micro-batch is recorded: of many samples in every other step
+            groups = sorted(groups, key=len, reverse=self._num_steps % 2 == 1)
         self._num_steps += 1
         return [
             self._checked(collate_fn([samples[index] for index in group]), [lengths[index] for index in group])
@@ -200,9 +202,8 @@ class ByteBatches:
         """Return the cost of micro-batches while no profile predicts them. At least two form a step, because one of
         them is recorded after gradients exist. Their numbers of samples vary, so that predictions learn from them."""
         batch_size = self._batch_size
-        most = min(
-            (num_samples + 1) // 2, (num_samples, max(1, batch_size - 1), max(1, batch_size // 2))[self._num_steps % 3]
-        )
+        most = (num_samples, max(2, batch_size - 1), max(2, batch_size // 2))[self._num_steps % 3]
+        most = min((num_samples + 1) // 2, most)
 
         def cost(number: int, longest: Lengths) -> float | None:
             tokens = number * longest[0]
@@ -218,8 +219,10 @@ class ByteBatches:
     def _update_costs(self) -> None:
         """Take over the run's corrections, and its first profile that predicts other sizes."""
         run = self._run
-        if self._predictor is None:
-            self._predictor = run.phase.size_predictor
+        found = run.phase.size_predictor if self._predictor is None else None
+        if found is not None and found.sizes is not None:  # a run of single samples predicts no pairs
+            own = found.measured[0][0]
+            self._predictor = found if found.sizes.size_class(with_samples(own, 2 * own[0][1][0])) else None
         version = (run.corrections.version, run.corrections.static_bytes)
         if self._predictor is not None and version != self._version:
             self._version = version

@@ -74,9 +74,8 @@ def describe_fallbacks(history: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["All steps followed their policies."]
     number = sum(reasons.values())
     first = f"{number} {'step' if number == 1 else 'steps'} did not follow the policy, or not in all calls:"
-    if len(reasons) == 1:
-        return [f"{first} {next(iter(reasons))}"]
-    return [first, *(f"{steps}: {reason}" for reason, steps in reasons.items())]
+    lines = [first, *(f"{steps}: {reason}" for reason, steps in reasons.items())]
+    return lines if len(reasons) > 1 else [f"{first} {next(iter(reasons))}"]
 
 
 def describe_costs(policy: Policy, profile: Profile | None) -> str:

@@ -82,9 +82,7 @@ class BatchCosts:
         point = self._at(num_samples, sample)
         if point is None:
             return None
-        return int(
-            point.plain_peak if point.plain_peak <= self.budget_bytes else max(point.least_peak, self.budget_bytes)
-        )
+        return int(min(point.plain_peak, max(point.least_peak, self.budget_bytes)))
 
     def fits_alone(self, sample: Shapes) -> bool:
         """Return True if a policy fits a batch of one sample: of its own size, and not of its size class."""

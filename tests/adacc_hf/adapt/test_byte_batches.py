@@ -57,13 +57,13 @@ def collate(rows):
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": padded("labels", -100)}
 
 
-def steps_of(session, num_steps, rows=None, collate_fn=collate, order=None):
+def steps_of(session, num_steps, rows=None, collate_fn=collate, order=None, batch_size=4):
     """Yield the steps of a session on `num_steps` times 16 samples."""
     rows = rows or [row for step in range(num_steps) for row in samples_of(step)]
-    yield from session.batches(DataLoader(rows, batch_size=16, collate_fn=collate_fn, sampler=order), batch_size=4)
+    yield from session.batches(DataLoader(rows, batch_size=16, collate_fn=collate_fn, sampler=order), batch_size)
 
 
-def run(model, num_steps=8, folder=None, resume=None, memory_budget=BUDGET, **settings):
+def run(model, num_steps=8, folder=None, resume=None, memory_budget=BUDGET, batch_size=4, **settings):
     """Train `num_steps` steps. Return the gradients and sizes of each, and save a checkpoint after the sixth."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     session = AdaccSession(model, optimizer, memory_budget=memory_budget, exact=True, **settings)
@@ -74,7 +74,8 @@ def run(model, num_steps=8, folder=None, resume=None, memory_budget=BUDGET, **se
         session.load(resume)
         begin = session.num_steps
         model.load_state_dict(torch.load(resume / "weights.pt"))
-    for step in steps_of(session, num_steps, order=range(16 * begin, len(rows)), rows=rows):
+    order = range(16 * begin, len(rows))
+    for step in steps_of(session, num_steps, order=order, rows=rows, batch_size=batch_size):
         with session.step():
             for batch, weight in step:
                 with session.micro_batch(batch):
@@ -149,6 +150,12 @@ def test_micro_batches_grow_with_the_budget(one_thread):
     _, large, _ = run(llama(), memory_budget=8 * BUDGET)
     assert len(small[-1]) > len(large[-1])
     assert max(event.get("peak_bytes", 0) for event in session.history) <= 1_000_000
+
+
+def test_single_samples_are_joined_once_pairs_are_predicted(one_thread):
+    _, sizes, _ = run(llama(), num_steps=20, batch_size=1)
+    assert len(sizes[0]) == 16
+    assert len(sizes[-1]) <= 4
 
 
 def test_a_sample_that_does_not_fit_alone_is_reported_before_its_step(one_thread, caplog):
