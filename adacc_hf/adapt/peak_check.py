@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
-from adacc_hf.adapt.policy_fit import current_policy
+from adacc_hf.adapt.policy_fit import current_policy, suitable_policy
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
@@ -92,8 +92,7 @@ class PeakCheck:
         self._requested = choice.shown
         """Record that requested the measurement. The step may have batches of other sizes."""
         self.first_step = self._pause = 0
-        """Number of the first step that may be measured. If a measurement gives no result, it is repeated after a
-        growing pause of 0, 1, 3, 7, ... steps."""
+        """First step that may be measured. Without a result, it is measured again after 0, 1, 3, 7, ... steps."""
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
@@ -141,4 +140,6 @@ class PeakCheck:
         if self._choice.fit.class_of(largest) is None:
             return record.profile
         names = dict(record.shapes or ())
-        return self._choice.fit.corrected(tuple((name, size) for name, size in largest if name in names))
+        profile = self._choice.fit.corrected(tuple((name, size) for name, size in largest if name in names))
+        # The largest micro-batch may run other operators than the one that `record` is for, as a single sample does.
+        return profile if suitable_policy(record.policy, profile, self._run.config) else record.profile

@@ -92,8 +92,7 @@ class BlockWalk:
         self._twins: frozenset[int] = frozenset()
         """Earlier activations that backward reads in place of later values with the same bits."""
         if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
-            stored = {value for value in self.choices if self._is_stored(value)}
-            twins = {v: twin for v, twin in kind.equal.items() if v not in stored}
+            twins = {v: twin for v, twin in kind.equal.items() if v not in self.choices or not self._is_stored(v)}
             kind = kind.with_merged_values(twins)
             self._twins = frozenset(twins.values())
         self.kind = kind

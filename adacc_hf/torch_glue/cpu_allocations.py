@@ -79,10 +79,9 @@ class AllocatorEvents:
     def read(self, session: profile) -> None:
         """Add the events of a profiler's session. Call this right after the session has ended."""
         assert session.kineto_results is not None  # the session has ended
-        nodes = sorted(session.kineto_results.experimental_event_tree(), key=lambda node: node.start_time_ns)
+        nodes: Any = sorted(session.kineto_results.experimental_event_tree(), key=lambda node: node.start_time_ns)
         number, addresses, totals = next(_session_numbers), self._addresses, self._totals
-        for node in nodes:
-            event: Any = node.extra_fields
+        for event in (node.extra_fields for node in nodes if hasattr(node.extra_fields, "ptr")):  # others were refused
             address, nbytes = event.ptr, event.alloc_size
             if nbytes >= 0:
                 _session_of[address] = number

@@ -45,9 +45,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def train(
-    lengths: list[int], steps: int, width: int, limit: int, batch_size: int, method: str, in_order: bool = False
-) -> dict[str, Any]:
+def train(lengths: list[int], steps: int, width: int, limit: int, batch_size: int, method: str) -> dict[str, Any]:
     """Train in this process with fixed batches under "checkpointing" or "adacc", or "by bytes". Return peaks, CPU
     seconds, and numbers of samples and padded tokens of each step."""
     import torch
@@ -89,7 +87,7 @@ def train(
         settings = {"memory_budget": limit, "exact": True, "batch_by_bytes": method == "by bytes"}
         callbacks.insert(0, AdaccCallback(**settings))
     draw = random.Random(0)
-    order = sorted(lengths, reverse=True) if in_order else draw.sample(lengths, len(lengths))
+    order = draw.sample(lengths, len(lengths))
     while len(order) < steps * SAMPLES:
         order += draw.sample(lengths, len(lengths))
     with tempfile.TemporaryDirectory() as folder:
@@ -115,6 +113,9 @@ def train(
         try:
             trainer.train()
         except Exception as error:
+            import traceback
+
+            traceback.print_exc()
             record["error"] = f"{type(error).__name__}: {error}"
     record["refusals"] = meter.num_refusals
     record["tokens"] = [sum(order[n * SAMPLES : (n + 1) * SAMPLES]) for n in range(len(record["peaks"]))]
@@ -127,12 +128,12 @@ def train_in_child(*args: Any, **kwargs: Any) -> dict[str, Any]:
         return pool.submit(train, *args, **kwargs).result()
 
 
-def largest_fixed(method: str, *run: Any) -> int | None:
-    """Return the largest fixed batch that trains on steps of the longest samples, or None."""
-    lengths, _, width, limit = run
+def largest_fixed(method: str, *run: Any) -> tuple[int, dict[str, Any]] | None:
+    """Return the largest fixed batch that trains on all steps, with its record, or None."""
     for size in (16, 8, 4, 2, 1):
-        if train_in_child(lengths, 4, width, limit, size, method, in_order=True)["error"] is None:
-            return size
+        record = train_in_child(*run, size, method)
+        if record["error"] is None:
+            return size, record
     return None
 
 
@@ -167,11 +168,11 @@ def main() -> None:
     print("| method | steps | samples | padding | largest peak / limit | steps above | refusals | tokens/s |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for method in ("checkpointing", "adacc") if options.fixed else ():
-        size = largest_fixed(method, *run)
-        if size is None:
+        found = largest_fixed(method, *run)
+        if found is None:
             print(f"| fixed, {method} | no batch trains | | | | | | |", flush=True)
         else:
-            print(line(f"fixed, {method}", train_in_child(*run, size, method), options.limit), flush=True)
+            print(line(f"fixed, {method}, {found[0]}", found[1], options.limit), flush=True)
     record = train_in_child(*run, 1, "by bytes")
     print(record["error"] or line("by bytes", record, options.limit), flush=True)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from run_builders import InOrder, Lengths, events, refuse_profiles_of
 
-from adacc_hf import AdaccCallback
-from adacc_hf.adapt.peak_check import StepMeter
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.adapt.peak_check import PeakCheck, StepMeter
 from adacc_hf.price.live_step import LiveStep
+from adacc_hf.solve.simple_policies import uniform_policy
 
 
 def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
@@ -57,3 +61,16 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     assert memory[-1]["step"] > change["step"]
     assert memory[-1]["measured_peak_bytes"] <= budget
     assert memory[-1]["measured_peak_bytes"] == pytest.approx(change["peak_bytes"], rel=0.01)
+
+
+def test_a_step_whose_largest_micro_batch_ran_other_operators_is_compared_with_its_record(gpt2_like_profile):
+    """A micro-batch of one long sample may need most memory, and one of several samples may be the largest."""
+    own, same = gpt2_like_profile(), gpt2_like_profile()
+    other = replace(own, kinds=tuple(replace(kind, digest="another-kind") for kind in own.kinds))
+    record = SimpleNamespace(policy=uniform_policy(own, "recompute"), profile=own, shapes=())
+    for largest, expected in ((other, own), (same, same)):
+        fit = SimpleNamespace(class_of=lambda _: (), corrected=lambda _, profile=largest: profile)
+        check = SimpleNamespace(
+            _choice=SimpleNamespace(fit=fit, largest=()), _run=SimpleNamespace(config=AdaccConfig())
+        )
+        assert PeakCheck._step_profile(check, record) is expected

@@ -80,6 +80,14 @@ def test_no_session_records_a_function_that_the_next_session_sees_end(monkeypatc
     del tensor
 
 
+def test_a_refused_allocation_does_not_count():
+    with CpuMemoryMeter() as meter:
+        with pytest.raises(RuntimeError, match="allocate"):
+            torch.empty(2**50, dtype=torch.uint8)
+        kept = torch.ones(1000)
+    assert meter.peak_bytes == kept.nbytes
+
+
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_storages_from_before_a_meter_do_not_count(is_inner):
     """The profiler counts the free of a storage if an earlier meter has recorded one at the same address."""
