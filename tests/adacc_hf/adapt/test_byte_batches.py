@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import (
@@ -150,6 +151,28 @@ def test_micro_batches_grow_with_the_budget(one_thread):
     _, large, _ = run(llama(), memory_budget=8 * BUDGET)
     assert len(small[-1]) > len(large[-1])
     assert max(event.get("peak_bytes", 0) for event in session.history) <= 1_000_000
+
+
+def test_a_model_and_a_loader_that_accelerate_prepared(one_thread):
+    accelerator = Accelerator(cpu=True)
+    rows = [row for step in range(8) for row in samples_of(step)]
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 16, collate_fn=collate))
+    session = AdaccSession(model, optimizer, memory_budget=BUDGET, exact=True)
+    gradients, sizes = [], []
+    for step in session.batches(loader, batch_size=4):
+        with session.step():
+            for batch, weight in step:
+                with session.micro_batch(batch):
+                    accelerator.backward(model(**batch).loss * weight)
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        sizes.append([len(batch["input_ids"]) for batch, _ in step])
+    session.close()
+    assert_close(gradients, whole_batches(llama()))
+    assert max(sizes[-1]) > 4
 
 
 def test_single_samples_are_joined_once_pairs_are_predicted(one_thread):
