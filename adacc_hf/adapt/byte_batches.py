@@ -112,7 +112,7 @@ class PaddedSizes:
 
 
 def _length(value: Any) -> int | None:
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return len(value)
     shape = getattr(value, "shape", ())
     return shape[0] if shape else None

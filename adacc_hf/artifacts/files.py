@@ -119,8 +119,8 @@ POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
-COMPILED_FILE = "adacc_compiled.json"
 BATCHES_FILE = "adacc_batches.json"
+COMPILED_FILE = "adacc_compiled.json"
 """Name of the file with the policy of a run with `torch_compile=True`."""
 
 

@@ -26,7 +26,7 @@ class Batch:
     def __post_init__(self) -> None:
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(self.tensors)):
             leaves = tree_map_only(
-                torch.Tensor, lambda t: t.detach().requires_grad_() if t.grad_fn else t, self.tensors
+                torch.Tensor, lambda t: t.detach().requires_grad_() if t.grad_fn is not None else t, self.tensors
             )
             object.__setattr__(self, "tensors", leaves)
 
