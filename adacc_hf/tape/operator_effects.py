@@ -20,6 +20,8 @@ _LOCAL = frozenset({"aten", "prim", "prims"})
 """Namespaces whose operators never communicate with other ranks."""
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Names of the operators that replace a tensor's storage by another."""
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that batch norms write to, although the schema of `native_batch_norm` does not declare it."""
 
 
 def moves_storage(operator: TapeOperator) -> bool:
@@ -30,13 +32,13 @@ def moves_storage(operator: TapeOperator) -> bool:
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensor arguments that the recorded operator may write to, one per storage."""
     written: dict[int, torch.Tensor] = {}
-    may_write = schema_of(func).is_mutable or func.namespace == "c10d"  # any operator of torch.distributed may
-    for position, argument in enumerate(schema_of(func).arguments if may_write else ()):
+    is_collective = func.namespace == "c10d"  # any operator of torch.distributed may
+    is_training = operator_argument(func, args, kwargs, ("training",)) is not False
+    for position, argument in enumerate(schema_of(func).arguments):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
-        if not is_declared and func.namespace != "c10d":
-            continue
+        may_write = is_declared or is_collective or (argument.name in _STATISTICS and is_training)
         argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in leaves(argument_value):
+        for tensor in leaves(argument_value) if may_write else ():
             if isinstance(tensor, torch.Tensor):
                 written.setdefault(storage_key(tensor.untyped_storage()), tensor)
     return list(written.values())
