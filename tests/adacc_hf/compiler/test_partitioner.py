@@ -286,8 +286,8 @@ def test_graphs_are_cut_by_the_settings_that_options_may_have(train_step: Any) -
 
     train_step(partition)
     names = {field.name for field in fields(AdaccConfig)}
-    # The policy has read the budget before.
-    assert readings & names == {*GRAPH_SETTINGS} - {"memory_budget"}
+    # The policy has read the budget before, and `exact` has determined the actions.
+    assert readings & names == {*GRAPH_SETTINGS} - {"memory_budget", "exact"}
 
 
 def test_caches_tell_settings_apart() -> None:
