@@ -96,7 +96,8 @@ class BlockState:
         """Find the state that the call has changed. Return the name of state that cannot be restored, or None. A block
         with such a change must not be run twice from now on (`changes_in_place`)."""
         for namespace, before in self._namespaces:
-            now = {key: value for key, value in namespace.items() if key in before or key not in _INTERNAL}
+            own = without_zero3(namespace)
+            now = {key: value for key, value in own.items() if key in before or key not in _INTERNAL}
             for key in {**before, **now}:
                 if now.get(key, _ABSENT) is not before.get(key, _ABSENT):
                     self.changed.append((namespace, key, before.get(key, _ABSENT)))

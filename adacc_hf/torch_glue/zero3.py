@@ -31,7 +31,8 @@ compare the names of a module's attributes."""
 _IS_LEAF = "_z3_leaf"  # of a module, True if its hook gathers the parameters of all modules inside
 _OTHERS_PARAMETERS = "_external_params"  # of a module: the parameters of other modules that it reads
 DIVIDED = "ds_id"  # of each parameter that ZeRO 3 divides, and of each module
-_PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters")  # of DeepSpeed's attributes
+# Of the names of DeepSpeed's attributes.
+_PREFIXES = ("ds_", "_z3_", _OTHERS_PARAMETERS, "_original_parameters", *_GRAPH_FUNCTIONS, *_COUNTERS)
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ def test_ranks_train_as_without_the_callback(tmp_path, accumulate):
     assert first["is_equal"]
     assert first["recomputed"] > 0
     assert first["resumed_policy"] == first["policy"]
-    assert first["policy_steps"] == [2, 6]
+    assert first["policy_steps"] == [2, 8]
 
 
 if __name__ == "__main__":
