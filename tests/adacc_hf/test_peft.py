@@ -33,6 +33,8 @@ METHODS = {
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **TEXT),
 }
 GIVES_INPUTS_GRADIENTS = ("LoRA", "IA3")
+UNTRACED = ("DoRA", "parameters")
+"""Methods whose Python Dynamo cannot trace, so that their blocks run under torch's checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,9 @@ def batch(token_batch):
 @pytest.fixture(scope="module")
 def assert_promises_kept(run_steps, assert_same_steps, peak_of):
     """`assert_promises_kept(model, batch)`: exact and as predicted under a few lossless policies; returns the
-    profile."""
+    profile. The memory of blocks that are not traced is predicted up to 3 % too high."""
 
-    def check(model, batch):
+    def check(model, batch, is_traced=True):
         plain = run_steps(model, batch)
         profile = profile_model(model, batch, CONFIG)
         random = random_policy(profile, 1, ("retain", "recompute", "compress"), lossless=True)
@@ -57,8 +59,11 @@ def assert_promises_kept(run_steps, assert_same_steps, peak_of):
             with apply_policy(model, policy, CONFIG):
                 assert_same_steps(run_steps(model, batch), plain)
                 step_memory = measure_step(model, batch)
-            assert step_memory.stored_bytes == policy.predicted_stored_bytes
-            assert step_memory.peak_bytes == peak_of(policy)
+            if is_traced:
+                assert step_memory.stored_bytes == policy.predicted_stored_bytes
+                assert step_memory.peak_bytes == peak_of(policy)
+            else:
+                assert 0.97 * policy.predicted_peak_bytes < step_memory.peak_bytes <= policy.predicted_peak_bytes
         return profile
 
     return check
@@ -70,9 +75,10 @@ def test_methods(tiny_llama, batch, assert_promises_kept, method):
     model = peft.get_peft_model(tiny_llama(layers=3), METHODS[method]())
     if method in GIVES_INPUTS_GRADIENTS:
         model.enable_input_require_grads()
-    profile = assert_promises_kept(model.train(), batch)
-    assert all(kind.untrusted is None for kind in profile.kinds)
-    assert any(value.recomputable for kind in profile.kinds for value in kind.activations)
+    is_traced = method not in UNTRACED
+    profile = assert_promises_kept(model.train(), batch, is_traced)
+    assert all((kind.untrusted is None) == is_traced for kind in profile.kinds)
+    assert is_traced == any(value.recomputable for kind in profile.kinds for value in kind.activations)
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes warns on a machine without a GPU

@@ -59,6 +59,7 @@ def test_a_graph_tells_what_a_block_runs(name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")  # MobileBERT has such a layer
 @pytest.mark.parametrize("name", architectures())
 def test_a_graph_tells_what_any_block_runs(name):
     assert all(comparisons(architectures()[name])) or name in OTHERWISE | {"jetmoe"}
