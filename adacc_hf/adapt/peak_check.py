@@ -118,7 +118,7 @@ class PeakCheck:
         for record in (*used, self._requested):
             record.must_measure = False
         record = max(used, key=lambda record: record.policy.predicted_peak_bytes)
-        unmeasured_bytes = self._num_uncounted * choice.batch_bytes
+        unmeasured_bytes = self._num_uncounted * choice.batch_bytes + run.profiler.bucket_bytes
         moments = {moment: nbytes + unmeasured_bytes for moment, nbytes in self.meter.moments.items()}
         predicted, budget = record.policy.predicted_peak_bytes, run.budget(record.profile)
         record.measured_peak_bytes = peak = peak + unmeasured_bytes

@@ -61,6 +61,8 @@ class RunProfiler:
         """The recorded micro-batch of the current step, or None."""
         self.counted_state_bytes: int | None = None
         """Bytes of the optimizer's state in the latest profile. None before the first profile."""
+        self.bucket_bytes = 0
+        """`LiveStep.bucket_bytes` in the latest profile."""
         self._config, self._loop = config, loop
         self._measurement = Measurement()
         self._tape_cache: TapeCache | None = None
@@ -180,7 +182,7 @@ class RunProfiler:
                 optimizer_state_bytes=max(0, self.counted_state_bytes - before),
             )
         assert self._tape_cache is not None
-        self._taken = live
+        self._taken, self.bucket_bytes = live, live.bucket_bytes
         profiled_tapes(model).take(self._tape_cache)
         return common_profile(profile, num_elements(profile.measured[0][0]) if is_largest else 0)
 

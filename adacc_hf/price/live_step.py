@@ -64,6 +64,8 @@ class LiveStep:
         self._installation, self._measurement, self._tape_cache = installation, measurement, tape_cache
         self.config, self._head, self._tilings = config, head, tilings or {}
         self._repeats_blocks = repeats_blocks
+        self.bucket_bytes = 0
+        """Bytes of DDP's gradient buckets on a CPU, where no allocator counts them."""
         self._own_head: ChunkedHead | None = None
         self._stack = ExitStack()
         self._hooks = _OutsideHooks(self)
@@ -171,7 +173,8 @@ class LiveStep:
     ) -> Any:
         """Run and record the call `name` of a block, the first of a forward if `is_first`."""
         if self._device.type == "cpu" and not self.called:  # on a GPU, the allocator counts the buckets
-            self._static_bytes += bucket_bytes()
+            self.bucket_bytes = bucket_bytes()
+            self._static_bytes += self.bucket_bytes
 
         def record() -> Any:
             with self.aside():
