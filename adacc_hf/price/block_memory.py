@@ -211,15 +211,16 @@ def _run_forward(call: RepeatedCall, meter: MemoryMeter) -> _SavedTensors:
     """Run a forward that stores nothing for backward, and mark when a tensor is saved and when a storage is freed.
     Return the saved tensors."""
     saved, keys = _SavedTensors(), set[int]()
+    mark = torch.compiler.disable(meter.mark)  # Dynamo would trace finalizers inside a compiled submodule
 
-    @torch.compiler.disable  # inside a compiled submodule, Dynamo would trace the hooks too
+    @torch.compiler.disable
     def pack(tensor: torch.Tensor) -> None:
         storage = local_of(tensor).untyped_storage()
         number = saved.add(tensor)
         meter.mark(("pack", number))
         if storage_key(storage) not in keys:
             keys.add(storage_key(storage))
-            weakref.finalize(storage, meter.mark, ("death", number), storage.nbytes()).atexit = False
+            weakref.finalize(storage, mark, ("death", number), storage.nbytes()).atexit = False
 
     with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward), watching_tiles(partial(_mark_tiles, meter)):
         meter.mark(("enter", -1))

@@ -68,7 +68,9 @@ def steps(result):
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 1), (2, 3), (4, 1)])
 def test_lossless_policies_are_bit_equal_to_training_without_a_policy(num_ranks, stage):
-    plain, adacc = train(num_ranks, stage, None), train(num_ranks, stage, LOSSLESS)
+    # The parameters that ZeRO 3 gathers in the first forward, and keeps, count as stored by this small model.
+    budget = 0.8 if stage == 3 else 0.5
+    plain, adacc = train(num_ranks, stage, None), train(num_ranks, stage, {**LOSSLESS, "memory_budget": budget})
     assert steps(adacc) == steps(plain)
     assert adacc["num_recomputed"] > 0
 

@@ -183,7 +183,7 @@ def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeyp
         assert [step for step, _ in policies] == [1]
         assert other_operators == {OTHER_OPERATORS_RAN: 2}
         return
-    # The second check, 8 steps after the first policy, finds that steps 6 to 9 have padding. The next batch is profiled.
+    # The check 8 steps after the first policy finds that steps 6 to 9 have padding. The next batch is profiled.
     assert policies[1:] == [(10, OTHER_OPERATORS)]
     # Steps 4 to 9 have padding, and step 12 has none.
     assert other_operators == {OTHER_OPERATORS_RAN: 7}

@@ -63,7 +63,7 @@ def test_a_graph_tells_what_a_block_runs(name, dtype):
 @pytest.mark.filterwarnings("ignore:Casting complex values")  # buffers of LLaMA 4
 @pytest.mark.parametrize("name", architectures())
 def test_a_graph_tells_what_any_block_runs(name):
-    assert all(comparisons(architectures()[name])) or name in OTHERWISE | {"jetmoe"}
+    assert all(comparisons(architectures()[name])) or name in OTHERWISE | {"jetmoe", "recurrent_gemma"}
 
 
 def test_under_autocast_a_graph_casts_as_the_block_does():
