@@ -24,7 +24,7 @@ PROMISED = {
     "long-context": ("chunked head", "of plain training's bytes"),
     "plan": ('"fits": true',),
     "preferences": ("DPO:  2 blocks", "GRPO: 2 blocks"),
-    "resume": ("policies set at steps [1]\npolicies set at steps [1, 4]\n",),
+    "resume": ("policies set at steps [1]\n", "policies set at steps [1, 4]\n"),
     "verify": ("Bit-equal: the losses and 76 gradients of 5 steps, and the weights after them,",),
     "run": ("'adacc/compression_rate': '0.49", "'train_loss'"),
 }

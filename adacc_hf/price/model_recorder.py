@@ -200,12 +200,16 @@ class ModelRecorder:
             with preserved_block(block, (args, kwargs)) if call is own else nullcontext():
                 self._measure_memory(name, call, graph, tape, slot_refs)
             recording.reschedule()
+        # Under torch's checkpoint, a traced block's graph runs again, and keeps the arguments that it reads.
+        keys = {note.key for note in notes.values()}
+        reads_all = tape.untrusted is not None or not known_shapes.paths.has_graph_of(tape)
+        held = {source: t for source, t in arguments.items() if reads_all or storage_key_of(t) in keys}
         self.blocks.append(
             RecordedBlock(
                 name=name,
                 tape=tape,
                 input_tensors=notes,
-                argument_tensors=_one_per_storage(arguments),
+                argument_tensors=_one_per_storage(held),
                 outputs=outputs,
                 casts=casts,
                 internal_storages=internal_storages,

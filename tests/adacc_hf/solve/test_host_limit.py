@@ -149,7 +149,10 @@ def test_a_tight_limit_costs_time_and_is_kept(gpt2_like_profile, share):
     none = solve_policy(limited_profile, 0.25)
     assert policy.predicted_host_bytes <= limit
     assert dict(policy.facts)["host_limit_bytes"] == limit
-    assert unlimited.predicted_overhead_ms <= policy.predicted_overhead_ms + MS_ROUNDING
+    # The solver may miss the optimum by the gap that it reports.
+    assert (
+        1 - dict(unlimited.facts)["gap"]
+    ) * unlimited.predicted_overhead_ms <= policy.predicted_overhead_ms + MS_ROUNDING
     # Times between those with and without host memory fall about in proportion to the limit: most of it is used well.
     saved = none.predicted_overhead_ms - policy.predicted_overhead_ms
     possible = none.predicted_overhead_ms - unlimited.predicted_overhead_ms
