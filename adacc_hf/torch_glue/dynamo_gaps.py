@@ -160,11 +160,11 @@ def guard_identity(variable: Any, by_value: bool = False) -> None:
 def more_operators() -> AbstractContextManager[None]:
     """Let Dynamo trace collectives, and grouped matrix products in float32 and float16, inside the `with` block.
 
-    Dynamo traces a collective by a function that asks whether it is traced, which `trace` answers with False. torch's
+    Collectives, and meshes of ranks, ask whether they are traced, which `trace` answers with False. torch's
     shape inference for grouped products supports only bfloat16, although its kernels support the other dtypes.
     """
     from torch import _meta_registrations
-    from torch.distributed import _functional_collectives
+    from torch.distributed import _functional_collectives, device_mesh
 
     original: Any = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
 
@@ -177,6 +177,7 @@ def more_operators() -> AbstractContextManager[None]:
         [
             (_meta_registrations, "_meta_grouped_mm_common", infer_shape),
             (_functional_collectives, "_are_we_tracing", lambda: True),
+            (device_mesh, "_get_pg_from_name", lambda mesh, name: mesh._pg_registry[name]),
         ]
     )
 
